@@ -1,0 +1,35 @@
+# Every command sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
+
+# The first of these that starts: a version manager's shim may stand for a version that isn't installed.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do $$python -c "" 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+RUN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check bench-overhead clean
+
+# On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
+demo: $(INSTALLED)
+	@if [ -z "$${AUTOPAR_DEVICES:-}" ] && ! $(RUN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		export AUTOPAR_DEVICES="2xcpu:2GiB"; \
+	fi; \
+	$(RUN)/python examples/train_gpt.py
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+
+check: $(INSTALLED)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy --strict
+
+bench-overhead: $(INSTALLED)
+	$(RUN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,409 @@
+"""What autopar costs over the same plan written by hand with Lightning's own strategy.
+
+Three figures, each from fresh processes, by hand and with autopar in turns:
+
+- step: seconds a step, the same plan on both sides (one device, DDP, FSDP2), as the median of the pairs' ratios;
+- first_step: seconds from the call of ``fit`` to the start of the first step, autopar's planning included, against Lightning's DDP;
+- memory: host memory (sum of PSS over all processes) of four ranks around one model, at its peak before the first step.
+
+On both sides the global batch is the same: by hand each rank loads batch / ranks samples. Each rank computes with one thread.
+
+    python benchmarks/overhead.py                 # writes benchmarks/results/overhead.json
+    python benchmarks/overhead.py --quick         # a smoke test: seconds instead of minutes, figures without meaning
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "overhead.json"
+sys.path.insert(0, str(HERE.parent / "examples"))
+
+ENGINES = ("single", "ddp", "fsdp")
+SIDES = ("hand", "autopar")
+RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
+STEP_BOUNDS = {"single": 1.01, "ddp": 1.03, "fsdp": 1.03}
+FIRST_STEP_BOUND = 1.0
+MEMORY_BOUND = 1.5
+MEMORY_RANKS = 4
+
+
+# -- one run, in a process of its own ------------------------------------------------------------
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train for a few steps; rank 0 leaves the times in ``arguments.out``, every rank a mark when it reaches its first step."""
+    import lightning as L
+    import psutil
+    import torch
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from torch.utils.data import DataLoader, TensorDataset
+    from train_gpt import ByteGPT
+
+    class Recorder(L.Callback):
+        """Writes down when each step began and ended."""
+
+        def __init__(self) -> None:
+            self.begun: list[float] = []
+            self.ended: list[float] = []
+
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            torch.set_num_threads(1)
+
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+            self.begun.append(time.monotonic())
+            if batch_idx == 0:
+                Path(f"{arguments.out}.rank{trainer.global_rank}").touch()
+
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.ended.append(time.monotonic())
+
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if trainer.global_rank == 0:
+                times = {"fit": fit, "begun": self.begun, "ended": self.ended, "world_size": trainer.world_size}
+                Path(arguments.out).write_text(json.dumps(times), encoding="utf-8")
+
+    class HandSharded(ByteGPT):
+        """What somebody writes to run ByteGPT under Lightning's FSDP2."""
+
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import FSDPModule, fully_shard
+
+            if isinstance(self, FSDPModule):
+                return
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.blocks:
+                fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            fully_shard(self, mesh=mesh)
+
+    class Wide(L.LightningModule):
+        """As many bytes of parameters as asked for, in square layers. Ends when its first step is due."""
+
+        def __init__(self, model_bytes: int) -> None:
+            super().__init__()
+            width = min(4096, int((model_bytes / 4) ** 0.5))
+            layers = max(1, round(model_bytes / (4 * width * width)))
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+            return -1
+
+        def training_step(self, batch: tuple[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            x = batch[0].expand(-1, self.layers[0].in_features)
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.set_num_threads(1)
+    L.seed_everything(1)
+    ranks, by_hand = arguments.ranks, arguments.side == "hand"
+    share = arguments.batch // ranks if by_hand else arguments.batch
+    if arguments.model == "gpt":
+        kind = HandSharded if by_hand and arguments.engine == "fsdp" else ByteGPT
+        model: L.LightningModule = kind(layers=arguments.layers, width=arguments.width, context=128)
+        data = TensorDataset(*torch.randint(0, 256, (2, arguments.batch * arguments.steps, 128)).unbind(0))
+    else:
+        model = Wide(arguments.model_bytes)
+        data = TensorDataset(torch.randn(arguments.batch * arguments.steps, 1))
+
+    options: dict[str, Any]
+    if by_hand:
+        strategies: dict[str, Any] = {
+            "single": lambda: "auto",
+            "ddp": lambda: DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True),
+            "fsdp": lambda: ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo"),
+        }
+        options = {"accelerator": "cpu", "devices": ranks, "strategy": strategies[arguments.engine]()}
+    else:
+        from lightning_autopar import AutoParallelStrategy, Plan
+
+        devices = tuple(f"cpu:{rank}" for rank in range(ranks))
+        blocks = tuple(f"{'blocks' if arguments.model == 'gpt' else 'layers'}.{index}" for index in range(arguments.layers))
+        sharding = {"reshard_after_forward": True, "shard": blocks} if arguments.engine == "fsdp" else {}
+        plan = Plan(engine=arguments.engine, devices=devices, **sharding) if arguments.pinned else None
+        spec = f"{ranks}xcpu:{arguments.budget}"
+        options = {"accelerator": "cpu", "strategy": AutoParallelStrategy(allow=[arguments.engine], plan=plan, devices=spec)}
+    trainer = L.Trainer(
+        **options,
+        max_steps=arguments.steps,
+        max_epochs=1,
+        callbacks=[Recorder()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    Path(f"{arguments.out}.built").write_text(str(psutil.Process().memory_full_info().pss), encoding="utf-8")
+    fit = time.monotonic()
+    trainer.fit(model, DataLoader(data, batch_size=share, shuffle=True))
+
+
+# -- the comparison ------------------------------------------------------------
+
+
+class Runs:
+    """Starts the runs and reads what they leave."""
+
+    def __init__(self, folder: Path, timeout_seconds: float) -> None:
+        self.folder = folder
+        self.timeout_seconds = timeout_seconds
+        self.count = 0
+
+    def start(self, side: str, engine: str, ranks: int, **options: Any) -> tuple[subprocess.Popen[bytes], Path]:
+        """A fresh process that runs :func:`run`, and the file in which it will leave its times."""
+        self.count += 1
+        out = self.folder / f"{self.count}.json"
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--run",
+            "--side",
+            side,
+            "--engine",
+            engine,
+            "--ranks",
+            str(ranks),
+            "--out",
+            str(out),
+        ]
+        for name, value in options.items():
+            command += (
+                [f"--{name.replace('_', '-')}"] if value is True else [] if value is False else [f"--{name.replace('_', '-')}", str(value)]
+            )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment.pop("AUTOPAR_DEVICES", None)
+        log = out.with_suffix(".log").open("wb")
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT), out
+
+    def times(self, side: str, engine: str, ranks: int, **options: Any) -> dict[str, Any]:
+        """Run to the end; the times that rank 0 left.
+
+        Raises:
+            RuntimeError: if the run failed, with its output.
+        """
+        process, out = self.start(side, engine, ranks, **options)
+        self._ended(process, out)
+        times: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        if times["world_size"] != ranks:
+            raise RuntimeError(f"{side} {engine} ran on {times['world_size']} ranks, not {ranks}")
+        return times
+
+    def loading(self, side: str, engine: str, ranks: int, **options: Any) -> dict[str, int]:
+        """Run to the end; the peak of all its processes' PSS until every rank was at its first step, and the PSS at the call of ``fit``."""
+        import psutil
+
+        process, out = self.start(side, engine, ranks, **options)
+        peak = 0
+        deadline = time.monotonic() + self.timeout_seconds
+        # Nothing tells of another process's memory but looking.
+        while not all(Path(f"{out}.rank{rank}").exists() for rank in range(ranks)) and process.poll() is None:
+            if time.monotonic() > deadline:
+                process.terminate()
+            peak = max(peak, total_pss(psutil.Process(process.pid)))
+            time.sleep(0.02)
+        self._ended(process, out)
+        return {"peak_bytes": peak, "built_bytes": int(Path(f"{out}.built").read_text(encoding="utf-8"))}
+
+    def _ended(self, process: subprocess.Popen[bytes], out: Path) -> None:
+        try:
+            code = process.wait(timeout=self.timeout_seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            code = -1
+        if code != 0:
+            raise RuntimeError(
+                f"exit code {code} of {process.args}\n{out.with_suffix('.log').read_text(encoding='utf-8', errors='replace')[-6000:]}"
+            )
+
+
+def total_pss(root: Any) -> int:
+    """Bytes of memory of a process and all below it, each shared page counted once."""
+    import psutil
+
+    total = 0
+    try:
+        for process in (root, *root.children(recursive=True)):
+            try:
+                total += process.memory_full_info().pss
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue  # it ended between being listed and being looked at
+    except psutil.NoSuchProcess:
+        pass
+    return total
+
+
+def in_turns(repetition: int) -> tuple[str, str]:
+    """Both sides, each first as often as the other."""
+    return SIDES if repetition % 2 == 0 else (SIDES[1], SIDES[0])
+
+
+def compare(measured: dict[str, list[float]], bound: float) -> dict[str, Any]:
+    """The sides' figures and the median of the pairs' ratios."""
+    ratios = [autopar / hand for hand, autopar in zip(measured["hand"], measured["autopar"], strict=True)]
+    ratio = statistics.median(ratios)
+    rounded = {side: [round(value, 6) for value in values] for side, values in measured.items()}
+    return {**rounded, "ratios": [round(value, 4) for value in ratios], "ratio": round(ratio, 4), "bound": bound, "within": ratio <= bound}
+
+
+def step_seconds(times: dict[str, Any], warm_up: int) -> float:
+    """The median time from one step's end to the next one's, data loading and hooks included."""
+    ended = times["ended"][warm_up:]
+    return statistics.median(after - before for before, after in itertools.pairwise(ended))
+
+
+def measure_steps(runs: Runs, engine: str, repetitions: int, steps: int, warm_up: int, **model: Any) -> dict[str, Any]:
+    """Seconds a step of one engine, the plan pinned."""
+    measured: dict[str, list[float]] = {side: [] for side in SIDES}
+    for repetition in range(repetitions):
+        for side in in_turns(repetition):
+            times = runs.times(side, engine, RANKS[engine], steps=steps, pinned=True, **model)
+            measured[side].append(step_seconds(times, warm_up))
+    return compare(measured, STEP_BOUNDS[engine])
+
+
+def measure_first_step(runs: Runs, repetitions: int, **model: Any) -> dict[str, Any]:
+    """Seconds from the call of ``fit`` to the start of the first step; autopar finds its plan itself."""
+    measured: dict[str, list[float]] = {side: [] for side in SIDES}
+    for repetition in range(repetitions):
+        for side in in_turns(repetition):
+            times = runs.times(side, "ddp", 2, steps=2, **model)
+            measured[side].append(times["begun"][0] - times["fit"])
+    return compare(measured, FIRST_STEP_BOUND)
+
+
+def measure_memory(runs: Runs, engine: str, model_bytes: int, layers: int) -> dict[str, Any]:
+    """Host memory of four ranks, against Lightning's DDP."""
+    found: dict[str, Any] = {}
+    for side, plan in (("hand", "ddp"), ("autopar", engine)):
+        found[side] = runs.loading(
+            side, plan, MEMORY_RANKS, model="wide", model_bytes=model_bytes, layers=layers, pinned=True, steps=2, batch=8, budget="16GiB"
+        )
+    ratio = found["autopar"]["peak_bytes"] / model_bytes
+    hand_ratio = found["hand"]["peak_bytes"] / model_bytes
+    return {
+        **found,
+        "model_bytes": model_bytes,
+        "ranks": MEMORY_RANKS,
+        "peak_over_model": {"hand": round(hand_ratio, 3), "autopar": round(ratio, 3)},
+        "bound": MEMORY_BOUND,
+        "within": ratio <= MEMORY_BOUND,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were made on, and with."""
+    import lightning
+    import psutil
+    import torch
+
+    import lightning_autopar
+
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "cpu": names[0] if names else platform.machine(),
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+            "lightning_autopar": lightning_autopar.__version__,
+        },
+    }
+
+
+def benchmark(quick: bool, only: str | None, say: Any = print) -> dict[str, Any]:
+    """All figures, as the JSON file holds them."""
+    if quick:
+        repetitions, steps, warm_up = 1, 6, 1
+        model: dict[str, Any] = {"layers": 1, "width": 64, "batch": 4}
+        model_bytes, layers = 8 * 1024**2, 1
+    else:
+        repetitions, steps, warm_up = 5, 34, 4
+        model = {"layers": 4, "width": 128, "batch": 16}
+        model_bytes, layers = 1024**3, 16
+    report: dict[str, Any] = {
+        **machine(),
+        "quick": quick,
+        "settings": {"repetitions": repetitions, "steps": steps, "warm_up": warm_up, **model},
+    }
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        runs = Runs(Path(folder), timeout_seconds=300)
+        if only in (None, "step"):
+            report["step"] = {}
+            for engine in ENGINES:
+                report["step"][engine] = measure_steps(runs, engine, repetitions, steps, warm_up, **model)
+                say(f"step, {engine}: {line(report['step'][engine])}")
+        if only in (None, "first_step"):
+            report["first_step"] = measure_first_step(runs, repetitions, **model)
+            say(f"first step: {line(report['first_step'])}")
+        if only in (None, "memory"):
+            report["memory"] = {}
+            for engine in ("ddp", "fsdp"):
+                report["memory"][engine] = found = measure_memory(runs, engine, model_bytes, layers)
+                both = found["peak_over_model"]
+                say(f"memory, {engine}: {both['autopar']} × the model (Lightning's DDP {both['hand']} ×), bound {found['bound']}")
+    return report
+
+
+def line(found: dict[str, Any]) -> str:
+    """One comparison in a line."""
+    hand, autopar = (statistics.median(found[side]) for side in SIDES)
+    return f"by hand {hand:.4f} s, autopar {autopar:.4f} s, ratio {found['ratio']} (bound {found['bound']})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke test")
+    parser.add_argument("--only", choices=["step", "first_step", "memory"])
+    parser.add_argument("--out", help="the JSON file to write", default=str(RESULTS))
+    one = parser.add_argument_group("one run", "what this script starts itself with")
+    one.add_argument("--run", action="store_true")
+    one.add_argument("--side", choices=SIDES)
+    one.add_argument("--engine", choices=ENGINES)
+    one.add_argument("--ranks", type=int, default=1)
+    one.add_argument("--steps", type=int, default=2)
+    one.add_argument("--batch", type=int, default=16)
+    one.add_argument("--layers", type=int, default=4)
+    one.add_argument("--width", type=int, default=128)
+    one.add_argument("--model", choices=["gpt", "wide"], default="gpt")
+    one.add_argument("--model-bytes", type=int, default=0)
+    one.add_argument("--budget", default="4GiB")
+    one.add_argument("--pinned", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.run:
+        run(arguments)
+        return
+    report = benchmark(arguments.quick, arguments.only)
+    out = Path(arguments.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Automatic parallelism for PyTorch Lightning: ``Trainer(strategy="autopar")``.
+
+Importing this package imports neither torch nor Lightning: each public name is fetched from its module when it is first used.
+It does make the name ``"autopar"`` known to Lightning, for where ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` keeps torch from doing so.
+"""
+
+from lightning_autopar import _autoload
+
+TYPE_CHECKING = False  # typing's own, without the price of importing typing in every process that imports torch
+if TYPE_CHECKING:
+    from typing import Any
+
+    from lightning_autopar.api import plan
+    from lightning_autopar.planning.report import NothingFits, Report
+    from lightning_autopar.plans import Plan
+    from lightning_autopar.strategies.auto import AutoParallelStrategy
+
+__version__ = "0.1.0"
+__all__ = ["AutoParallelStrategy", "NothingFits", "Plan", "Report", "plan"]
+
+_HOMES = {
+    "AutoParallelStrategy": "lightning_autopar.strategies.auto",
+    "NothingFits": "lightning_autopar.planning.report",
+    "Plan": "lightning_autopar.plans",
+    "Report": "lightning_autopar.planning.report",
+    "plan": "lightning_autopar.api",
+}
+
+
+def __getattr__(name: str) -> "Any":
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_autoload.install()

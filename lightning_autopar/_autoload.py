@@ -1,0 +1,123 @@
+"""Makes ``Trainer(strategy="autopar")`` known without an import.
+
+torch runs :func:`install` at the end of every ``import torch`` (entry point group ``torch.backends``), and importing this package
+runs it as well. Lightning isn't there yet then, so a finder waits on ``sys.meta_path`` for Lightning's strategies module and
+registers the name once that module was executed.
+
+What this module must not do: import anything but the standard library, cost anybody time, or raise, since torch turns an error
+here into a failure of every ``import torch``. ``LIGHTNING_AUTOPAR_AUTOLOAD=0`` turns it off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # typing's own, without the price of importing typing in every process that imports torch
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+NAME = "autopar"
+OFF_SWITCH = "LIGHTNING_AUTOPAR_AUTOLOAD"
+_DESCRIPTION = "plans by itself how the model runs on the devices that are free"
+
+
+def make_strategy(**options: Any) -> Any:
+    """What the name stands for in ``lightning.pytorch``: our code is imported here, when somebody uses the name, and not before."""
+    from lightning_autopar.strategies.auto import AutoParallelStrategy
+
+    return AutoParallelStrategy(**options)
+
+
+def refuse(**options: Any) -> Any:
+    """What the name stands for in ``pytorch_lightning``.
+
+    Raises:
+        ValueError: always. ``lightning`` installs both packages, each with classes of its own, and a strategy of one fails in the
+            other's Trainer with a bare ``AssertionError``.
+    """
+    raise ValueError(
+        f"strategy={NAME!r} belongs to lightning.pytorch, but this Trainer is pytorch_lightning's; "
+        "use `from lightning.pytorch import Trainer` (or `import lightning as L` and `L.Trainer`), and the same package's LightningModule"
+    )
+
+
+_FACTORIES = {"lightning.pytorch.strategies": make_strategy, "pytorch_lightning.strategies": refuse}
+
+
+def install() -> None:
+    """Register ``"autopar"`` with Lightning, now or as soon as Lightning is imported. Calling it again changes nothing; it never raises."""
+    try:
+        if os.environ.get(OFF_SWITCH) == "0":
+            return
+        for name in _FACTORIES:
+            if name in sys.modules:
+                _register(sys.modules[name])
+        if not any(getattr(finder, "_registers", None) == NAME for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+    except Exception:
+        _tell("can't be found by name; write strategy=lightning_autopar.AutoParallelStrategy() instead")
+
+
+def _register(module: ModuleType) -> None:
+    """Never raises: it runs inside the import of Lightning, which must not fail because of us."""
+    try:
+        registry = getattr(module, "StrategyRegistry", None)  # None in a module that is still being imported
+        if registry is not None and NAME not in registry:
+            registry.register(NAME, _FACTORIES[module.__name__], description=_DESCRIPTION)
+    except Exception:
+        _tell(f"couldn't be registered with {module.__name__}")
+
+
+def _tell(what: str) -> None:
+    """By logging, as a warning would be an exception under ``python -W error``."""
+    import logging
+
+    logging.getLogger("lightning_autopar").warning("strategy=%r %s", NAME, what, exc_info=True)
+
+
+class _Finder:
+    """Finds Lightning's strategies modules as the other finders do, and has them registered after execution."""
+
+    _registers = NAME
+
+    def __init__(self) -> None:
+        self._searching: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        # Another package's hook may ask all finders in turn, as this one does: without the set the two would ask each other for ever.
+        if name not in _FACTORIES or name in self._searching:
+            return None
+        self._searching.add(name)
+        try:
+            for finder in sys.meta_path:
+                find_spec = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = find_spec(name, path, target) if find_spec is not None and finder is not self else None
+                if spec is not None:
+                    if hasattr(spec.loader, "exec_module"):
+                        spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # importlib asks for these two methods alone
+                    return spec
+            return None
+        finally:
+            self._searching.discard(name)
+
+
+class _Loader:
+    """Executes a module by its own loader, then registers; the module keeps no trace of it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        create_module = getattr(self._loader, "create_module", None)
+        return create_module(spec) if create_module is not None else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module)

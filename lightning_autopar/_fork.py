@@ -1,0 +1,224 @@
+"""Run one function in a forked child and bring its result back. Knows neither torch nor Lightning, and nothing of what it runs.
+
+Whatever the function does to its process (random draws, changed objects, a crash) stays in the child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+_HEADER = struct.Struct("!?Q")
+_PR_SET_PDEATHSIG = 1
+_CHUNK_BYTES = 1 << 20
+#: Once a child has answered it has nothing left to do; one that lingers so long is killed.
+_GOODBYE_SECONDS = 5.0
+
+
+class ChildFailed(RuntimeError):
+    """The forked child gave no result.
+
+    Args:
+        reason: one sentence: the exception's last line, the signal that ended it, or the time it took.
+        child_traceback: the traceback as the child printed it; empty if it left none.
+    """
+
+    def __init__(self, reason: str, child_traceback: str = "") -> None:
+        super().__init__(f"{reason}\n\n{child_traceback}" if child_traceback else reason)
+        self.reason = reason
+        self.child_traceback = child_traceback
+
+
+def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | None = None) -> T:
+    """Call ``function(*args)`` in a forked child and return its result.
+
+    The function runs in a fresh thread of the child: OpenMP's thread pool belongs to the thread that used it, and doesn't survive a fork, so
+    that the child's main thread would wait for workers that are gone (https://github.com/pytorch/pytorch/issues/17199). The child leaves by
+    ``os._exit``, hence nothing that the parent registered with ``atexit`` runs in it. It dies with the parent, and by Ctrl-C.
+
+    Args:
+        function: what to run; needn't be picklable, as the child has the parent's memory.
+        args: its arguments.
+        timeout_seconds: kill the child after so long; None waits for ever.
+
+    Returns:
+        The function's result, a pickled copy.
+
+    Raises:
+        ChildFailed: if the function raises, its result can't be pickled, or the child crashes or takes too long.
+        ValueError: if the time-out isn't positive.
+    """
+    if timeout_seconds is not None and timeout_seconds <= 0:
+        raise ValueError(f"timeout_seconds must be positive, but is {timeout_seconds!r}; leave it out to wait for ever")
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    for stream in (sys.stdout, sys.stderr):
+        _flush(stream)
+    parent = os.getpid()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads at every fork; the fresh thread in the child is the answer to that.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        _be_child(parent, writer, function, args)
+    os.close(writer)
+    ended = False
+    try:
+        answer = _read_answer(reader, deadline)
+        status = _wait(pid, _GOODBYE_SECONDS) if answer is not None else _wait(pid, 0.0 if _passed(deadline) else _GOODBYE_SECONDS)
+        ended = status is not None
+    finally:
+        os.close(reader)
+        if not ended:
+            _kill(pid)
+    if answer is not None:
+        succeeded, payload = answer
+        result = pickle.loads(payload)
+        if succeeded:
+            return result  # type: ignore[no-any-return]
+        raise ChildFailed(*result)
+    if status is None and _passed(deadline):
+        raise ChildFailed(f"the child process was stopped after {timeout_seconds:g} seconds without a result")
+    raise ChildFailed(f"the child process ended without a result: {_describe(status)}")
+
+
+def _be_child(parent: int, writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
+    """The child's whole life; never returns into the parent's stack."""
+    code = 1
+    try:
+        _die_with(parent)
+        _forget_handlers()
+        thread = threading.Thread(target=_answer, args=(writer, function, args), name="forked", daemon=True)
+        thread.start()
+        thread.join()
+        code = 0
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            _flush(stream)
+        os._exit(code)
+
+
+def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Run the function and write what came of it."""
+    try:
+        payload = pickle.dumps(function(*args), protocol=pickle.HIGHEST_PROTOCOL)
+        succeeded = True
+    except BaseException as error:  # a SystemExit in the user's code is a failure here, too
+        reason = traceback.format_exception_only(type(error), error)[-1].strip()
+        payload = pickle.dumps((reason, traceback.format_exc()))
+        succeeded = False
+    view = memoryview(_HEADER.pack(succeeded, len(payload)) + payload)
+    try:
+        while view:
+            view = view[os.write(writer, view[:_CHUNK_BYTES]) :]
+    except BrokenPipeError:
+        return  # the parent gave up waiting
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux); leave at once where that has happened already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _forget_handlers() -> None:
+    """Give back every signal that Python code of the parent handles, so that Ctrl-C and SIGTERM end the child."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _read_answer(reader: int, deadline: float | None) -> tuple[bool, bytes] | None:
+    """The child's answer; None if it ended, or the time passed, before the last byte.
+
+    The length comes first: a process that the child started may keep the pipe open long after the child.
+    """
+    header = _read(reader, _HEADER.size, deadline)
+    if header is None:
+        return None
+    succeeded, size = _HEADER.unpack(header)
+    payload = _read(reader, size, deadline)
+    return None if payload is None else (succeeded, payload)
+
+
+def _read(reader: int, size: int, deadline: float | None) -> bytes | None:
+    """Exactly ``size`` bytes, or None at the end of the file or at the deadline."""
+    data = bytearray()
+    while len(data) < size:
+        wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not select.select([reader], [], [], wait)[0]:
+            return None
+        piece = os.read(reader, min(_CHUNK_BYTES, size - len(data)))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def _passed(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
+
+
+def _wait(pid: int, seconds: float) -> int | None:
+    """The child's wait status, or None if it still runs after so long."""
+    until = time.monotonic() + seconds
+    pause = 0.0005
+    while True:
+        try:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            return 0  # somebody ignores SIGCHLD, and the kernel has reaped it
+        if ended:
+            return status
+        if time.monotonic() >= until:
+            return None
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+
+
+def _kill(pid: int) -> None:
+    """End a child that may have ended by itself."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        return
+
+
+def _describe(status: int | None) -> str:
+    """A wait status in words."""
+    if status is None:
+        return "it closed its pipe and hung"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        cause = "; the kernel does that when the host's memory is short" if number == signal.SIGKILL else ""
+        return f"it was killed by {signal.Signals(number).name}{cause}"
+    return f"it left with exit status {os.waitstatus_to_exitcode(status)}"
+
+
+def _flush(stream: Any) -> None:
+    """Flush a standard stream that may be missing or closed."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):
+        return

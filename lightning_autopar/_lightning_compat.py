@@ -1,0 +1,228 @@
+"""The one place that imports Lightning's private names. Everything here is a thin, named doorway; it decides nothing.
+
+Each entry says which private name it stands for, so that a change in Lightning is mended in this file alone. Tested against Lightning 2.5.3 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as script_command
+from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch.accelerators.cpu import CPUAccelerator
+from lightning.pytorch.accelerators.cuda import CUDAAccelerator
+from lightning.pytorch.core.datamodule import LightningDataModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
+
+__all__ = [
+    "Launcher",
+    "LightningOptimizer",
+    "SIGTERMException",
+    "TrainerFn",
+    "TunerExit",
+    "attach_data",
+    "call_on_exception",
+    "distributed_is_initialized",
+    "find_free_network_port",
+    "init_dist_connection",
+    "installed",
+    "is_overridden",
+    "materialize_module",
+    "optimizers_to_device",
+    "progress_of",
+    "request_stop",
+    "requested_devices",
+    "restore_progress",
+    "run_arguments",
+    "script_command",
+]
+
+_CONNECTOR_FIELDS = (
+    "accelerator",
+    "_accelerator_flag",
+    "strategy",
+    "_strategy_flag",
+    "cluster_environment",
+    "_cluster_environment_flag",
+    "_parallel_devices",
+    "precision_plugin",
+    "_precision_flag",
+    "use_distributed_sampler",
+)
+
+
+def requested_devices() -> Any:
+    """What the user passed as ``Trainer(devices=…)``, read while the Trainer is being built.
+
+    The connector keeps the parsed value only, in which ``devices=2`` (any two) and ``devices=[0, 1]`` (those two) look the same on CUDA. Its
+    constructor's own argument still tells; this can go when the connector keeps it.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _AcceleratorConnector.__init__.__code__:
+            return frame.f_locals.get("devices", "auto")
+        frame = frame.f_back
+    return "auto"
+
+
+@contextmanager
+def installed(
+    trainer: Trainer,
+    engine: Strategy,
+    module: LightningModule,
+    devices: list[torch.device],
+    *,
+    keep_sampler: bool,
+    external: Any = None,
+) -> Iterator[None]:
+    """Make ``engine`` the trainer's strategy, with the accelerator and precision plugin that belong to it; undo it on leaving.
+
+    The connector does the same in its constructor (``_init_strategy``, ``_check_and_init_precision``, ``_lazy_init_strategy``). Swapped rather
+    than wrapped, since Lightning asks for the strategy's class in many places.
+
+    Args:
+        devices: the engine's torch devices in rank order.
+        keep_sampler: leave Lightning's own distributed sampler on (each rank draws batches of its own).
+        external: the cluster environment of processes that somebody else started, if any.
+    """
+    connector = trainer._accelerator_connector
+    before = {name: getattr(connector, name) for name in _CONNECTOR_FIELDS}
+    kind = devices[0].type
+    connector.accelerator = cast(Any, CPUAccelerator() if kind == "cpu" else CUDAAccelerator())
+    connector._accelerator_flag = kind
+    connector.strategy = engine
+    connector._strategy_flag = engine
+    connector.cluster_environment = external or LightningEnvironment()
+    connector._cluster_environment_flag = None
+    connector._parallel_devices = list(devices)
+    connector.use_distributed_sampler = keep_sampler and bool(before["use_distributed_sampler"])
+    try:
+        connector.precision_plugin = connector._check_and_init_precision()
+        connector._lazy_init_strategy()
+        engine._launcher = None
+        engine._lightning_module = module
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(connector, name, value)
+
+
+def attach_data(trainer: Trainer, arguments: dict[str, Any]) -> None:
+    """Attach the loaders or the DataModule to the trainer as ``_fit_impl`` and its siblings do first of all."""
+    model = arguments.get("model") or trainer.lightning_module
+    datamodule = arguments.get("datamodule")
+    names = ("train_dataloaders", "val_dataloaders") if "train_dataloaders" in arguments else ("dataloaders",)
+    loaders = {name: arguments.get(name) for name in names}
+    if isinstance(loaders[names[0]], LightningDataModule):
+        datamodule, loaders[names[0]] = loaders[names[0]], None
+    if "dataloaders" in loaders:
+        stage = {"validate": "val", "test": "test", "predict": "predict"}[str(trainer.state.fn.value if trainer.state.fn else "")]
+        loaders = {f"{stage}_dataloaders": loaders["dataloaders"]}
+    if any(loader is not None for loader in loaders.values()) and datamodule is not None:
+        return  # the loop itself refuses it, with Lightning's own words
+    trainer._data_connector.attach_data(model, datamodule=datamodule, **loaders)
+
+
+def call_on_exception(trainer: Trainer, error: BaseException) -> None:
+    """Run what ``_call_and_handle_interrupt`` runs when a run ends by an exception: the ``on_exception`` hooks, the loggers' ``finalize``."""
+    call._interrupt(trainer, error)
+
+
+def request_stop(trainer: Trainer) -> None:
+    """Ask the loops to leave at the next batch boundary, on every rank at the same one (``_SignalConnector.received_sigterm``)."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def progress_of(trainer: Trainer) -> dict[str, Any]:
+    """Loop counters, state and metrics: what a reader of the trainer sees after a run, as picklable values."""
+    loops = {name: getattr(trainer, name).state_dict() for name in ("fit_loop", "validate_loop", "test_loop", "predict_loop")}
+    loops["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
+    connector = trainer._logger_connector
+    fit_loop = trainer.fit_loop
+    return {
+        "loops": loops,
+        "state": trainer.state,
+        "should_stop": trainer.should_stop,
+        "metrics": {name: dict(getattr(connector, name)) for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")},
+        "limits": (fit_loop.epoch_loop.min_steps, fit_loop.epoch_loop.max_steps, fit_loop.min_epochs, fit_loop.max_epochs),
+        "max_batches": fit_loop.max_batches,
+    }
+
+
+def restore_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
+    """Put :func:`progress_of` of another process into this trainer."""
+    for name, state in progress["loops"].items():
+        loop = getattr(trainer, name)
+        loop.load_state_dict(state)
+        for inner in (loop, getattr(loop, "epoch_loop", None), getattr(getattr(loop, "epoch_loop", None), "val_loop", None)):
+            if inner is not None:
+                inner._restarting = False
+                inner._loaded_from_state_dict = False
+    fit_loop = trainer.fit_loop
+    fit_loop.epoch_loop.min_steps, fit_loop.epoch_loop.max_steps, fit_loop.min_epochs, fit_loop.max_epochs = progress["limits"]
+    fit_loop.max_batches = progress["max_batches"]
+    trainer.state = progress["state"]
+    trainer.should_stop = progress["should_stop"]
+    for name, values in progress["metrics"].items():
+        getattr(trainer._logger_connector, name).clear()
+        getattr(trainer._logger_connector, name).update(values)
+
+
+def run_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``_fit_impl`` and its siblings by name."""
+    import inspect
+
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
+# -- for memory/batch.py and memory/rehearsal.py ---------------------------------------------------------------------------------------------------
+
+
+def loader_source(trainer: Trainer, stage: str) -> Any:
+    """The loaders of a stage as its loop's ``setup_data`` requests them (``_request_dataloader``); None where the user gave none."""
+    from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+
+    source = getattr(trainer, f"{stage}_loop")._data_source
+    if source.instance is None or not source.is_defined():
+        return None
+    return _request_dataloader(source)
+
+
+def combined_mode(combined: Any) -> str:
+    """A CombinedLoader's mode (``_mode``)."""
+    return str(combined._mode)
+
+
+def transfer_batch(module: LightningModule, batch: Any) -> Any:
+    """The batch after the transfer hooks of the module or the DataModule, on the CPU (``Strategy.batch_to_device``)."""
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0)
+
+
+def parse_optimizers(conf: Any) -> tuple[list[Any], list[Any]]:
+    """The optimizers and the schedulers in what ``configure_optimizers`` returned (``_configure_optimizers``)."""
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+
+    optimizers, schedulers, _ = _configure_optimizers(conf)
+    return optimizers, schedulers

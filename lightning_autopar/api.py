@@ -1,0 +1,76 @@
+"""Plan for a module without a Trainer: ``lightning_autopar.plan(module, batch=…, devices=…)``. Trains nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_autopar._fork import run_forked
+from lightning_autopar.memory.batch import FirstBatch, batch_size_of
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import probe
+from lightning_autopar.memory.trace import trace
+from lightning_autopar.planning.candidates import Constraints, check_allow
+from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.report import Report
+from lightning_autopar.plans import BUILT_ENGINES, Plan
+from lightning_autopar.units import parse_memory
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_TRACE_SECONDS = 600.0
+
+
+def plan(
+    module: LightningModule,
+    *,
+    batch: Any,
+    devices: str | None = None,
+    precision: str | int | None = "32-true",
+    allow: Sequence[str] | None = None,
+    memory_limit: int | str | None = None,
+    memory_margin: float = 0.05,
+    objective: Literal["speed", "memory"] = "speed",
+    pinned: Plan | None = None,
+) -> Report:
+    """Every way to train a module on these devices, with predicted memory and time, the best first.
+
+    Args:
+        module: a LightningModule; it isn't changed, and no GPU is touched.
+        batch: a batch as its ``training_step`` gets it, on the CPU.
+        devices: what there is, or would be: ``"2xcpu:4GiB"``, ``"8xH100-80GB"``; by default the variable AUTOPAR_DEVICES, or else this machine's GPUs, or its CPU.
+        precision: as the Trainer's.
+        allow: the engines to choose from; all by default.
+        memory_limit: the most to use of each device, in bytes or as ``"20GiB"``.
+        memory_margin: the share of each device's free memory that is left alone.
+        objective: ``"speed"`` for the shortest step, ``"memory"`` for the least memory.
+        pinned: predict for this plan only.
+
+    Raises:
+        NothingFits: if no plan fits, with the report.
+        ValueError: if an argument can't be.
+    """
+    constraints = Constraints(
+        allow=BUILT_ENGINES if allow is None else check_allow(allow),
+        memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
+        memory_margin=memory_margin,
+        objective=objective,
+        precision=str(precision),
+        pinned=pinned,
+    )
+    inventory = probe(devices, accelerator=_accelerator())
+    footprint = run_forked(_trace, module, batch, precision, inventory.devices[0].kind != "cpu", timeout_seconds=_TRACE_SECONDS)
+    return make_report(footprint, inventory, constraints)
+
+
+def _accelerator() -> Literal["cuda", "cpu"]:
+    """What the Trainer's ``accelerator="auto"`` would take; asks NVML, so that CUDA stays uninitialised."""
+    from lightning.fabric.accelerators.cuda import num_cuda_devices
+
+    return "cuda" if num_cuda_devices() else "cpu"
+
+
+def _trace(module: LightningModule, batch: Any, precision: str | int | None, gpu: bool) -> Footprint:
+    first = FirstBatch(batch=batch, batch_size=batch_size_of(batch))
+    return trace(module, None, first, stage="fit", precision=precision, target="cuda" if gpu else "cpu")

@@ -1,0 +1,132 @@
+"""The first batch of a run, as the module's step would get it, drawn without worker processes. Knows Lightning; nothing of fakes or memory.
+
+Runs in a forked child: the user's ``prepare_data``, ``setup`` and loaders are called as Lightning will call them later.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_autopar._lightning_compat import combined_mode, loader_source, transfer_batch
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+BatchKind = Literal["map", "iterable", "combined", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstBatch:
+    """A batch and how to make smaller ones.
+
+    Args:
+        batch: as the module's step gets it, on the CPU.
+        samples: what it was collated from; None where that isn't known (several loaders, a loader of ready batches).
+        collate: makes a batch of samples; None where they aren't known.
+        batch_size: samples in it; of several loaders the smallest; 0 where it can't be told.
+        kind: a loader over a map-style or iterable dataset, several loaders, or some other iterable.
+    """
+
+    batch: Any
+    samples: list[Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    batch_size: int = 0
+    kind: BatchKind = "other"
+
+
+def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit") -> FirstBatch:
+    """Do what Lightning does up to a stage's first batch, and return that.
+
+    Args:
+        module: the user's module, attached to the trainer; its ``prepare_data`` and ``setup`` are called.
+        trainer: with its loaders or DataModule attached.
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+    Raises:
+        ValueError: if there is no loader for the stage, or it has no batch.
+    """
+    for source in (trainer.datamodule, module):
+        if source is not None:
+            source.prepare_data()
+    for source in (trainer.datamodule, module):
+        if source is not None:
+            source.setup(stage=stage)
+    loader = loader_source(trainer, stage)
+    if loader is None:
+        raise ValueError(f"there is no data for the stage {stage!r}; pass loaders to the trainer or define the module's dataloader hook")
+    combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle" if stage == "fit" else "sequential")
+    loaders, structure = tree_flatten(combined.iterables)
+    if not loaders:
+        raise ValueError(f"there is no loader for the stage {stage!r}: {combined.iterables!r}; give it one")
+    if combined_mode(combined) == "sequential" or combined.iterables is loaders[0]:
+        first = _draw(loaders[0])
+    else:
+        parts = [_draw(each) for each in loaders]
+        sizes = [part.batch_size for part in parts if part.batch_size]
+        first = FirstBatch(batch=tree_unflatten([part.batch for part in parts], structure), batch_size=min(sizes, default=0), kind="combined")
+    batch = transfer_batch(module, first.batch)
+    size = first.batch_size or batch_size_of(batch)
+    return FirstBatch(batch=batch, samples=first.samples, collate=first.collate, batch_size=size, kind=first.kind)
+
+
+def _draw(loader: Any) -> FirstBatch:
+    """The first batch of one loader, in this process."""
+    if isinstance(loader, DataLoader):
+        if type(loader).__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None:
+            return _draw_by_hand(loader)
+        loader = copy.copy(loader)
+        # Workers would outlive the call, and pinning needs a GPU.
+        loader.num_workers, loader.timeout, loader.pin_memory, loader._iterator = 0, 0, False, None  # type: ignore[assignment]
+    for batch in loader:
+        return FirstBatch(batch=batch, batch_size=batch_size_of(batch))
+    raise ValueError(f"the loader {loader!r} has no batch; give it data, or make its batch_size smaller if it drops the last batch")
+
+
+def _draw_by_hand(loader: DataLoader[Any]) -> FirstBatch:
+    """Samples and their batch, as the loader's fetcher makes them (``torch.utils.data._utils.fetch``)."""
+    samples: list[Any]
+    if isinstance(loader.dataset, IterableDataset):
+        samples = list(itertools.islice(iter(loader.dataset), loader.batch_size))
+        if loader.drop_last and len(samples) < (loader.batch_size or 0):
+            samples = []
+        kind: BatchKind = "iterable"
+    else:
+        indices = list(next(iter(loader.batch_sampler), []))  # type: ignore[arg-type]
+        dataset: Any = loader.dataset
+        fetch = getattr(dataset, "__getitems__", None)
+        samples = (list(fetch(indices)) if fetch else [dataset[index] for index in indices]) if indices else []
+        kind = "map"
+    if not samples:
+        raise ValueError(f"the loader over {type(loader.dataset).__name__} has no batch; give it data, or set drop_last=False")
+    return FirstBatch(batch=loader.collate_fn(samples), samples=samples, collate=loader.collate_fn, batch_size=len(samples), kind=kind)
+
+
+def batch_size_of(batch: Any) -> int:
+    """The leading dimension of the first tensor that has one, else the length of the first list of other things; 0 where there is neither."""
+    for tensor in tensors_of(batch):
+        if tensor.dim():
+            return tensor.shape[0]
+    lists = [batch, *(batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ())]
+    return next((len(item) for item in lists if isinstance(item, (list, tuple)) and item and not isinstance(item[0], (list, tuple))), 0)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Every tensor in a batch, also in mappings and plain objects that torch's pytree takes for leaves."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        return [tensor for value in batch.values() for tensor in tensors_of(value)]
+    if isinstance(batch, (list, tuple)):
+        return [tensor for value in batch for tensor in tensors_of(value)]
+    if isinstance(batch, (str, bytes, int, float, type, Callable)) or batch is None:  # type: ignore[arg-type]  # callables have no tensors of a batch
+        return []
+    return [tensor for value in getattr(batch, "__dict__", {}).values() for tensor in tensors_of(value)]

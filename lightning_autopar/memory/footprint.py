@@ -1,0 +1,149 @@
+"""Footprint: what one step of a module needs. Data only: it doesn't know how it is traced or what is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFootprint:
+    """One repeated block of the module, at the traced batch. Every size in bytes, for the whole (unsplit) batch.
+
+    Args:
+        fqn: the block's fully-qualified name in the LightningModule.
+        parameters: number of its parameter elements (tied ones counted once, where they come first).
+        parameter_bytes: their bytes, as stored between steps.
+        gradient_bytes: bytes of the gradients of those that require one.
+        optimizer_bytes: bytes of the optimizers' state for them.
+        activation_bytes: what its forward saves for backward, its input excepted.
+        input_bytes: the activations that enter it: what recomputation keeps.
+        flops: of its forward, counting a multiply-add as two.
+        fixed_bytes: the part of ``activation_bytes`` that doesn't depend on the batch (autocast's casts of parameters).
+        input_extra_bytes: the part of ``input_bytes`` that is freed before backward unless the block is recomputed.
+        recomputable: whether running its forward twice leaves the run unchanged (no buffer moves, as in BatchNorm).
+    """
+
+    fqn: str
+    parameters: int = 0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+    input_bytes: int = 0
+    flops: int = 0
+    fixed_bytes: int = 0
+    input_extra_bytes: int = 0
+    recomputable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What a step holds at one of its fullest moments, beside parameters, optimizer state, buffers and input. Bytes at the whole batch.
+
+    Which moment is the peak depends on the plan: replicas hold every gradient at any moment, recomputation empties the forward's end.
+
+    Args:
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        held: how many leading blocks hold all that they saved for backward, the one that is running excepted.
+        gradient_bytes: complete gradients.
+        activation_bytes: tensors that forward made.
+        temporary_bytes: tensors that backward made.
+        fixed_bytes: tensors whose size doesn't depend on the batch: gradients in the making, casts of parameters, the optimizer's scratch.
+    """
+
+    phase: str
+    held: int = 0
+    gradient_bytes: int = 0
+    activation_bytes: int = 0
+    temporary_bytes: int = 0
+    fixed_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.gradient_bytes + self.activation_bytes + self.temporary_bytes + self.fixed_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one step of a module needs on one device, at the traced batch.
+
+    Sizes are bytes at the whole batch; ``flops`` is forward and backward of one batch. The per-block figures in
+    ``blocks`` are part of the totals, not added to them.
+
+    Args:
+        parameters: number of parameter elements, tied ones once.
+        trainable_parameters: those of them that require a gradient.
+        batch_size: samples in the traced batch; 0 where it has no batch dimension.
+        parameter_bytes: parameters as stored between steps.
+        gradient_bytes: gradients of the trainable ones.
+        optimizer_bytes: state of every optimizer.
+        buffer_bytes: buffers.
+        activation_bytes: saved for backward over the whole module at the peak, the batch itself excepted.
+        temporary_bytes: what the step's peak holds beyond all that: scratch of the largest operations, the optimizer's
+            temporaries.
+        input_bytes: the batch on the device.
+        largest_parameter_bytes: the largest single parameter.
+        flops: forward and backward of one batch; a multiply-add counts two.
+        blocks: the repeated blocks, in the order in which they run; units of sharding and recomputation.
+        tied: groups of FQNs that share one parameter.
+        training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
+        automatic_optimization: the module's own flag.
+        optimizers: how many optimizers the module configures.
+        batch_norm: FQNs of the modules whose statistics span the batch.
+        random_draws: names of the random operations that the step ran.
+        unused_parameters: FQNs of trainable parameters that got no gradient in the traced steps.
+        configures_model: whether the module overrides ``configure_model``.
+        moments: the fullest moments of the step, in order; empty where it wasn't traced, and then the peak is the sum of all categories.
+        traced: False where the step could not be traced, and the activations are a guess with a wide margin.
+        margin: how much may be missing, as a share of the prediction (0.1: up to ten per cent more).
+        assumptions: what had to be guessed, a sentence each.
+    """
+
+    parameters: int
+    trainable_parameters: int
+    batch_size: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    temporary_bytes: int
+    input_bytes: int
+    largest_parameter_bytes: int = 0
+    flops: int = 0
+    blocks: tuple[LayerFootprint, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    training: bool = True
+    automatic_optimization: bool = True
+    optimizers: int = 1
+    batch_norm: tuple[str, ...] = ()
+    random_draws: tuple[str, ...] = ()
+    unused_parameters: tuple[str, ...] = ()
+    configures_model: bool = False
+    moments: tuple[Moment, ...] = ()
+    traced: bool = True
+    margin: float = 0.0
+    assumptions: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report's ``footprint`` object."""
+        return {
+            "parameters": self.parameters,
+            "trainable_parameters": self.trainable_parameters,
+            "batch_size": self.batch_size,
+            "bytes": {
+                "parameters": self.parameter_bytes,
+                "gradients": self.gradient_bytes,
+                "optimizer": self.optimizer_bytes,
+                "activations": self.activation_bytes,
+                "temporary": self.temporary_bytes,
+                "buffers": self.buffer_bytes,
+                "input": self.input_bytes,
+            },
+            "flops": self.flops,
+            "blocks": [block.fqn for block in self.blocks],
+            "margin": self.margin,
+            "assumptions": list(self.assumptions),
+        }

@@ -1,0 +1,153 @@
+"""A coarse footprint of a module whose step can be neither traced nor run. Knows Lightning modules and torch; it runs no step.
+
+Parameters, gradients and optimizer state are counted, activations guessed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.memory.batch import FirstBatch, tensors_of
+from lightning_autopar.memory.blocks import batch_norms, find_blocks, tied_groups
+from lightning_autopar.memory.fake import ShadowValues, as_if_real, fake_copy, fake_mode
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.rehearsal import Rehearsal
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+#: Adam and its kin keep two values for each parameter.
+_STATES = 2
+#: Tensors that an average layer's forward leaves for backward, each of the size of its output: the output and what its activation function keeps.
+_SAVED_PER_OUTPUT = 2
+
+
+def guess(
+    module: LightningModule, trainer: Trainer | None, first: FirstBatch, *, stage: str, dtype: torch.dtype | None, reason: str, margin: float
+) -> Footprint:
+    """What can be said of a step without running it.
+
+    Activations: each layer with a weight matrix is taken to run once at every position of the batch and to leave two tensors of its output's
+    size; positions are the elements of token ids, or the rows, pixels or frames of floating-point input. Convolutions that shrink their input
+    are overrated by this, attention without a fused kernel is underrated.
+
+    Args:
+        module: the user's module; it isn't changed.
+        trainer: its trainer, if there is one.
+        first: the first batch.
+        stage: ``"fit"`` or a stage of evaluation.
+        dtype: of true precision; None for the parameters' own.
+        reason: why the step couldn't be traced.
+        margin: how much may be missing, as a share.
+    """
+    training = stage == "fit"
+    parameters = list(module.parameters())
+    sizes = {id(parameter): _bytes(parameter, dtype) for parameter in parameters}
+    trainable = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    assumptions = [f"the step can't be traced ({reason}); activations are a guess from the layers' output sizes"]
+    states = dict.fromkeys(trainable, 0)
+    optimizers = 1
+    if training:
+        try:
+            states, optimizers = _optimizer_states(module, trainer, stage, dtype)
+        except Exception as error:
+            log.debug("the optimizers can't be built on fake tensors", exc_info=True)
+            assumptions.append(f"the optimizers can't be built without the parameters ({type(error).__name__}); {_STATES} states a parameter are assumed")
+            states = {key: _STATES * sizes[key] for key in trainable}
+    tensors = tensors_of(first.batch)
+    input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    positions = max((_positions(tensor) for tensor in tensors), default=first.batch_size or 1)
+    element = (dtype or torch.get_default_dtype()).itemsize
+    scale = positions * element * _SAVED_PER_OUTPUT
+
+    def block(fqn: str, part: nn.Module) -> LayerFootprint:
+        own = list(part.parameters())
+        return LayerFootprint(
+            fqn=fqn,
+            parameters=sum(parameter.numel() for parameter in own),
+            parameter_bytes=sum(sizes[id(parameter)] for parameter in own),
+            gradient_bytes=sum(sizes[id(parameter)] for parameter in own if id(parameter) in trainable) if training else 0,
+            optimizer_bytes=sum(states.get(id(parameter), 0) for parameter in own) if training else 0,
+            activation_bytes=_outputs(part) * scale if training else 0,
+            input_bytes=positions * element * max((parameter.shape[-1] for parameter in own if parameter.dim() > 1), default=0),
+            # Nobody has seen it run: whether twice is harmless isn't known.
+            recomputable=False,
+        )
+
+    widest = max((parameter.shape[0] for parameter in parameters if parameter.dim() > 1), default=0)
+    gradient_bytes = sum(sizes[key] for key in trainable) if training else 0
+    return Footprint(
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        batch_size=first.batch_size,
+        parameter_bytes=sum(sizes.values()),
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=sum(states.values()) if training else 0,
+        buffer_bytes=sum(_bytes(buffer, dtype) for buffer in module.buffers()),
+        activation_bytes=_outputs(module) * scale if training else 0,
+        temporary_bytes=widest * scale,
+        input_bytes=input_bytes,
+        largest_parameter_bytes=max(sizes.values(), default=0),
+        flops=(6 if training else 2) * positions * sum(parameter.numel() for parameter in parameters if parameter.dim() > 1),
+        blocks=tuple(block(fqn, part) for fqn, part in find_blocks(module).items()),
+        tied=tied_groups(module),
+        training=training,
+        automatic_optimization=module.automatic_optimization,
+        optimizers=optimizers,
+        batch_norm=tuple(batch_norms(module)),
+        configures_model=is_overridden("configure_model", module),
+        traced=False,
+        margin=margin,
+        assumptions=tuple(assumptions),
+    )
+
+
+def _optimizer_states(module: LightningModule, trainer: Trainer | None, stage: str, dtype: torch.dtype | None) -> tuple[dict[int, int], int]:
+    """Bytes of optimizer state by the id of the module's own parameter, after a step with gradients of zero; and the number of optimizers."""
+    mode, shadow = fake_mode(), ShadowValues()
+    copy = fake_copy(module, mode, shadow, dtype=dtype)
+    with as_if_real(shadow, "cpu"), mode, shadow:
+        rehearsal = Rehearsal(copy, trainer, stage, autocast_dtype=None, default_dtype=dtype, enter=lambda phase: None)
+        rehearsal.build()
+        for parameter in copy.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        for optimizer in rehearsal.optimizers:
+            optimizer.step(closure=lambda: torch.zeros(()))
+    found: dict[int, int] = {}
+    for own, fake in zip(module.parameters(), copy.parameters(), strict=False):
+        leaves = [leaf for optimizer in rehearsal.optimizers for leaf in tree_leaves(dict(optimizer.state.get(fake, {})))]
+        found[id(own)] = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    return found, len(rehearsal.optimizers)
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return tensor.numel() * (dtype.itemsize if dtype is not None and tensor.is_floating_point() else tensor.element_size())
+
+
+def _outputs(module: nn.Module) -> int:
+    """Output features of all layers with a weight matrix; embeddings count by their width."""
+    total = 0
+    for child in module.modules():
+        weights = [parameter for parameter in child.parameters(recurse=False) if parameter.dim() > 1]
+        for weight in weights:
+            total += weight.shape[1] if isinstance(child, nn.Embedding) else weight.shape[0]
+    return total
+
+
+def _positions(tensor: Tensor) -> int:
+    """At how many places of the batch a layer runs: tokens, rows, frames, pixels."""
+    if not tensor.is_floating_point() or tensor.dim() <= 1:
+        return tensor.numel()
+    if tensor.dim() >= 4:
+        return tensor.numel() // max(1, tensor.shape[1])
+    return tensor.numel() // max(1, tensor.shape[-1])

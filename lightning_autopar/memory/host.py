@@ -1,0 +1,112 @@
+"""Host: memory and cores that this process may use. Knows physical limits and cgroups, nothing of devices or plans."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_ROOT = Path("/")
+
+
+def host_memory(*, root: Path = _ROOT, physical: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Memory of the host in bytes, total and free, as far as this process may use it.
+
+    The smallest of physical memory and of the limits of every cgroup, v1 or v2, that the process is in, from its own up to
+    the root; cache that the kernel would drop counts as free, as in ``free -m``.
+
+    Args:
+        root: where ``/proc`` and ``/sys`` are; another than ``/`` reads somebody else's.
+        physical: total and available bytes of the machine; by default what psutil says.
+    """
+    if physical is None:
+        memory = psutil.virtual_memory()
+        physical = int(memory.total), int(memory.available)
+    total, free = physical
+    for limit, used in _memory_limits(root):
+        total, free = min(total, limit), min(free, limit - used)
+    return total, max(free, 0)
+
+
+def host_cores(*, root: Path = _ROOT, available: int | None = None) -> int:
+    """Cores that this process may use: those it is allowed to run on, within the cgroups' CPU quotas; at least 1.
+
+    Args:
+        root: where ``/proc`` and ``/sys`` are.
+        available: number of cores that the scheduler allows; by default what the system says.
+    """
+    if available is None:
+        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [int(cores) for cores in _cpu_quotas(root)]
+    return max(1, min([available, *quotas]))
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) of each cgroup with a memory limit; ``used`` without the cache that would be dropped first."""
+    for folder in _folders(root, "memory"):
+        v2_limits = [number for number in (_number(folder / "memory.max"), _number(folder / "memory.high")) if number is not None]
+        if v2_limits:
+            yield min(v2_limits), _used(folder, "memory.current", "inactive_file")
+        elif (limit := _number(folder / "memory.limit_in_bytes")) is not None:
+            yield limit, _used(folder, "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _used(folder: Path, file: str, reclaimable: str) -> int:
+    """Bytes that a cgroup holds and the kernel couldn't take back at once."""
+    dropped = 0
+    for line in (_text(folder / "memory.stat") or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == reclaimable and value.strip().isdigit():
+            dropped = int(value)
+    return max(0, (_number(folder / file) or 0) - dropped)
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Cores that each cgroup with a quota grants."""
+    for folder in _folders(root, "cpu"):
+        words = (_text(folder / "cpu.max") or "").split()
+        if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
+            yield int(words[0]) / int(words[1])
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if quota is not None and quota > 0 and period:
+            yield quota / period
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's cgroups for a controller, from its own up to the root of each hierarchy.
+
+    In a container the path in ``/proc/self/cgroup`` may be the host's and not exist below the mount; the mount's root is
+    then the container's own cgroup, and it is among those given.
+    """
+    mounts = root / "sys" / "fs" / "cgroup"
+    for line in (_text(root / "proc" / "self" / "cgroup") or "0::/").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            hierarchies = [mounts, mounts / "unified"]
+        elif controller in controllers.split(","):
+            hierarchies = [mounts / name for name in dict.fromkeys((controllers, controller))]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for hierarchy in hierarchies:
+            for depth in range(len(parts), -1, -1):
+                folder = hierarchy.joinpath(*parts[:depth])
+                if folder.is_dir():
+                    yield folder
+
+
+def _text(path: Path) -> str | None:
+    """A file's text; None where it isn't there or may not be read, as the files of other hierarchies aren't."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    """The number that a file holds; None for ``max`` and where there is none."""
+    text = (_text(path) or "").strip()
+    return int(text) if text.lstrip("-").isdigit() else None

@@ -1,0 +1,231 @@
+"""NVML: the GPUs that CUDA would show this process, read from the driver without a CUDA context.
+
+Knows the ``pynvml`` module of the package ``nvidia-ml-py``, old drivers and what may fail; nothing of plans. A device that
+can't be read is left out with a note, never guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from lightning_autopar.memory import topology
+from lightning_autopar.memory.inventory import Device, DeviceProcess, Link
+from lightning_autopar.memory.visible import cuda_order, visible_uuids
+
+_T = TypeVar("_T")
+_COMPUTE_EXCLUSIVE_PROCESS, _COMPUTE_PROHIBITED = 3, 2
+
+
+class NvmlUnavailable(RuntimeError):
+    """NVML isn't there, or can't read the devices of this host; the message says which, in a clause without a full stop."""
+
+
+class _Slot(NamedTuple):
+    """What CUDA may count as a device: a GPU, or a MIG instance of one."""
+
+    handle: Any
+    uuid: str
+    name: str
+    bus_id: str
+    mig: bool = False
+
+
+class _Gpu(NamedTuple):
+    """A GPU with the instances that take its place where MIG is on."""
+
+    slot: _Slot
+    capability: tuple[int, int]
+    instances: tuple[_Slot, ...] | None
+
+    @property
+    def slots(self) -> tuple[_Slot, ...]:
+        return (self.slot,) if self.instances is None else self.instances
+
+
+def read_devices(
+    *, pynvml: Any = None, environment: Mapping[str, str] | None = None
+) -> tuple[tuple[Device, ...], tuple[Link, ...], tuple[str, ...]]:
+    """Devices in the order of their CUDA ordinals, the links between them, and notes on what couldn't be read.
+
+    Args:
+        pynvml: the module to ask; by default the one that is installed.
+        environment: where ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` are looked up; by default this process's.
+
+    Raises:
+        NvmlUnavailable: if the module or the driver's library is missing or fails, or if it can read none of the devices.
+    """
+    if pynvml is None:
+        try:
+            pynvml = importlib.import_module("pynvml")
+        except ImportError as error:
+            raise NvmlUnavailable("NVML can't be asked: the package nvidia-ml-py isn't installed") from error
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailable(f"NVML can't be asked ({error})") from error
+    try:
+        return _read(pynvml, os.environ if environment is None else environment)
+    finally:
+        # Nobody's result depends on how the library ends.
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _read(pynvml: Any, environment: Mapping[str, str]) -> tuple[tuple[Device, ...], tuple[Link, ...], tuple[str, ...]]:
+    """What :func:`read_devices` gives, between the library's init and shutdown."""
+    notes: list[str] = []
+    gpus = _gpus(pynvml, notes)
+    if not gpus and notes:
+        raise NvmlUnavailable(f"NVML can read none of the GPUs ({'; '.join(notes)})")
+    gpus = [gpus[place] for place in cuda_order([gpu.capability for gpu in gpus], environment.get("CUDA_DEVICE_ORDER"))]
+    setting = environment.get("CUDA_VISIBLE_DEVICES")
+    by_uuid = {gpu.slot.uuid: gpu.slots for gpu in gpus}
+    instances = {slot.uuid: (slot,) for gpu in gpus for slot in gpu.instances or ()}
+    uuids = visible_uuids(setting, list(by_uuid), list(instances))
+    if setting is not None and not uuids:
+        notes.append(f"CUDA_VISIBLE_DEVICES={setting!r} leaves no GPU")
+    visible = [slot for uuid in uuids for slot in {**by_uuid, **instances}[uuid]]
+    # A process sees one MIG instance, the first, and beside it no other GPU (MIG User Guide, "CUDA Device Enumeration").
+    first_mig = next((slot for slot in visible if slot.mig), None)
+    if first_mig is not None and len(visible) > 1:
+        notes.append("a process can use one MIG instance only: for each, one of its own with the UUID in CUDA_VISIBLE_DEVICES")
+    found: list[tuple[Device, topology.Port]] = []
+    for ordinal, slot in enumerate(visible):
+        index = ordinal if first_mig is None else 0 if slot is first_mig else None
+        device = _device(pynvml, slot, index, notes)
+        if device is not None:
+            found.append((device, topology.Port(slot.handle, device.id, device.name, slot.bus_id, slot.mig)))
+    if visible and not found:
+        raise NvmlUnavailable(f"NVML can read none of the GPUs ({'; '.join(notes)})")
+    if not gpus and setting is None:
+        notes.append("NVML sees no GPU")
+    return tuple(device for device, _ in found), topology.links(pynvml, [port for _, port in found]), tuple(notes)
+
+
+def _gpus(pynvml: Any, notes: list[str]) -> list[_Gpu]:
+    """Every GPU that can be identified, in NVML's order."""
+    gpus = []
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailable(f"NVML can't count the GPUs ({error})") from error
+    for number in range(count):
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+            slot = _Slot(
+                handle,
+                _text(pynvml.nvmlDeviceGetUUID(handle)),
+                _text(pynvml.nvmlDeviceGetName(handle)),
+                topology.bus_id(pynvml.nvmlDeviceGetPciInfo(handle)),
+            )
+            capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+        except pynvml.NVMLError as error:
+            notes.append(f"GPU {number} can't be read ({error}) and is left out; CUDA may count the others differently")
+            continue
+        gpus.append(_Gpu(slot, (capability[0], capability[1]), _mig_instances(pynvml, slot, notes)))
+    return gpus
+
+
+def _mig_instances(pynvml: Any, gpu: _Slot, notes: list[str]) -> tuple[_Slot, ...] | None:
+    """The instances of a GPU on which MIG is on; None where it is off or unknown to the GPU or the driver."""
+    try:
+        current, _ = pynvml.nvmlDeviceGetMigMode(gpu.handle)
+    except pynvml.NVMLError:
+        return None
+    if not current:
+        return None
+    instances = []
+    most = _answer(pynvml, 0, lambda: int(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu.handle)))
+    for number in range(most):
+        try:
+            handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, number)
+            uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+            name = _text(pynvml.nvmlDeviceGetName(handle))
+        except pynvml.NVMLError as error:
+            # The numbers of instances have gaps.
+            if error.value != pynvml.NVML_ERROR_NOT_FOUND:
+                notes.append(f"MIG instance {number} of {gpu.uuid} can't be read ({error}) and is left out")
+            continue
+        instances.append(_Slot(handle, uuid, name, gpu.bus_id, mig=True))
+    if not instances:
+        notes.append(f"{gpu.uuid} has MIG on but no instance, so nothing can run on it")
+    return tuple(instances)
+
+
+def _device(pynvml: Any, slot: _Slot, index: int | None, notes: list[str]) -> Device | None:
+    """The device of a slot; None, with a note, where it can't be read or used."""
+    try:
+        total_bytes, free_bytes, reserved_bytes = _memory(pynvml, slot.handle)
+    except pynvml.NVMLError as error:
+        notes.append(f"the memory of {slot.uuid} ({slot.name}) can't be read ({error}), so it is left out")
+        return None
+    processes = _processes(pynvml, slot, notes)
+    mode = _answer(pynvml, 0, lambda: int(pynvml.nvmlDeviceGetComputeMode(slot.handle)))
+    if mode == _COMPUTE_PROHIBITED:
+        notes.append(f"{slot.uuid} ({slot.name}) is in compute mode 'prohibited', so it is left out")
+        return None
+    if mode == _COMPUTE_EXCLUSIVE_PROCESS and any(not process.own for process in processes):
+        notes.append(f"{slot.uuid} ({slot.name}) is in compute mode 'exclusive process' and taken, so it is left out")
+        return None
+    # MIG instances have no utilisation of their own.
+    utilization = _answer(pynvml, None, lambda: float(pynvml.nvmlDeviceGetUtilizationRates(slot.handle).gpu) / 100)
+    return Device(
+        id=slot.uuid,
+        kind="cuda",
+        name=slot.name,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        reserved_bytes=reserved_bytes,
+        index=index,
+        utilization=utilization,
+        processes=processes,
+    )
+
+
+def _memory(pynvml: Any, handle: Any) -> tuple[int, int, int]:
+    """Bytes that processes can have, that are free, and that the driver keeps; the first without the last.
+
+    Only the second version of the call tells what the driver keeps; older drivers and modules have the first alone.
+    """
+    version = getattr(pynvml, "nvmlMemory_v2", None)
+    if version is not None:
+        with contextlib.suppress(pynvml.NVMLError):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=version)
+            return int(memory.total) - int(memory.reserved), int(memory.free), int(memory.reserved)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return int(memory.total), int(memory.free), 0
+
+
+def _processes(pynvml: Any, slot: _Slot, notes: list[str]) -> tuple[DeviceProcess, ...]:
+    """Who is on the device, each once, however it uses it."""
+    used: dict[int, int | None] = {}
+    for call in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
+        try:
+            entries = call(slot.handle)
+        except pynvml.NVMLError as error:
+            if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
+                notes.append(f"the driver doesn't tell this user which processes are on {slot.uuid}")
+                break
+            continue
+        for entry in entries:
+            known = used.get(int(entry.pid))
+            used[int(entry.pid)] = known if entry.usedGpuMemory is None else max(int(entry.usedGpuMemory), known or 0)
+    own = os.getpid()
+    return tuple(DeviceProcess(pid=pid, used_bytes=used_bytes, own=pid == own) for pid, used_bytes in sorted(used.items()))
+
+
+def _answer(pynvml: Any, otherwise: _T, ask: Callable[[], _T]) -> _T:
+    """What a call gives that this device or driver may not know."""
+    try:
+        return ask()
+    except pynvml.NVMLError:
+        return otherwise
+
+
+def _text(value: str | bytes) -> str:
+    """Text; older versions of the module give bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -1,0 +1,1 @@
+"""What must survive a change of plan: the order of the data, the random draws, the training state."""

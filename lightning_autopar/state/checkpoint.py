@@ -1,0 +1,133 @@
+"""Lightning's own single-file checkpoint under any plan: written whole by rank 0, read by every rank for its part.
+
+The file is an ordinary ``.ckpt``: plain Lightning reads it without this package. What the package adds (the loaders' positions and RNG states, for a
+resume in the middle of an epoch) lies under a key of its own, which plain Lightning passes over. Knows tensors and files, no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_autopar.state.loader import is_loader_state
+
+#: The checkpoint's key for what plain Lightning has no place for.
+KEY = "lightning_autopar"
+
+
+class PlainCheckpoint(Strategy):
+    """A strategy's mixin: the loaders' states travel under :data:`KEY`, out of plain Lightning's sight.
+
+    Plain Lightning refuses a checkpoint that holds states for loaders which aren't stateful there (``CombinedLoader._load_state_dicts``).
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write one ordinary ``.ckpt``."""
+        set_loader_states_aside(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read one, written under any plan or by plain Lightning."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        put_loader_states_back(checkpoint)
+        return checkpoint
+
+
+def set_loader_states_aside(checkpoint: dict[str, Any]) -> None:
+    """Move the exact loaders' states from Lightning's place for loader states to ours."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    states = loop.get("combined_loader")
+    if states and all(is_loader_state(state) for state in states):
+        checkpoint[KEY] = {"loaders": loop.pop("combined_loader")}
+
+
+def put_loader_states_back(checkpoint: dict[str, Any]) -> None:
+    """Undo :func:`set_loader_states_aside`; a checkpoint that has no states of ours stays as it is."""
+    states = checkpoint.get(KEY, {}).get("loaders")
+    if states and "fit_loop" in checkpoint.get("loops", {}):
+        checkpoint["loops"]["fit_loop"]["combined_loader"] = states
+
+
+def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """The module's state dict with sharded tensors whole, on the CPU.
+
+    A collective where tensors are sharded: every rank must call it. One tensor at a time is whole on a rank, besides what is kept.
+
+    Args:
+        module: the root.
+        keep: whether this rank wants the result; the others get an empty dict.
+    """
+    return _whole(module.state_dict(), keep)
+
+
+def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
+    """The optimizer's own state dict (keyed by position in its groups) with sharded tensors whole, on the CPU; a collective as above."""
+    return _whole(optimizer.state_dict(), keep)
+
+
+def _whole(tree: Any, keep: bool) -> Any:
+    """The tree with each DTensor gathered; one that occurs twice (a tied weight) stays one."""
+    seen: dict[int, Tensor | None] = {}
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        key = id(tensor) if not isinstance(tensor, DTensor) else tensor.to_local().data_ptr() or id(tensor)
+        if key not in seen:
+            whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            seen[key] = whole.cpu() if keep else None
+        return seen[key]
+
+    whole = tree_map_only(Tensor, gather, tree)
+    return whole if keep else {}
+
+
+def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Load a whole state dict into a module, sharded or not; each rank takes its part.
+
+    Raises:
+        RuntimeError: as ``Module.load_state_dict`` does, on missing or unexpected keys or shapes that differ, where ``strict``.
+    """
+    current = module.state_dict()
+    parts = {name: like(value, current[name]) if name in current and isinstance(value, Tensor) else value for name, value in state_dict.items()}
+    module.load_state_dict(parts, strict=strict)
+
+
+def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer's plain state dict into one whose parameters may be sharded."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parts = {
+        position: {
+            name: like(value, parameters[position]) if isinstance(value, Tensor) and value.shape == parameters[position].shape else value
+            for name, value in values.items()
+        }
+        for position, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": parts})
+
+
+def like(whole: Tensor, target: Tensor) -> Tensor:
+    """The whole tensor, sharded as ``target`` is, if it is; without communication, since every rank holds (or maps) the whole."""
+    if not isinstance(target, DTensor) or isinstance(whole, DTensor):
+        return whole
+    if whole.shape != target.shape:
+        return whole  # load_state_dict names it
+    # Local parts are cut on the CPU first: the whole tensor never lies on the device.
+    local = distribute_tensor(whole, _cpu_mesh(target), target.placements, src_data_rank=None).to_local()
+    return DTensor.from_local(
+        local.to(target.to_local().device),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
+
+
+def _cpu_mesh(target: DTensor) -> Any:
+    """The mesh to cut on; the tensor's own serves, since cutting without a source rank doesn't communicate."""
+    return target.device_mesh

@@ -1,0 +1,370 @@
+"""One pass over an exact loader: the iterator that loads, and the record of it that a checkpoint is made of.
+
+The record outlives the iterator's workers: the loader keeps the one, Lightning drops the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+
+from lightning_autopar.state import rng
+from lightning_autopar.state.order import DrawLog, Order
+from lightning_autopar.state.share import BatchShare, CollateRows
+
+if TYPE_CHECKING:
+    from lightning_autopar.state.loader import ExactLoader, Progress
+
+_log = logging.getLogger(__name__)
+
+#: The key that a loader's state is known by.
+STATE_VERSION = "exact_loader_version"
+
+#: Batches that a trainer may have fetched and not finished: Lightning prefetches one, and runs one.
+_FETCHES_KEPT = 8
+
+
+class Settlement:
+    """A checkpoint's random state, which the first of the loaders that were saved together sets, and the others must not set back.
+
+    Args:
+        state: the random state, as it is in the checkpoint.
+    """
+
+    _latest: weakref.ref[Settlement] | None = None
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._mark: torch.Tensor = state["torch"]
+        self.done = False
+        #: Whether some loader was in the middle of its data; else an epoch begins, and all loaders' iterators are made before any batch.
+        self.mid_epoch = False
+        self.waiting: list[weakref.ref[Pass]] = []
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Settlement:
+        """The one that another loader of the same checkpoint began, or a new one, for a loader's state."""
+        latest = cls._latest() if cls._latest is not None else None
+        if latest is None or latest.done or not torch.equal(latest._mark, state["rng"]["torch"]):
+            latest = cls(state["rng"])
+            cls._latest = weakref.ref(latest)
+        latest.mid_epoch = latest.mid_epoch or "base" in state
+        return latest
+
+    def settle(self, state: rng.RngState, own: Mapping[str, Any]) -> None:
+        """Set the random state, or, where that was done, that of the loader's own generators alone."""
+        rng.restore({name: value for name, value in state.items() if name in own} if self.done else state, own)
+        self.done = True
+
+
+class Track:
+    """What happened in a pass so far.
+
+    Args:
+        order: the order of a map-style dataset; None for a stream, whose draws are logged here.
+        samplers: the user's samplers, by name, whose epoch or state must be set again before a replay.
+        length: how many batches the pass has; None if that isn't known.
+    """
+
+    def __init__(self, order: Order | None, samplers: Mapping[str, Any], length: int | None) -> None:
+        self.order = order
+        self.length = length
+        self.base = 0
+        self.handed = 0
+        self.exhausted = False
+        #: The state this pass was resumed from, as long as the random state isn't yet what it says.
+        self.unsettled: dict[str, Any] | None = None
+        self.samplers = samplers
+        self.sampler_states = _sampler_states(samplers)
+        self._log = DrawLog()
+        #: Of the last batches handed out: position in this pass, random state before and after the fetch.
+        self.fetches: deque[tuple[int, rng.RngState, rng.RngState]] = deque(maxlen=_FETCHES_KEPT)
+
+    @property
+    def log(self) -> DrawLog:
+        """The draws of this pass."""
+        return self._log if self.order is None else self.order.log
+
+    @log.setter
+    def log(self, log: DrawLog) -> None:
+        self._log = log
+
+    def state_dict(self, progress: Progress | None, own: Mapping[str, Any]) -> dict[str, Any]:
+        """The position and random states for a checkpoint."""
+        if self.unsettled is not None:
+            return dict(self.unsettled)
+        now = rng.capture(own)
+        finished, running, last = self.handed, False, False
+        if progress is not None:
+            finished, running, last = progress.finished - self.base, progress.started > progress.finished, progress.last
+        if finished >= self.handed and (self.exhausted or self.handed == self.length or (last and not running and self.handed > 0)):
+            return {STATE_VERSION: 1, "finished": 0, "rng": rng.to_plain(now)}
+        ahead = [(before, after) for position, before, after in self.fetches if position >= finished]
+        if not 0 <= self.handed - finished == len(ahead):
+            _log.warning("a batch of the loader's previous round isn't finished yet; a run resumed from here leaves it out")
+            finished, ahead = self.handed, []
+        if running and ahead:
+            now = ahead[-1][1]
+        state: dict[str, Any] = {STATE_VERSION: 1, "finished": finished, "base": self.base, "log": self.log.to_plain()}
+        state["exact"] = self.log.complete
+        state["made"] = self.order.made if self.order else 0
+        state["ended"] = self.order.ended if self.order else False
+        state["samplers"] = self.sampler_states
+        state["ahead"] = [rng.to_plain(before) for before, _ in ahead]
+        state["running"] = running and bool(ahead)
+        state["rng"] = rng.to_plain(now)
+        return state
+
+
+class Pass(Iterator[Any]):
+    """An iterator over an exact loader, from iter() to exhaustion."""
+
+    def __init__(self, loader: ExactLoader) -> None:
+        self._loader = loader
+        self._own: Mapping[str, Any] = loader._own
+        self._inner: Iterator[Any] | None = None
+        self._stream: rng.RngState | None = None
+        self._outside: rng.RngState | None = None
+        self._before: rng.RngState | None = None
+        #: Of a resumed pass: the random states that its first fetches and the first fresh one must find.
+        self._ahead: deque[rng.RngState] = deque()
+        self._settle: rng.RngState | None = None
+        self._running = False
+        self._skipped = 0
+        #: Whether batches may be handed out and not finished, so that their fetches' random states are kept.
+        self._keeps = loader._progress is not None
+        self._late = loader._draws_late
+        if loader._resume is None:
+            self._start()
+        else:  # at the first batch: only then has Lightning told the sampler its epoch
+            loader._settlement.waiting.append(weakref.ref(self))
+
+    def _begin_track(self) -> Any:
+        """The inner loader of a new pass, and its empty record."""
+        loader = self._loader
+        inner = loader._make_inner()
+        order: Order | None = loader._order if loader._source == "order" else None
+        self._previous: Track | None = loader._track
+        self._track = Track(order, _samplers(loader) if loader._source == "order" else {}, sized_len(loader))
+        loader.__dict__["_track"] = self._track
+        if order is not None:
+            order.on_drawn = self._drawn if not loader.num_workers and (self._keeps or loader._isolates) else None
+        return inner
+
+    def _start(self) -> None:
+        self._agree()
+        inner = self._begin_track()
+        if self._track.order is None:
+            self._inner = self._track.log.draw(0, self._own, lambda: iter(inner))
+        else:
+            self._inner = iter(inner)
+        self._seed_stream()
+
+    def _take_up(self) -> None:
+        """Resume, if that's still to be done."""
+        state, self._loader.__dict__["_resume"] = self._loader._resume, None
+        if state is not None:
+            self._inner = None
+            self._resume(state)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        settlement = self._loader._settlement
+        if "base" not in state:  # an epoch that had not begun: it begins, as ever, from the random state of then
+            settlement.settle(rng.from_plain(state["rng"]), self._own)
+            self._start()
+            return
+        others = rng.capture({}) if settlement.done else {}
+        if not state["exact"]:
+            _log.warning("the data order drew from the global random state too often to be replayed; the rest of this epoch may differ")
+        inner = self._begin_track()
+        track, skip = self._track, int(state["finished"])
+        log = DrawLog.from_plain(state["log"])
+        _load_sampler_states(track.samplers, state["samplers"])
+        track.sampler_states = state["samplers"]
+        if track.order is not None:
+            track.order.replay(log, made=int(state["made"]), skip=skip, ended=bool(state["ended"]))
+            self._inner = iter(inner)
+            track.order.replayed()
+        else:
+            rng.restore(log.entries.get(0, {}), self._own)
+            self._inner = iter(inner)
+            for number in range(skip):
+                rng.restore(log.entries.get(number + 1, {}), self._own)
+                if next(self._inner, self) is self:
+                    raise ValueError(
+                        f"the checkpoint was saved after {skip} batches of an epoch, but the dataset now gives only {number}; "
+                        "resume with the dataset and batch size that it was saved with"
+                    )
+            track.log = log
+        track.base, track.handed, track.unsettled = int(state["base"]), skip, state
+        self._skipped = skip
+        self._ahead.extend(rng.from_plain(before) for before in state["ahead"])
+        self._settle, self._running = rng.from_plain(state["rng"]), bool(state["running"])
+        self._seed_stream()
+        rng.restore(others, {})
+
+    def _agree(self) -> None:
+        """Give every rank the random state of rank 0."""
+        loader = self._loader
+        if loader._world_size > 1 and loader._sync is not None:
+            state: Any = loader._sync(rng.capture(self._own))
+            if loader._rank > 0:
+                rng.restore(state, self._own)
+
+    def _seed_stream(self) -> None:
+        """A random stream of this rank's own for its samples' augmentation."""
+        if self._loader._isolates:
+            generator = torch.Generator()
+            generator.set_state(torch.get_rng_state())
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+            self._stream = rng.seeded((seed + self._loader._rank * 0x9E3779B97F4A7C15 + self._skipped) % 2**63)
+
+    def _drawn(self) -> None:
+        """The indices are there, and their samples are about to be loaded in this process."""
+        self._before = rng.capture(self._own)
+        if self._stream is not None:
+            self._outside = {name: value for name, value in self._before.items() if name in self._stream}
+            rng.restore(self._stream, {})
+
+    def _leave_stream(self) -> None:
+        if self._outside is not None:
+            self._stream = rng.capture({}, cuda=False)
+            rng.restore(self._outside, {})
+            self._outside = None
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if loader._resume is not None and (self._inner is None or self._track.handed == self._skipped):
+            settlement = loader._settlement
+            for waiting in [] if settlement.mid_epoch else settlement.waiting:
+                if (other := waiting()) is not None:
+                    other._take_up()
+            self._take_up()
+        assert self._inner is not None
+        track = self._track
+        first = track.handed == self._skipped
+        if first and track.unsettled is None:
+            track.base = _base(loader._progress() if loader._progress else None, self._previous)
+        if first and track.base == 0:
+            loader._forget()
+        if self._ahead:
+            rng.restore(self._ahead.popleft(), self._own)
+        elif self._settle is not None:
+            self._settled()
+        if loader._boundary is not None:
+            loader._boundary(track.base + track.handed)
+        if first or self._late:
+            self._agree()
+        # What a repeated fetch of this batch must find: its indices are known by then, but its samples are loaded again.
+        self._before = rng.capture(self._own) if track.order is None else None
+        try:
+            batch, share, index = self._fetch(self._inner)
+        except StopIteration:
+            track.exhausted = True
+            self._note()
+            raise
+        if self._running and not self._ahead:
+            self._settled()
+        loader._remember(track.base + track.handed, share, index)
+        if self._keeps or track.order is None:
+            after = self._note()
+            track.fetches.append((track.handed, self._before or after, after))
+        track.handed += 1
+        return batch
+
+    def _settled(self) -> None:
+        settlement = self._loader._settlement
+        assert self._settle is not None
+        if self._running:  # each loader's last fetch set its own; the step began after the last of them
+            rng.restore(self._settle, self._own)
+        else:
+            settlement.settle(self._settle, self._own)
+        self._settle, self._running, self._track.unsettled = None, False, None
+
+    def _note(self) -> rng.RngState:
+        """The random state after a fetch; what a stream drew in it is logged."""
+        after = rng.capture(self._own)
+        if self._track.order is None:
+            assert self._before is not None
+            self._track.log.note(self._track.handed + 1, self._before, after)
+        return after
+
+    def _fetch(self, inner: Iterator[Any]) -> tuple[Any, BatchShare, int]:
+        loader, track = self._loader, self._track
+        if loader._whole_batches and track.order is None:
+            return self._fetch_whole(inner)
+        try:
+            got = next(inner)
+        finally:
+            self._leave_stream()
+        rows: int | None = None
+        index = track.handed
+        if loader._source == "iterable":
+            got = CollateRows(None, *loader._cutting())(got)
+        if track.order is not None:
+            taken = track.order.taken.popleft()
+            rows, of, index = taken.rows, taken.of, taken.index
+        if loader._counts:
+            of, got = got
+            rows = min(rows, 1) * of if loader._whole_batches and rows is not None else None
+        return got, self._share(of, rows), index
+
+    def _fetch_whole(self, inner: Iterator[Any]) -> tuple[Any, BatchShare, int]:
+        """A round of a stream: every rank reads all its batches and keeps one."""
+        loader = self._loader
+        first = self._track.handed * loader._world_size
+        got: Any = None
+        read = 0
+        while read < loader._world_size:
+            try:
+                item = next(inner)
+            except StopIteration:
+                if read == 0:
+                    raise
+                break
+            if read <= loader._rank:
+                got = item
+            read += 1
+        of, batch = CollateRows(None, 0, 1)(got) if loader._source == "iterable" else got
+        mine = min(loader._rank, read - 1)
+        return batch, self._share(of, of if loader._rank < read else 0), first + mine
+
+    def _share(self, of: int, rows: int | None) -> BatchShare:
+        rank, world_size = self._loader._rank, self._loader._world_size
+        return BatchShare(rows=len(range(rank, of, world_size)) if rows is None else rows, of=of, rank=rank, world_size=world_size)
+
+
+def _base(progress: Progress | None, previous: Track | None) -> int:
+    """The position in the epoch of a pass's first batch: not 0 where Lightning cycles through a shorter loader again."""
+    if progress is None or progress.started == 0 or (progress.last and progress.finished == progress.started):
+        return 0
+    return progress.started if previous is None else previous.base + previous.handed
+
+
+def _samplers(loader: ExactLoader) -> dict[str, Any]:
+    return {name: place for name, place in loader._places() if "sampler" in name and place is not None}
+
+
+def _sampler_states(samplers: Mapping[str, Any]) -> dict[str, Any]:
+    """What the samplers' orders depend on besides random draws: the epoch they were told, or a state of their own."""
+    states: dict[str, Any] = {}
+    for name, sampler in samplers.items():
+        if callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):
+            states[name] = {"state": sampler.state_dict()}
+        elif callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
+            states[name] = {"epoch": sampler.epoch}
+    return states
+
+
+def _load_sampler_states(samplers: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    for name, sampler in samplers.items():
+        state = states.get(name, {})
+        if "state" in state:
+            sampler.load_state_dict(state["state"])
+        elif "epoch" in state:
+            sampler.set_epoch(state["epoch"])

@@ -1,0 +1,171 @@
+"""A rank's share of a global batch: which rows are its own, and how they are cut out.
+
+Knows batches and nothing else: no loader, no random state, no Lightning.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+try:
+    import numpy
+except ImportError:  # torch runs without it
+    numpy = None  # type: ignore[assignment]
+
+_REMEDY = (
+    "let the DataLoader make the batches (batch_size=..., collate_fn=...), whose samples are then split before they are collated, "
+    'or run on one device (allow=["single"])'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShare:
+    """What one rank holds of a global batch: the samples ``[rank::world_size]`` of it.
+
+    A rank that gets no sample of a batch smaller than the world size is fed the batch's first sample and has ``rows == 0``: it takes part
+    in every collective, with weight 0.
+
+    Args:
+        rows: how many samples of the global batch are this rank's own.
+        of: how many samples the global batch has.
+        rank: this rank.
+        world_size: how many ranks share the batch.
+    """
+
+    rows: int
+    of: int
+    rank: int
+    world_size: int
+
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's mean loss, given that gradients are averaged over the ranks; the ranks' weights sum to world_size."""
+        return self.rows * self.world_size / self.of
+
+
+def share_rows(of: int, rank: int, world_size: int) -> int:
+    """How many of ``of`` samples ``[rank::world_size]`` has."""
+    return len(range(rank, of, world_size))
+
+
+def cut(samples: Any, rank: int, world_size: int) -> Any:
+    """``samples[rank::world_size]`` of anything that can be sliced, the first sample where that would be empty."""
+    return samples[rank::world_size] if rank < len(samples) else samples[:1]
+
+
+def count_rows(batch: Any) -> int:
+    """The size of dimension 0 that a collated batch's tensors and arrays agree on.
+
+    Raises:
+        ValueError: if they disagree, or there are none.
+    """
+    shapes: list[tuple[int, ...]] = []
+    _collect_shapes(batch, shapes)
+    sizes = {shape[0] for shape in shapes if shape}
+    if len(sizes) != 1 or 0 in sizes:
+        found = ", ".join(str(shape) for shape in shapes[:6]) or "no tensors"
+        raise ValueError(
+            f"this batch, a {type(batch).__name__}, has no batch dimension: its tensors' sizes in dimension 0 must be one and the same, "
+            f"at least 1, but it has {found}; {_REMEDY}"
+        )
+    return sizes.pop()
+
+
+def take_rows(batch: Any, rank: int, world_size: int) -> tuple[int, Any]:
+    """How many samples a collated batch has, and the rank's rows of it.
+
+    Every tensor and array is cut along dimension 0; so are lists of strings or numbers with an entry a sample. What has no dimension
+    (a number, a string, a scalar tensor) belongs to the batch as a whole and stays.
+
+    Raises:
+        ValueError: if there is no batch dimension, or something in the batch can't be cut.
+    """
+    of = count_rows(batch)
+    return of, _cut_tree(batch, of, rank, world_size)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether a value has no rows at all."""
+    return value is None or isinstance(value, (str, bytes, int, float, complex)) or (numpy is not None and isinstance(value, numpy.generic))
+
+
+def _collect_shapes(value: Any, shapes: list[tuple[int, ...]]) -> None:
+    if _is_array(value):
+        shapes.append(tuple(value.shape))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect_shapes(item, shapes)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect_shapes(item, shapes)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            _collect_shapes(getattr(value, field.name), shapes)
+
+
+def _cut_tree(value: Any, of: int, rank: int, world_size: int) -> Any:
+    if _is_array(value):
+        return cut(value, rank, world_size) if value.ndim else value
+    if _is_leaf(value):
+        return value
+    if isinstance(value, Mapping):
+        items = {key: _cut_tree(item, of, rank, world_size) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        result: Any = copy.copy(value)
+        for key, item in items.items():
+            result[key] = item
+        return result
+    if isinstance(value, (list, tuple)):
+        if value and all(_is_leaf(item) for item in value):
+            if len(value) == of:
+                return cut(value, rank, world_size)
+            raise ValueError(f"a {type(value).__name__} of {len(value)} values in a batch of {of} samples can't be split; {_REMEDY}")
+        parts = [_cut_tree(item, of, rank, world_size) for item in value]
+        if isinstance(value, tuple):
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return parts
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _cut_tree(getattr(value, f.name), of, rank, world_size) for f in fields(value) if f.init})
+    raise ValueError(f"a {type(value).__name__} in a batch can't be split over {world_size} devices; {_REMEDY}")
+
+
+@dataclass(frozen=True)
+class CollateSamples:
+    """Collates only a rank's own samples; gives ``(samples of the global batch, collated share)``. Runs in the loader's workers."""
+
+    collate: Callable[[Any], Any]
+    rank: int
+    world_size: int
+
+    def __call__(self, samples: Sequence[Any]) -> tuple[int, Any]:
+        """Collate one batch's samples."""
+        return len(samples), self.collate(samples if self.world_size == 1 else cut(samples, self.rank, self.world_size))
+
+
+@dataclass(frozen=True)
+class CollateRows:
+    """Cuts a rank's rows out of a batch that the dataset made whole; gives ``(samples of the global batch, share)``."""
+
+    collate: Callable[[Any], Any] | None
+    rank: int
+    world_size: int
+
+    def __call__(self, batch: Any) -> tuple[int, Any]:
+        """Collate and cut one batch."""
+        collated = batch if self.collate is None else self.collate(batch)
+        if self.world_size > 1:
+            return take_rows(collated, self.rank, self.world_size)
+        try:
+            return count_rows(collated), collated
+        except ValueError:  # nothing to split on one rank: any batch will do, and counts as one
+            return 1, collated

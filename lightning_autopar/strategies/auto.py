@@ -1,0 +1,162 @@
+"""AutoParallelStrategy: what a user hands to the Trainer. It checks its arguments, plans through its launcher, and steps aside.
+
+No ``from __future__ import annotations`` here: jsonargparse reads the annotations as objects.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+import torch
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+
+from lightning_autopar._lightning_compat import requested_devices
+from lightning_autopar.memory.inventory import Inventory, probe
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.planning.candidates import check_allow
+from lightning_autopar.planning.report import Report
+from lightning_autopar.plans import BUILT_ENGINES, Plan
+from lightning_autopar.strategies.decide import Settings
+from lightning_autopar.strategies.launcher import AutoLauncher
+from lightning_autopar.units import parse_memory
+
+
+class AutoParallelStrategy(ParallelStrategy):
+    """Chooses how to run a module on the devices that are free now, and runs it: one device, DDP, or FSDP2.
+
+    Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used: for each
+    device id ``peak_bytes`` and ``step_seconds``.
+
+    Args:
+        allow: The engines to choose from: "single", "ddp", "fsdp"; all by default.
+        devices: What there is, such as "2xcpu:4GiB"; by default the variable AUTOPAR_DEVICES, or else the Trainer's devices.
+        memory_limit: The most to use of each device, in bytes or as "20GiB".
+        memory_margin: The share of each device's free memory that is left alone, from 0 up to but not including 1.
+        batch: "global" splits the user's batch over the devices; "per_device" gives each device batches of its own, as Lightning does.
+        plan: A Plan, or the path of its JSON: run just this one.
+        objective: "speed" for the shortest step, "memory" for the least memory.
+        exact: Leave out plans under which the loss would differ because it is no mean over samples.
+
+    Raises:
+        ValueError: if an argument can't be, with the value, the bound and the remedy.
+    """
+
+    strategy_name = "autopar"
+
+    def __init__(
+        self,
+        allow: Optional[list[str]] = None,
+        devices: Optional[str] = None,
+        memory_limit: Union[int, str, None] = None,
+        memory_margin: float = 0.05,
+        batch: Literal["global", "per_device"] = "global",
+        plan: Union[Plan, str, Path, None] = None,
+        objective: Literal["speed", "memory"] = "speed",
+        exact: bool = False,
+    ) -> None:
+        super().__init__()
+        if isinstance(memory_margin, bool) or not isinstance(memory_margin, (int, float)) or not 0 <= memory_margin < 1:
+            raise ValueError(f"memory_margin={memory_margin!r} must be a share from 0 up to but not including 1, such as 0.05")
+        if batch not in ("global", "per_device"):
+            raise ValueError(f"batch={batch!r} must be 'global' (split the batch) or 'per_device' (a batch for each device)")
+        if objective not in ("speed", "memory"):
+            raise ValueError(f"objective={objective!r} must be 'speed' or 'memory'")
+        if devices is not None:
+            parse_spec(devices)
+        self.settings = Settings(
+            allow=check_allow(allow) if allow is not None else BUILT_ENGINES,
+            memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
+            memory_margin=float(memory_margin),
+            batch=batch,
+            plan=plan if isinstance(plan, Plan) or plan is None else Plan.from_json(plan),
+            objective=objective,
+            exact=bool(exact),
+        )
+        self._devices_spec = devices
+        self._requested: Any = "auto"
+        self.report: Optional[Report] = None
+        self.plan: Optional[Plan] = self.settings.plan
+        self.measured: dict[str, dict[str, Any]] = {}
+        self.peers: Any = None
+        self._muted: Optional[tuple[list[Any], Any]] = None
+
+    # -- what the launcher uses ----------------------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        self._requested = requested_devices()
+        self._launcher = AutoLauncher(self)
+
+    def inventory(self) -> tuple[Inventory, Optional[int]]:
+        """The devices to choose from now, and at most how many of them.
+
+        Raises:
+            ValueError: if the Trainer asks for devices that aren't there.
+        """
+        kind: Literal["cuda", "cpu"] = "cuda" if self.root_device.type == "cuda" else "cpu"
+        requested = self._requested
+        wanted = int(requested) if kind == "cpu" and str(requested).isdigit() else 1
+        found = probe(self._devices_spec, accelerator=kind, cpu_devices=wanted)
+        if found.source == "spec":
+            return found, None
+        return found.restrict(requested)
+
+    def take_over(self, engine: Strategy) -> None:
+        """Keep what code after a run asks the strategy for."""
+        self._lightning_module = engine.lightning_module
+        self.model = engine.lightning_module
+        self.precision_plugin = engine.precision_plugin
+        self.optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in engine.optimizers]
+        self.lr_scheduler_configs = engine.lr_scheduler_configs
+
+    def mute(self, trainer: Any) -> None:
+        """Keep Lightning from running the hooks of a failed run again here, on state that isn't the run's; see :meth:`on_exception`."""
+        self._muted = (trainer.callbacks, trainer.datamodule)
+        trainer.callbacks, trainer.datamodule = [], None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning calls this after the callbacks' and the DataModule's hooks: give them back."""
+        if self._muted is not None:
+            assert self._lightning_module is not None
+            trainer = self._lightning_module.trainer
+            trainer.callbacks, trainer.datamodule = self._muted
+            self._muted = None
+
+    # -- a strategy of one process, before and after a run -------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The first of the Trainer's devices; the plan decides which are used."""
+        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning's distributed sampler is never wanted: the loader splits the user's own order."""
+        return False
+
+    def setup_environment(self) -> None:
+        """Nothing runs under this strategy itself."""
+        raise AssertionError("the launcher installs an engine before anything runs")
+
+    def model_to_device(self) -> None:
+        """The module stays where the run left it."""
+
+    def barrier(self, name: Optional[str] = None) -> None:
+        """One process waits for nobody."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """One process knows it already."""
+        return obj
+
+    def all_gather(self, tensor: torch.Tensor, group: Optional[Any] = None, sync_grads: bool = False) -> torch.Tensor:
+        """One process has all there is."""
+        return tensor
+
+    def reduce(self, tensor: Any, group: Optional[Any] = None, reduce_op: Any = "mean") -> Any:
+        """One process's value is everybody's."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """One process decides alone."""
+        return decision
+
+    def teardown(self) -> None:
+        """Called after a failed run; the engine has cleaned up behind itself."""

@@ -1,0 +1,146 @@
+"""Decide on a plan for one call of the trainer: trace in a forked child, probe the split, rule out what this run can't use, plan.
+
+It reads the trainer and changes nothing in it; it doesn't know how a plan is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.trace import first_batch, trace
+from lightning_autopar.planning.candidates import Constraints, SplitFinding
+from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.report import Candidate, Report
+from lightning_autopar.plans import Engine, Plan
+from lightning_autopar.state.snapshot import is_snapshot
+from lightning_autopar.strategies.draws import DrawPlan
+from lightning_autopar.strategies.engine import Assignment, BatchRule
+from lightning_autopar.strategies.features import exclusions
+from lightning_autopar.strategies.probe import probe_split
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+#: Tracing and probing together may take so long; after that the estimate is coarse, and the report says so.
+_TRACE_SECONDS = 600.0
+#: From this size on, a module is built whole on rank 0 alone.
+_LARGE_BYTES = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The strategy's arguments, checked."""
+
+    allow: tuple[Engine, ...]
+    memory_limit_bytes: int | None = None
+    memory_margin: float = 0.05
+    batch: BatchRule = "global"
+    plan: Plan | None = None
+    objective: str = "speed"
+    exact: bool = False
+    sources: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The report, and the assignment of its best plan."""
+
+    report: Report
+    assignment: Assignment
+
+    @property
+    def candidate(self) -> Candidate:
+        """The chosen candidate."""
+        candidate = self.report.best_candidate
+        assert candidate is not None
+        return candidate
+
+    def announce(self) -> None:
+        """Log the table and the notes of the chosen candidate, once, on rank 0."""
+        rank_zero_info(f"autopar:\n{self.report}")
+        for note in self.candidate.notes:
+            rank_zero_warn(f"autopar: {note}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Findings:
+    footprint: Footprint
+    split: SplitFinding | None
+    draws: DrawPlan | None
+
+
+def decide(
+    trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], *, ckpt_path: object = None, world_size: int | None = None
+) -> Decision:
+    """The best plan for what the trainer is about to do.
+
+    Args:
+        trainer: with module and data attached.
+        ckpt_path: what the trainer will resume from, if anything.
+        settings: the strategy's.
+        bound: the devices to choose from, and at most how many of them.
+        world_size: the number of processes, where somebody else has started them: then a plan uses exactly as many devices.
+
+    Raises:
+        NothingFits: if no plan fits.
+        ValueError: if the devices can only be planned for, or a pinned plan can't be run here.
+    """
+    inventory, max_devices = bound
+    runnable = [device for device in inventory.devices if device.kind != "catalogue"]
+    if not runnable:
+        names = ", ".join(device.id for device in inventory.devices) or "none"
+        raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
+    probe, gpu = _splits(inventory, settings, max_devices), any(device.kind == "cuda" for device in runnable)
+    findings = run_forked(_find, trainer, probe, gpu, timeout_seconds=_TRACE_SECONDS)
+    constraints = Constraints(
+        allow=settings.allow,
+        max_devices=max_devices,
+        memory_limit_bytes=settings.memory_limit_bytes,
+        memory_margin=settings.memory_margin,
+        objective="memory" if settings.objective == "memory" else "speed",
+        exact=settings.exact,
+        precision=str(trainer.precision),
+        pinned=settings.plan,
+        excluded=exclusions(trainer, findings.footprint),
+        split=findings.split if settings.batch == "global" else None,
+    )
+    report = make_report(findings.footprint, inventory, constraints)
+    plan = report.best
+    assert plan is not None, "make_report raises where nothing fits"
+    return Decision(
+        report=report,
+        assignment=Assignment(
+            plan=plan,
+            devices=tuple(inventory.device(device) for device in plan.devices),
+            batch=settings.batch,
+            draws=findings.draws,
+            from_snapshot=is_snapshot(ckpt_path),
+            large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
+        ),
+    )
+
+
+def _splits(inventory: Inventory, settings: Settings, max_devices: int | None) -> bool:
+    """Whether any candidate would split the batch, so that the probe has something to say."""
+    several = min(len(inventory.devices), max_devices or len(inventory.devices)) > 1
+    return several and settings.batch == "global" and any(engine != "single" for engine in settings.allow)
+
+
+def _find(trainer: Trainer, probe: bool, gpu: bool) -> _Findings:
+    """In the forked child: the user's first batch, the traced step, and whether the batch's loss survives being split."""
+    module = trainer.lightning_module
+    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    batch = first_batch(module, trainer, stage)
+    footprint = trace(module, trainer, batch, stage=stage, precision=str(trainer.precision), target="cuda" if gpu else "cpu")
+    split, draws = None, None  # an evaluation has no loss that anything is trained on
+    if probe and stage == "fit":
+        split, draws = probe_split(module, trainer, batch, flops=footprint.flops)
+    return _Findings(footprint=footprint, split=split, draws=draws)

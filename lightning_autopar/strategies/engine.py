@@ -1,0 +1,304 @@
+"""What every engine adds to Lightning's own strategy: the global batch split exactly, and a record of what ran.
+
+A mixin, placed before the Lightning strategy in an engine's bases. It knows the plan and the batch's shares; it doesn't know how a plan was found,
+and it never touches how the Lightning strategy itself runs or shards the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from lightning_autopar.memory.inventory import Device
+from lightning_autopar.plans import Plan
+from lightning_autopar.state.loader import BatchShare, ExactLoader, fit_progress, is_loader_state
+from lightning_autopar.state.snapshot import load_snapshot
+from lightning_autopar.strategies.batchnorm import restore as restore_batch_norm
+from lightning_autopar.strategies.batchnorm import synchronise as synchronise_batch_norm
+from lightning_autopar.strategies.draws import DrawPlan, GlobalDraws
+from lightning_autopar.strategies.logged import GlobalLogging
+from lightning_autopar.strategies.measure import Meter
+from lightning_autopar.strategies.recompute import recomputed
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+BatchRule = Literal["global", "per_device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What an engine is told: the plan and what planning found out about the step.
+
+    Args:
+        plan: what to run.
+        devices: the plan's devices, in rank order.
+        batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning does.
+        draws: what the probe learnt about the step's random draws; None where it draws nothing.
+        find_unused_parameters: DDP only: whether some parameters may get no gradient.
+        load_all: whether the dataset draws random numbers, so that each rank must load all samples to draw what one process would.
+        from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
+        large: whether the module is so large that no rank but the first should ever build all of it.
+    """
+
+    plan: Plan
+    devices: tuple[Device, ...]
+    batch: BatchRule = "global"
+    draws: DrawPlan | None = None
+    find_unused_parameters: bool = True
+    load_all: bool = False
+    large: bool = False
+    from_snapshot: bool = False
+
+    @property
+    def torch_devices(self) -> list[torch.device]:
+        """The devices as torch names them in this process."""
+        return [torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.index or 0) for device in self.devices]
+
+
+class Dropped:
+    """Stands for the prediction of a batch that a rank only ran to keep the others company."""
+
+
+class EngineMixin(Strategy):
+    """Splits the user's batch over the ranks so that the run computes what one device would.
+
+    Gradients, logged values, BatchNorm statistics and random draws are those of the whole batch; see the modules of their names.
+    """
+
+    assignment: Assignment
+    meter: Meter
+
+    def attach(self, assignment: Assignment) -> None:
+        """Give the engine its assignment; called once, before the trainer sees the engine."""
+        self.assignment = assignment
+        self.meter = Meter()
+        self._share: BatchShare | None = None
+        self._exit = ExitStack()
+        self._draws: GlobalDraws | None = None
+        self._logging: GlobalLogging | None = None
+        self._drawing = False
+        self._resumed = 0
+        self._positions: dict[int, int] = {}
+        self._prediction_limit: float = float("inf")
+
+    # -- who and how many ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        return int(getattr(self, "global_rank", 0))
+
+    @property
+    def _splits(self) -> bool:
+        """Whether a batch is split at all."""
+        return self.assignment.plan.world_size > 1 and self.assignment.batch == "global"
+
+    def share(self) -> BatchShare | None:
+        """This rank's part of the batch that is being worked on, None between batches and where batches aren't split."""
+        return self._share
+
+    # -- data ------------------------------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Hand out the user's own order: this rank's samples of each batch, resumable at any batch."""
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self._trainer
+        if self.assignment.batch == "per_device" or isinstance(dataloader, ExactLoader):
+            return dataloader
+        if not isinstance(dataloader, DataLoader) and not self._splits:
+            return dataloader
+        loader = ExactLoader(
+            dataloader,
+            rank=self._rank,
+            world_size=self.assignment.plan.world_size,
+            whole_batches=trainer.predicting,
+            sync=self.broadcast if self._splits and (trainer.training or not _in_sequence(dataloader)) else None,
+            progress=fit_progress(trainer) if trainer.training else None,
+            load_all=self.assignment.load_all,
+        )
+        if trainer.training:
+            self._resume_loader(trainer, loader)
+        if trainer.predicting and self._splits:
+            self._limit_predictions(trainer, dataloader)
+        return loader
+
+    def _resume_loader(self, trainer: Trainer, loader: ExactLoader) -> None:
+        """Give a training loader its saved state; Lightning does so too, but not where the saved epoch was over."""
+        states = trainer.fit_loop._combined_loader_states_to_load
+        if self._resumed < len(states) and is_loader_state(states[self._resumed]):
+            loader.load_state_dict(states[self._resumed])
+        self._resumed += 1
+
+    def _limit_predictions(self, trainer: Trainer, dataloader: object) -> None:
+        """Read ``limit_predict_batches`` as batches of all ranks together."""
+        limit = trainer.limit_predict_batches
+        if isinstance(limit, float) and isinstance(dataloader, Sized):
+            limit = int(len(dataloader) * limit)
+        if isinstance(limit, int):
+            self._prediction_limit = limit
+            trainer.limit_predict_batches = -(-limit // self.assignment.plan.world_size)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
+        self._share, self._drawing = None, False
+        loader = self._loader(dataloader_idx) if self._splits else None
+        if loader is not None:
+            self._share = loader.next_share()
+            self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _loader(self, dataloader_idx: int) -> ExactLoader | None:
+        """The loader that the current batch came from."""
+        trainer = self._trainer
+        loop = trainer.fit_loop if trainer.training else trainer._active_loop
+        combined = getattr(loop, "_combined_loader", None)
+        loader = combined.flattened[dataloader_idx] if combined is not None else None
+        return loader if isinstance(loader, ExactLoader) else None
+
+    # -- the step --------------------------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
+        module = self.lightning_module
+        assert module is not None
+        self._exit.enter_context(recomputed(module, self.assignment.plan.recompute))
+        if self._splits:
+            self._layer_sync = None  # Lightning's knows CUDA only; ours replaces it
+            synchronise_batch_norm(module, self._share_for_draws)
+            self._exit.callback(restore_batch_norm, module)
+            self._logging = GlobalLogging(trainer, self.share, device=self.root_device)
+            self._logging.install()
+            self._exit.callback(self._logging.uninstall)
+            if self.assignment.draws is not None:
+                self._draws = self._exit.enter_context(GlobalDraws(self._share_for_draws, self.assignment.draws))
+        super().setup(trainer)
+
+    def teardown(self) -> None:
+        """Undo what :meth:`setup` patched."""
+        self.meter.stop(self)
+        self._exit.close()
+        super().teardown()
+
+    def _share_for_draws(self) -> BatchShare | None:
+        """The share while the user's step or its backward runs; None outside, where draws are no part of the batch."""
+        return self._share if self._drawing else None
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Around each of the user's steps."""
+        if self._share is None or self._logging is None:
+            yield
+            return
+        if self._draws is not None:
+            self._draws.begin()
+        self._drawing = True
+        with self._logging.step():
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step`` on this rank's share."""
+        with self._step():
+            output = super().training_step(*args, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            self._drawing = False  # its backward passes are over
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``validation_step`` on this rank's share."""
+        return self._evaluate(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``test_step`` on this rank's share."""
+        return self._evaluate(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``predict_step`` on a whole batch; ``batch_idx`` is its index among all ranks' batches."""
+        if self._share is None:
+            return super().predict_step(*args, **kwargs)
+        share, self._share = self._share, None  # the batch is whole: nothing in it is split
+        position = self._positions[args[2] if len(args) > 2 else 0]
+        index = position * self.assignment.plan.world_size + self._rank
+        output = super().predict_step(args[0], *([index] if len(args) > 1 else []), *args[2:], **kwargs)
+        return output if share.rows and index < self._prediction_limit else Dropped()
+
+    def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._step():
+            output = step(*args, **kwargs)
+        self._drawing = False
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Weigh this rank's mean by its samples, so that the ranks' average is the whole batch's mean."""
+        if self._share is not None and self._share.weight != 1.0:
+            closure_loss = closure_loss * self._share.weight
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization:
+            self._drawing = False
+        return loss
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A snapshot is loaded into module and optimizers as they are under this plan."""
+        return self.assignment.from_snapshot or super().restore_checkpoint_after_setup
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """A snapshot brings the optimizers' states itself."""
+        return not self.assignment.from_snapshot and super().lightning_restore_optimizer
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a snapshot, or a checkpoint of Lightning's."""
+        if self.assignment.from_snapshot:
+            return load_snapshot(self, checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Of a snapshot the weights are loaded already."""
+        if not self.assignment.from_snapshot:
+            super().load_model_state_dict(checkpoint, strict)
+
+    # -- what ran --------------------------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Measure time and memory at the boundary between two steps."""
+        self.meter.boundary(self)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        """An evaluation between two steps is no part of either."""
+        self.meter.pause()
+        super().on_validation_start()
+
+    def on_train_end(self) -> None:
+        """The last step is over."""
+        self.meter.boundary(self)
+        super().on_train_end()
+
+    @property
+    def _trainer(self) -> Trainer:
+        module = self.lightning_module
+        assert module is not None
+        return module.trainer
+
+
+def _in_sequence(loader: object) -> bool:
+    """Whether a loader's order is the same on every rank without a word between them: a collective that a rank can't miss."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.sampler) is SequentialSampler
+        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
+    )

@@ -1,0 +1,53 @@
+"""Which engines a trainer's own options rule out, each by a sentence. Knows Lightning's options; knows nothing of memory or time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.plugins import BitsandbytesPrecision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar.memory.footprint import Footprint
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+#: Precisions with which FSDP2 runs under Lightning's ModelParallelStrategy, less 16-mixed, whose gradient scaler doesn't know sharded gradients.
+_FSDP_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+#: Callbacks that copy or regroup the module's own parameters, which shards don't survive.
+_UNSHARDED_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "LearningRateFinder", "BaseFinetuning")
+
+
+def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
+    """The engines that this trainer can't use, with the reason.
+
+    Args:
+        trainer: its callbacks, precision and module are read.
+        footprint: of the step.
+
+    Returns:
+        Engine name → sentence; the name ``"multi"`` stands for every plan of more than one device.
+    """
+    excluded: dict[str, str] = {}
+    module = trainer.lightning_module
+    kinds = {base.__name__: type(callback).__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+    if trainer.precision not in _FSDP_PRECISIONS:
+        excluded["fsdp"] = f"precision {trainer.precision!r} doesn't work on sharded parameters; FSDP2 takes {', '.join(_FSDP_PRECISIONS)}"
+    if isinstance(trainer.precision_plugin, BitsandbytesPrecision):
+        excluded["fsdp"] = "quantised bitsandbytes layers can't be sharded by FSDP2"
+    for name in _UNSHARDED_CALLBACKS:
+        if name in kinds and trainer.state.fn == TrainerFn.FITTING:
+            excluded["fsdp"] = f"the callback {kinds[name]} works on whole parameters, and FSDP2 shards them"
+    if any(isinstance(submodule, torch._dynamo.OptimizedModule) for submodule in module.modules()):
+        excluded["fsdp"] = "a part of the module was compiled before sharding, and FSDP2 has to shard first"
+    if "BatchSizeFinder" in kinds:
+        excluded["multi"] = "the callback BatchSizeFinder runs on one device only, as in Lightning itself"
+    stage = trainer.state.fn
+    if stage == TrainerFn.FITTING and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        excluded["multi"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't be split"
+    if stage == TrainerFn.PREDICTING and any(isinstance(callback, callbacks.BasePredictionWriter) for callback in trainer.callbacks):
+        excluded["multi"] = "a BasePredictionWriter writes batches by their index in this process, which several devices don't share"
+    return excluded

@@ -1,0 +1,188 @@
+"""Shards: FSDP2 (``fully_shard``) under Lightning's ModelParallelStrategy, for a module whose author never thought of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from lightning_autopar._lightning_compat import (
+    LightningOptimizer,
+    TrainerFn,
+    materialize_module,
+    optimizers_to_device,
+)
+from lightning_autopar.state import checkpoint as whole
+from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.group import join_group
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+#: The methods of a LightningModule that use its parameters outside ``forward``.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class _ShardingStrategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy without its demand that the user shards the module, and with plain checkpoints."""
+
+    assignment: Assignment
+
+    def _configure_launcher(self) -> None:
+        """The processes are there already."""
+
+    def setup_environment(self) -> None:
+        """Join the group and build the mesh, without re-seeding: every rank goes on from the parent's RNG state."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        join_group(self, self._process_group_backend)
+        self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        self._module._device_mesh = self._device_mesh
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where ``configure_model`` builds a large module, rank 0 alone builds it for real, in host memory; the others get shapes."""
+        with torch.device("meta" if self._shapes_only else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @property
+    def _shapes_only(self) -> bool:
+        return self.assignment.large and self.global_rank != 0
+
+    @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module, then build the user's optimizers on the shards; the order is Lightning's."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if not any(isinstance(module, FSDPModule) for module in self._module.modules()):
+            originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.assignment.large else {}
+            shard(self._module, self.assignment, self.device_mesh["data_parallel"])
+            if self.assignment.large and self._any_rank_has_shapes_only():
+                self._spread(originals)
+        materialize_module(self._module, self.root_device)
+        self.model = self.precision_plugin.convert_module(self._module)
+        self.model_to_device()
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def _any_rank_has_shapes_only(self) -> bool:
+        here = any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers()))
+        flags: list[bool] = [False] * self.world_size
+        dist.all_gather_object(flags, here)
+        return any(flags)
+
+    def _spread(self, originals: dict[str, Any]) -> None:
+        """Give every rank its part of rank 0's weights, a tensor at a time, and rank 0's RNG state, which building the module moved on."""
+        if self.global_rank != 0:
+            self._module.to_empty(device=self.root_device)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self._module, originals, options=options)
+        persistent = set(self._module.state_dict())
+        for name, buffer in self._module.named_buffers():
+            if name not in persistent:
+                buffer.copy_(self.broadcast(buffer.cpu() if self.global_rank == 0 else None))
+        torch.set_rng_state(self.broadcast(torch.get_rng_state()))
+
+    # -- checkpoints: whole, plain, one file -------------------------------------------------------------------------------------------------
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands the optimizers' plain states to :meth:`load_optimizer_state_dict`."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0, nothing elsewhere; a collective."""
+        return whole.whole_state_dict(self._module, keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's whole state on rank 0, nothing elsewhere; a collective."""
+        bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return whole.whole_optimizer_state(bare, keep=self.is_global_zero)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Rank 0 writes one ordinary ``.ckpt``."""
+        whole.set_loader_states_aside(checkpoint)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Map the file, so that a rank reads no more of it than its part."""
+        path = Path(self.broadcast(checkpoint_path))
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=bool(weights_only))
+        whole.put_loader_states_back(checkpoint)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's part of the checkpoint's weights."""
+        whole.load_whole_state_dict(self._module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's part of the checkpoint's optimizer states."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            whole.load_whole_optimizer_state(optimizer, state)
+
+
+class FSDPEngine(EngineMixin, _ShardingStrategy):
+    """Executes an FSDP plan: each rank a shard of parameters, gradients and optimizer state.
+
+    The plan's blocks are units of their own; the root takes the rest. Where the user's ``configure_model`` has already sharded the module, it is
+    left as it is.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        super().__init__(data_parallel_size=assignment.plan.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        self.parallel_devices = assignment.torch_devices
+        self.attach(assignment)
+
+
+def shard(module: Any, assignment: Assignment, mesh: Any) -> None:
+    """``fully_shard`` on the plan's units, then on the root.
+
+    Args:
+        module: a LightningModule.
+        assignment: names the units.
+        mesh: one-dimensional device mesh.
+    """
+    plan = assignment.plan
+    reshard = bool(plan.reshard_after_forward)
+    for fqn in plan.shard:
+        fully_shard(module.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard)
+    if not module.automatic_optimization:
+        # Each backward of a manual step frees the root's parameters again, so what a step calls more than once must be a unit of its own.
+        for child in _callable_children(module):
+            fully_shard(child, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh)
+    for name in _STEPS:
+        register_fsdp_forward_method(module, name)
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost submodules that hold parameters and aren't sharded yet."""
+    for child in module.children():
+        if isinstance(child, FSDPModule) or next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child)
+        else:
+            yield child

@@ -1,0 +1,38 @@
+"""The process group of a generation. Knows ranks and devices, no plan and no module."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_autopar._lightning_compat import distributed_is_initialized, init_dist_connection
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy
+
+#: Where the parent tells its forked workers which file they meet at. A file needs no port that somebody else could take in between.
+RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
+
+
+def join_group(strategy: ParallelStrategy, backend: str) -> None:
+    """Join the generation's process group, unless this process is in one.
+
+    Args:
+        strategy: knows the rank, the world size and the device.
+        backend: ``"gloo"`` or ``"nccl"``.
+    """
+    if distributed_is_initialized():
+        return
+    device = strategy.root_device
+    options: dict[str, Any] = {"timeout": strategy._timeout, "device_id": device if device.type != "cpu" else None}  # type: ignore[attr-defined]
+    path = os.environ.get(RENDEZVOUS_FILE)
+    if path:
+        dist.init_process_group(backend, init_method=f"file://{path}", rank=strategy.global_rank, world_size=strategy.world_size, **options)
+    else:
+        assert strategy.cluster_environment is not None
+        init_dist_connection(strategy.cluster_environment, backend, **options)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -1,0 +1,227 @@
+"""From a call of ``fit`` to a running plan: decide in the parent, then run where the plan says.
+
+The parent touches no GPU before the plan is made. It doesn't know how a plan is found (``decide``) nor how workers live (``generation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lightning_autopar._lightning_compat import Launcher, TunerExit, attach_data, call_on_exception, installed, run_arguments
+from lightning_autopar.strategies import results as handover
+from lightning_autopar.strategies.ddp import DDPEngine
+from lightning_autopar.strategies.decide import Decision, Settings, decide
+from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
+from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
+from lightning_autopar.strategies.fsdp import FSDPEngine
+from lightning_autopar.strategies.generation import Job, cap_allocator, run_folder, run_generation
+from lightning_autopar.strategies.single import SingleEngine
+from lightning_autopar.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.strategies.auto import AutoParallelStrategy
+
+
+class AutoLauncher(Launcher):
+    """Plans in the parent process, then runs the trainer's function under the plan.
+
+    A plan of one device runs in this process; others in forked workers; where processes were started by torchrun or SLURM, in those; where this
+    process has initialised CUDA already, in reruns of the script.
+    """
+
+    def __init__(self, strategy: AutoParallelStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Forked workers run in notebooks too."""
+        return True
+
+    def kill(self, signum: Any) -> None:
+        """The workers are ended by the generation that started them."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Decide on a plan and run ``function`` under it.
+
+        Args:
+            function: the trainer's ``_fit_impl`` or one of its siblings.
+            trainer: the trainer; always given by Lightning.
+
+        Raises:
+            NothingFits: if no plan fits, with the report.
+            ValueError: if what was asked for can't be.
+        """
+        assert trainer is not None
+        arguments = run_arguments(function, args, kwargs)
+        attach_data(trainer, arguments)
+        ckpt_path = arguments.get("ckpt_path")
+        peers = under_external_launcher(self._strategy)
+        if peers is not None:
+            return self._run_with_peers(peers, ckpt_path, function, args, kwargs, trainer)
+        decision = decide(trainer, self._strategy.settings, self._strategy.inventory(), ckpt_path=ckpt_path)
+        self._strategy.report = decision.report
+        self._strategy.plan = decision.assignment.plan
+        decision.announce()
+        if decision.assignment.plan.world_size == 1 and decision.assignment.devices[0].index is not None:
+            return self._run_here(decision, function, args, kwargs, trainer)
+        if torch.cuda.is_initialized():
+            peers = rerun_script(self._strategy, decision.assignment.plan.world_size)
+            peers.tell(decision)
+            return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
+        return self._run_generation(decision, function, args, kwargs, trainer)
+
+    # -- one device: this process ------------------------------------------------------------------------------------------------------------
+
+    def _run_here(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+        assignment = decision.assignment
+        engine = SingleEngine(assignment)
+        device = assignment.devices[0]
+        with installed(trainer, engine, trainer.lightning_module, assignment.torch_devices, keep_sampler=False), _threads(device.threads):
+            if device.kind == "cuda" and device.free_bytes < device.total_bytes:
+                cap_allocator(assignment, 0)
+            try:
+                return self._function_with_hooks(function, args, kwargs, trainer)
+            finally:
+                self._strategy.take_over(engine)
+                self._strategy.measured = {device.id: {"peak_bytes": engine.meter.peak_bytes, "step_seconds": engine.meter.step_seconds}}
+                announce_measured(decision, self._strategy.measured)
+
+    def _function_with_hooks(self, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+        """Run it; on an exception run the trainer's hooks while the engine is still in place, and keep Lightning from running them again."""
+        try:
+            return function(*args, **kwargs)
+        except (TunerExit, KeyboardInterrupt):
+            raise  # Lightning ends these two in ways of its own, which need no engine
+        except BaseException as error:
+            call_on_exception(trainer, error)
+            self._strategy.mute(trainer)
+            raise
+
+    # -- several devices: workers --------------------------------------------------------------------------------------------------------------
+
+    def _run_generation(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+        assignment, module = decision.assignment, trainer.lightning_module
+        footprint = decision.report.footprint
+        with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
+            job = Job(
+                assignment=assignment, make_engine=make_engine, trainer=trainer, function=function, args=args, kwargs=kwargs, folder=folder
+            )
+            try:
+                outcome = run_generation(job)
+            except BaseException:
+                self._strategy.mute(trainer)  # the workers have run the hooks, on the state that they belong to
+                raise
+            first = outcome.results[0]
+            handover.restore(trainer, module, first, folder)
+        devices = assignment.plan.devices
+        self._strategy.measured = {
+            device: {"peak_bytes": left.peak_bytes, "step_seconds": left.step_seconds} for device, left in zip(devices, outcome.results, strict=True)
+        }
+        announce_measured(decision, self._strategy.measured)
+        if outcome.tuner_exit:
+            raise TunerExit
+        return interleaved([left.value for left in outcome.results]) if trainer.state.fn == "predict" and assignment.batch == "global" else first.value
+
+    # -- processes that somebody else started ---------------------------------------------------------------------------------------------------
+
+    def _run_with_peers(self, peers: Peers, ckpt_path: object, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+        decision = None
+        if peers.rank == 0:
+            try:
+                decision = decide(trainer, self._strategy.settings, peers.inventory(self._strategy), ckpt_path=ckpt_path, world_size=peers.world_size)
+            except BaseException as error:
+                peers.tell(error)
+                raise
+            decision.announce()
+            peers.tell(decision)
+        else:
+            decision = peers.hear()
+        self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
+        return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
+
+    def _run_as_peer(self, assignment: Assignment, peers: Peers, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+        engine = make_engine(assignment, forked=False)
+        devices = peers.local_devices(assignment)
+        if isinstance(engine, ParallelStrategy):
+            engine.parallel_devices = devices  # of this node, as Lightning counts them
+        with installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=assignment.batch == "per_device", external=peers.environment):
+            try:
+                value = self._function_with_hooks(function, args, kwargs, trainer)
+            finally:
+                self._strategy.take_over(engine)
+            meter = engine.meter
+            self._strategy.measured = {assignment.plan.devices[peers.rank]: {"peak_bytes": meter.peak_bytes, "step_seconds": meter.step_seconds}}
+            if trainer.state.fn == "predict" and assignment.batch == "global" and assignment.plan.world_size > 1:
+                values: list[Any] = [None] * assignment.plan.world_size
+                torch.distributed.all_gather_object(values, value)
+                value = interleaved(values)
+        return value
+
+
+def make_engine(assignment: Assignment, *, forked: bool = True) -> EngineMixin:
+    """The Lightning strategy that executes a plan, in this process."""
+    engine = assignment.plan.engine
+    if engine == "single":
+        return SingleEngine(assignment)
+    if engine == "ddp":
+        return DDPEngine(assignment, forked=forked)
+    assert engine == "fsdp", engine
+    return FSDPEngine(assignment)
+
+
+def interleaved(values: list[Any]) -> Any:
+    """All ranks' predictions in the user's order: rank r has batches r, r + W, r + 2W, …; of each data loader where there are several."""
+    first = values[0]
+    if first is None:
+        return None
+    if first and isinstance(first[0], list) and _several_loaders(values):
+        return [interleaved(list(parts)) for parts in zip(*values, strict=True)]
+    merged = []
+    for index in range(max(len(value) for value in values)):
+        merged.extend(value[index] for value in values if index < len(value))
+    return [prediction for prediction in merged if not isinstance(prediction, Dropped)]
+
+
+def _several_loaders(values: list[Any]) -> bool:
+    return all(isinstance(part, list) for value in values for part in value)
+
+
+def announce_measured(decision: Decision, measured: dict[str, dict[str, Any]]) -> None:
+    """Log what was predicted beside what was measured, once, on rank 0."""
+    from lightning.pytorch.utilities import rank_zero_info
+
+    candidate = decision.candidate
+    lines = []
+    for device, values in measured.items():
+        words = []
+        peak_bytes, step_seconds = values["peak_bytes"], values["step_seconds"]
+        if peak_bytes is not None and device in candidate.bytes:
+            predicted_bytes = candidate.bytes[device].allocated
+            words.append(f"memory {format_bytes(predicted_bytes)} predicted, {format_bytes(peak_bytes)} measured ({peak_bytes / predicted_bytes - 1:+.0%})")
+        if step_seconds:
+            words.append(f"step {format_seconds(candidate.seconds.step)} predicted, {format_seconds(step_seconds)} measured")
+        if words:
+            lines.append(f"  {device}: {'; '.join(words)}")
+    if lines:
+        rank_zero_info("\n".join([f"autopar: plan {decision.assignment.plan.title()}", *lines]))
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """While open, torch computes with a CPU device's share of the cores."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,414 @@
+"""Whether a module's loss survives its batch being split, and how its random draws relate to the samples: found out on the first batch.
+
+Runs the user's own step, for real and on the CPU, on the whole batch and on parts of it as ranks would get them. Meant for a forked child,
+as the module is changed. Knows Lightning modules; nothing of devices or plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_autopar._lightning_compat import transfer_batch
+from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.memory.rehearsal import Rehearsal
+from lightning_autopar.planning.candidates import SplitFinding
+from lightning_autopar.state import rng
+from lightning_autopar.state.share import BatchShare, cut, share_rows, take_rows
+from lightning_autopar.strategies.draws import Choice, Draw, DrawPlan, GlobalDraws, Rows, has_gaps, memory_order
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+#: Of a forward: some seconds on a few CPU cores.
+_FLOPS = 3e11
+#: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
+_EQUAL = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What a step gave on the whole batch and on its parts, and the draws that it made."""
+
+    whole: Any
+    parts: tuple[Any, ...]
+    draws: DrawPlan
+
+
+def probe_split(
+    module: LightningModule,
+    trainer: Trainer | None,
+    first: FirstBatch,
+    *,
+    world_sizes: Sequence[int] = (2,),
+    flops: int = 0,
+    time_limit_seconds: float = 60.0,
+) -> tuple[SplitFinding, DrawPlan]:
+    """Compare the training loss of the first batch with the mean of its parts' losses, weighted by their samples.
+
+    BatchNorm layers use fixed statistics meanwhile, as the engines take theirs over the whole batch. Under manual optimization every loss
+    that is passed to ``backward`` is compared; no optimizer steps.
+
+    Args:
+        module: the user's module, set up; it is changed.
+        trainer: the trainer that it was passed to, read only.
+        first: the first training batch.
+        world_sizes: how many parts to try; those larger than the batch are left out.
+        flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples or not at all.
+        time_limit_seconds: how long the probe may take, estimated after its first run.
+
+    Returns:
+        What was found out about splitting, and what about the random draws: without a plan of them where nothing could be run.
+    """
+    sizes = [size for size in world_sizes if 1 < size <= first.batch_size]
+    if not sizes:
+        return SplitFinding(probed=False, reason="the first batch holds one sample, so that taking it apart can't be tried"), DrawPlan()
+    count = first.batch_size
+    if flops / 3 > _FLOPS and first.samples is not None:
+        count = min(count, 2 * max(sizes))
+    if flops / 3 * count / first.batch_size > _FLOPS:
+        return SplitFinding(
+            probed=False, reason=f"a step of {flops:.1e} floating-point operations is too long to try on the CPU"
+        ), DrawPlan()
+    batches = _Batches(module if trainer is not None else None, first, count)
+    try:
+        batches.part(BatchShare(rows=share_rows(count, 0, sizes[0]), of=count, rank=0, world_size=sizes[0]))
+    except Exception as error:  # the user's collate function, on fewer samples than it is used to
+        _LOG.debug("the first batch can't be split", exc_info=True)
+        return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({_words(error)})"), DrawPlan()
+    state = rng.capture({})
+    try:
+        return _Probe(module, trainer, batches).run(sizes, time_limit_seconds)
+    finally:
+        rng.restore(state, {})
+
+
+class _Batches:
+    """The first batch and its parts, each made anew every time, since a step may change what it gets.
+
+    ``module`` has the transfer hooks to apply; None for none.
+    """
+
+    def __init__(self, module: LightningModule | None, first: FirstBatch, count: int) -> None:
+        self.module = module
+        self.first = first
+        self.count = count
+        self.double = False
+        #: Whether collating or transferring draws random numbers.
+        self.random = False
+
+    def part(self, share: BatchShare) -> Any:
+        """What the rank of that share is fed."""
+        first, state = self.first, torch.get_rng_state()
+        if first.samples is not None and first.collate is not None:
+            samples = first.samples[: self.count]
+            part = samples if share.world_size == 1 else cut(samples, share.rank, share.world_size)
+            batch = first.collate(part)
+            if self.module is not None:
+                batch = transfer_batch(self.module, batch)
+        else:
+            batch = take_rows(tree_map(_copied, first.batch), share.rank, share.world_size)[1]
+        self.random |= not torch.equal(state, torch.get_rng_state())
+        return tree_map(_doubled, batch) if self.double else batch
+
+    def uneven(self, shares: Sequence[BatchShare]) -> bool:
+        """Whether parts have other shapes than the rows of the whole batch, as when samples are padded to the longest one."""
+        try:
+            whole = self.part(_everything(self.count))
+            return any(_shapes(take_rows(whole, share.rank, share.world_size)[1]) != _shapes(self.part(share)) for share in shares)
+        except ValueError:  # no rows to compare with
+            return False
+
+
+class _Probe:
+    """The step, made harmless: it can be run any number of times and leaves the module as it was."""
+
+    def __init__(self, module: LightningModule, trainer: Trainer | None, batches: _Batches) -> None:
+        self.module = module
+        self.batches = batches
+        self.rehearsal = Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
+        self.grad = not module.automatic_optimization
+        self.buffers: dict[str, Tensor] = {}
+
+    def run(self, sizes: Sequence[int], time_limit_seconds: float) -> tuple[SplitFinding, DrawPlan]:
+        try:
+            self._prepare()
+            started = time.monotonic()
+            self.losses(self.batches.part(_everything(self.batches.count)))
+            seconds = (time.monotonic() - started) * 6 * len(sizes)
+        except Exception as error:
+            _LOG.debug("the first batch's step can't be run", exc_info=True)
+            return SplitFinding(probed=False, reason=f"the step can't be tried on the CPU ({_words(error)})"), DrawPlan()
+        if seconds > time_limit_seconds:
+            return SplitFinding(probed=False, reason=f"trying a split batch on the CPU would take about {seconds:.0f} s"), DrawPlan()
+        found, plan = SplitFinding(), DrawPlan()
+        for size in sizes:
+            finding, observed = self._split(size)
+            plan = replace(observed, seeded=observed.seeded or plan.seeded)
+            if not finding.splittable:
+                return finding, plan
+            if not finding.difference <= found.difference:
+                found = finding
+        return found, plan
+
+    def _prepare(self) -> None:
+        """Train mode, but with the statistics of BatchNorm layers fixed to the whole batch's."""
+        module = self.module.train()
+        self.rehearsal.build()
+        for optimizer in self.rehearsal.optimizers:
+            optimizer.step = _call_closure  # type: ignore[method-assign]
+        norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        self._allow_grad()
+        if norms:
+            for norm in norms:
+                norm.momentum = 1.0
+                if norm.running_mean is None and norm.running_var is None:
+                    norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
+            self.losses(self.batches.part(_everything(self.batches.count)))
+            for norm in norms:
+                norm.eval()
+        self.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+    def _allow_grad(self) -> None:
+        """Find out whether the step differentiates by itself (a gradient penalty, forces)."""
+        try:
+            self.losses(self.batches.part(_everything(self.batches.count)))
+        except RuntimeError as error:
+            if self.grad or "grad" not in str(error):
+                raise
+            self.grad = True
+
+    def losses(self, batch: Any) -> list[Tensor]:
+        """The losses of one step: of each backward pass under manual optimization, else what the step returns."""
+        recorded: list[Tensor] = []
+        with torch.set_grad_enabled(self.grad), _recorded_backward(recorded):
+            output = self.rehearsal._call("training_step", batch, 0)
+        for name, buffer in self.module.named_buffers():
+            if name in self.buffers:
+                buffer.data.copy_(self.buffers[name])
+        self.module.zero_grad()
+        if self.module.automatic_optimization:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            recorded = [] if loss is None else [loss]
+        return [loss.detach().double().mean() for loss in recorded]
+
+    def _split(self, size: int) -> tuple[SplitFinding, DrawPlan]:
+        """Compare the whole batch with ``size`` parts of it."""
+        reason: str | None
+        try:
+            difference, observed = self._compare(size)
+            again = any(
+                isinstance(draw.choice, Rows) and draw.shape[draw.choice.dim] > self.batches.count for draw in observed.draws.draws or ()
+            )
+            if again and not difference <= _EQUAL:
+                other, reordered = self._compare(size, groups_first=True)
+                if other < difference:
+                    difference, observed = other, reordered
+        except Exception as error:
+            _LOG.debug("the step fails on a part of the first batch", exc_info=True)
+            reason = f"the step fails on a part of a batch, though not on the whole ({_words(error)})"
+            return SplitFinding(splittable=False, reason=reason), DrawPlan()
+        if _EQUAL < difference < math.inf:  # which may still be rounding, where large terms cancel
+            difference = min(difference, self._compare_in_double(size, observed))
+        draws = observed.draws
+        uneven = self.batches.uneven(_shares(self.batches.count, size))
+        if difference <= _EQUAL:
+            difference, reason = 0.0, None
+        elif math.isnan(difference):
+            reason = "a loss isn't finite"
+        elif len({len(losses) for losses in (observed.whole, *observed.parts)}) > 1:
+            reason = "a part of a batch has another number of losses than the whole"
+        elif self.batches.random:
+            reason = "making the batch (collate_fn, transfer hooks) draws random numbers, which each rank draws for its part"
+        elif uneven:
+            reason = "samples are padded to the longest one of their part"
+        elif draws.seeded:
+            reason = "the shapes of its random draws depend on the data"
+        else:
+            reason = "it is no mean over the samples"
+        return SplitFinding(difference=difference, reason=reason), replace(draws, seeded=draws.seeded or uneven)
+
+    def _compare(self, size: int, *, groups_first: bool = False) -> tuple[float, Observation]:
+        shares = _shares(self.batches.count, size)
+        observed = observe(self.losses, self.batches.part, shares, groups_first=groups_first)
+        return _difference(observed, shares), observed
+
+    def _compare_in_double(self, size: int, observed: Observation) -> float:
+        """The difference without single precision's rounding; infinite where the step insists on single precision."""
+        groups_first = any(isinstance(draw.choice, Rows) and draw.choice.groups_first for draw in observed.draws.draws or ())
+        before, types = self.buffers, {name: tensor.dtype for name, tensor in _tensors(self.module)}
+        try:
+            self.module.double()
+            self.batches.double, self.buffers = True, {name: tensor.clone() for name, tensor in self.module.named_buffers()}
+            return self._compare(size, groups_first=groups_first)[0]
+        except Exception:
+            _LOG.debug("the step can't be run in double precision", exc_info=True)
+            return math.inf
+        finally:
+            self.batches.double, self.buffers = False, before
+            for name, tensor in _tensors(self.module):
+                tensor.data = tensor.data.to(types[name])
+
+
+def observe(
+    step: Callable[[Any], Any],
+    part: Callable[[BatchShare], Any],
+    shares: Sequence[BatchShare],
+    *,
+    groups_first: bool = False,
+) -> Observation:
+    """Run a step on the whole batch and on the parts, all from the present random state, and relate their random draws.
+
+    Args:
+        step: of a batch.
+        part: makes the batch of a share; asked for the whole one as the share of a single rank.
+        shares: the parts, each with at least one sample.
+        groups_first: how samples are taken to lie in a dimension of k entries a sample; see :class:`Rows`.
+    """
+    state = rng.capture({})
+    whole = _Observer(_everything(shares[0].of), None, groups_first)
+    output = whole.run(step, part)
+    outputs, observers = [], []
+    for share in shares:
+        rng.restore(state, {})
+        observers.append(_Observer(share, whole.draws, groups_first))
+        outputs.append(observers[-1].run(step, part))
+    seeded = any(observer.irregular for observer in observers)
+    choices = [[draw.choice for draw in observer.draws] for observer in observers]
+    if any(other != choices[0] for other in choices) or len(choices[0]) != len(whole.draws):
+        seeded = True
+    draws = tuple(observers[0].draws) if not seeded else tuple(draw for draw in observers[0].draws if draw.choice != "own")
+    return Observation(whole=output, parts=tuple(outputs), draws=DrawPlan(draws=draws, batch_size=shares[0].of, seeded=seeded))
+
+
+class _Observer(GlobalDraws):
+    """Notes a step's draws on the whole batch; on a part, decides on each by comparing its shape with the whole batch's."""
+
+    def __init__(self, share: BatchShare, whole: list[Draw] | None, groups_first: bool) -> None:
+        super().__init__(lambda: share)
+        self.of = share
+        self.whole = whole
+        self.groups_first = groups_first
+        self.draws: list[Draw] = []
+        self.irregular = False
+        self._before: dict[tuple[str, tuple[int, ...]], Choice] = {}
+
+    def run(self, step: Callable[[Any], _T], part: Callable[[BatchShare], Any]) -> _T:
+        """The step on this share, its draws as one device would make them."""
+        state = rng.capture({})
+        batch = part(self.of)
+        rng.restore(state, {})
+        with self:
+            return step(batch)
+
+    def choose(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
+        """As :meth:`GlobalDraws.choose`, from what the whole batch's step drew."""
+        shape = tuple(tensor.shape) if shape is None else shape
+        if torch._C._current_graph_task_id() != -1:  # recomputation: not a draw of its own
+            return self._before.get((op, shape))
+        index = len(self.draws)
+        if self.whole is None:
+            # Which dimension runs over the samples shows on a part only, the layout in memory on the whole.
+            layout = Rows(dim=0, order=memory_order(tensor), gaps=has_gaps(tensor)) if shape == tuple(tensor.shape) else Rows(dim=0)
+            draw = Draw(op=op, shape=shape, choice=layout)
+        elif index < len(self.whole):
+            draw = self._relate(self.whole[index], op, shape)
+        else:
+            draw = Draw(op=op, shape=shape, choice="own")
+        self.irregular |= draw.choice == "own"
+        self.draws.append(draw)
+        self._before[op, shape] = draw.choice
+        return None if self.whole is None else draw.choice
+
+    def _relate(self, whole: Draw, op: str, shape: tuple[int, ...]) -> Draw:
+        """The whole batch's draw, with how a part makes it."""
+        samples, of = self.of.rows, self.of.of
+        if whole.op != op or len(whole.shape) != len(shape):
+            return Draw(op=op, shape=shape, choice="own")
+        scaled = [dim for dim, (ours, all_) in enumerate(zip(shape, whole.shape, strict=True)) if ours != all_]
+        if not scaled:
+            return replace(whole, choice=None)
+        dim = scaled[0]
+        if len(scaled) > 1 or whole.shape[dim] % of or shape[dim] * of != whole.shape[dim] * samples:
+            return replace(whole, choice="own")
+        assert isinstance(whole.choice, Rows)
+        return replace(whole, choice=replace(whole.choice, dim=dim, groups_first=self.groups_first and whole.shape[dim] > of))
+
+
+def _difference(observed: Observation, shares: Sequence[BatchShare]) -> float:
+    """The largest relative difference between a loss of the whole batch and the parts' mean."""
+    if any(len(losses) != len(observed.whole) for losses in observed.parts):
+        return math.inf
+    largest = 0.0
+    for whole, *parts in zip(observed.whole, *observed.parts, strict=True):
+        mean = sum(float(part) * share.rows / share.of for part, share in zip(parts, shares, strict=True))
+        size = sum(abs(float(part)) * share.rows / share.of for part, share in zip(parts, shares, strict=True))
+        difference = abs(mean - float(whole))
+        relative = difference / max(abs(float(whole)), size) if difference else 0.0
+        if not math.isfinite(relative):
+            return math.nan
+        largest = max(largest, relative)
+    return largest
+
+
+def _everything(count: int) -> BatchShare:
+    return BatchShare(rows=count, of=count, rank=0, world_size=1)
+
+
+def _shares(count: int, size: int) -> list[BatchShare]:
+    return [BatchShare(rows=share_rows(count, rank, size), of=count, rank=rank, world_size=size) for rank in range(size)]
+
+
+def _tensors(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _doubled(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _shapes(batch: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(dict(batch) if hasattr(batch, "keys") else batch) if isinstance(leaf, Tensor)]
+
+
+def _call_closure(closure: Callable[[], Any] | None = None) -> Any:
+    """An optimizer's step that changes nothing."""
+    return None if closure is None else closure()
+
+
+@contextmanager
+def _recorded_backward(losses: list[Tensor]) -> Iterator[None]:
+    """Note what ``backward`` is called on, under manual optimization; Lightning and ``Tensor.backward`` both end there."""
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        losses.extend([tensors] if isinstance(tensors, Tensor) else tensors)
+        return original(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
+
+
+def _words(error: BaseException) -> str:
+    """An exception in a line."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

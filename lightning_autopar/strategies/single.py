@@ -1,0 +1,16 @@
+"""One device: Lightning's own single-device strategy, with the exact loader and the measurement."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_autopar.state.checkpoint import PlainCheckpoint
+from lightning_autopar.strategies.engine import Assignment, EngineMixin
+
+
+class SingleEngine(EngineMixin, PlainCheckpoint, SingleDeviceStrategy):
+    """Executes a plan of one device."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        super().__init__(device=assignment.torch_devices[0])
+        self.attach(assignment)

@@ -1,0 +1,51 @@
+"""Sizes and durations as people write and read them. Knows no torch, no device, no plan."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[_letter] = _UNITS[_letter + "ib"] = 1024**_power
+    _UNITS[_letter + "b"] = 1000**_power
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_memory(value: int | str) -> int:
+    """Bytes from ``4294967296``, ``"4GiB"``, ``"500MB"`` or ``"1.5g"`` (a bare letter counts in powers of 1024).
+
+    Raises:
+        ValueError: if the text is no size, or the size isn't positive.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"{value!r} is no memory size; write bytes as a number or a size such as '4GiB' or '500MB'")
+        size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size <= 0:
+        raise ValueError(f"a memory size must be positive, but {value!r} is {size} bytes; write a size such as '4GiB'")
+    return size
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``1536`` → ``"1.5 KiB"``; three significant digits, binary units."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.0123`` → ``"12.3 ms"``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min"

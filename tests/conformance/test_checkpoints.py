@@ -1,0 +1,115 @@
+"""A checkpoint written under any engine is an ordinary Lightning checkpoint: every other engine and plain Lightning go on from it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance.expected import ENGINES
+from tests.conformance.features import FEATURES
+from tests.conformance.harness import TOLERANCES, Difference, Run, compare, compare_leaves, leaves, run, scratch
+from tests.conformance.verdict import autopar
+from tests.conformance.zoo import ZOO
+
+WRITERS = ("plain", *ENGINES)
+#: Neither shuffled nor with draws, so that going on from a checkpoint is the uninterrupted run: tied weights under AdamW, and BatchNorm.
+STEADY: Mapping[str, Mapping[str, Any]] = {"gpt": {"dropout": 0.0}, "resnet": {}}
+CHECKPOINT = replace(FEATURES["checkpoint"], data={"shuffle": False})
+#: (module, written under, read under); single reads and writes as plain Lightning does, which one module shows.
+RESUMES = [
+    (name, writer, reader)
+    for name in STEADY
+    for writer in WRITERS
+    for reader in WRITERS
+    if not writer == reader == "plain" and (name == "gpt" or "single" not in (writer, reader))
+]
+HALF = replace(CHECKPOINT, epochs=1)
+
+
+def strategy(writer: str) -> Any:
+    return "auto" if writer == "plain" else autopar(writer)
+
+
+@cache
+def written(writer: str, name: str) -> Path:
+    """The last checkpoint of one epoch under ``writer``; run once a session."""
+    root = scratch()
+    run(ZOO[name], HALF, strategy(writer), root=root, module=STEADY[name])
+    return root / "checkpoints" / "last.ckpt"
+
+
+@cache
+def uninterrupted(name: str) -> Run:
+    return run(ZOO[name], CHECKPOINT, module=STEADY[name])
+
+
+@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("writer", ENGINES)
+def test_a_checkpoint_is_the_one_that_plain_lightning_writes(writer: str, name: str) -> None:
+    ours, theirs = (torch.load(written(who, name), map_location="cpu", weights_only=True) for who in (writer, "plain"))
+    assert set(theirs) <= set(ours)
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    difference = Difference()
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch", "hyper_parameters"):
+        compare_leaves(dict(leaves(theirs[part])), dict(leaves(ours[part])), 1e-5, difference, part)
+    assert not difference.beyond
+
+
+@pytest.mark.parametrize(("name", "writer", "reader"), RESUMES)
+def test_going_on_under_another_engine_is_the_uninterrupted_run(name: str, writer: str, reader: str, tmp_path: Path) -> None:
+    rest = replace(CHECKPOINT, resume_from=written(writer, name))
+    resumed = run(ZOO[name], rest, strategy(reader), root=tmp_path, module=STEADY[name])
+    assert resumed.observed["trainer.global_step"] == 8
+    whole = uninterrupted(name)
+    difference = Difference()
+    compare_leaves(whole.weights, resumed.weights, 1e-5, difference, "weights")
+    shared = {name: value for name, value in whole.observed.items() if "metrics." in name}
+    assert shared
+    compare_leaves(shared, {name: resumed.observed.get(name) for name in shared}, 1e-5, difference)
+    assert not difference.beyond
+
+
+@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("writer", ENGINES)
+def test_plain_lightning_loads_it_where_this_package_is_missing(writer: str, name: str, tmp_path: Path) -> None:
+    path = written(writer, name)
+    weights = tmp_path / "weights.pt"
+    script = f"""
+import sys
+sys.modules["lightning_autopar"] = None
+import torch
+from tests.conformance.zoo import ZOO
+module = ZOO[{name!r}].module.load_from_checkpoint({str(path)!r}, weights_only=False)
+torch.save(dict(module.state_dict()), {str(weights)!r})
+"""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = torch.load(weights, weights_only=True)
+    difference = Difference()
+    compare_leaves(torch.load(written("plain", name), weights_only=True)["state_dict"], loaded, 1e-5, difference, "weights")
+    assert not difference.beyond
+
+
+def test_a_checkpoint_of_one_epoch_is_not_that_of_two() -> None:
+    half = torch.load(written("plain", "gpt"), weights_only=True)["state_dict"]
+    difference = Difference()
+    compare_leaves(uninterrupted("gpt").weights, half, 1e-5, difference)
+    assert difference.beyond
+
+
+def test_resuming_under_plain_lightning_is_the_uninterrupted_run(tmp_path: Path) -> None:
+    rest = replace(CHECKPOINT, resume_from=written("plain", "gpt"))
+    resumed = run(ZOO["gpt"], rest, root=tmp_path, module=STEADY["gpt"])
+    difference = Difference()
+    compare_leaves(uninterrupted("gpt").weights, resumed.weights, 0.0, difference)
+    assert not difference.beyond
+    assert compare(uninterrupted("gpt"), resumed, TOLERANCES["fp32"]).beyond, "a resumed run has fewer rows than a whole one"

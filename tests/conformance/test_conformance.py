@@ -1,0 +1,72 @@
+"""Every module and every feature on every engine: each cell comes to what expected.py says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.expected import DEVICES, ENGINES, FEATURE_CELLS, MODULE_CELLS, REFUSED, Cell, expected
+from tests.conformance.features import FEATURES
+from tests.conformance.harness import ROWS, run
+from tests.conformance.render import PAGE, page
+from tests.conformance.verdict import SIZE, Verdict, autopar, judge, keep
+from tests.conformance.zoo import ZOO
+
+SEVERAL = [engine for engine, world_size in ENGINES.items() if world_size > 1]
+
+
+def check(cell: Cell, root: Path) -> None:
+    verdict = judge(cell, root)
+    assert verdict.outcome == expected(cell), f"{cell.id} came to {verdict}"
+    if verdict.outcome == "refused":
+        assert REFUSED[cell.feature, cell.engine] in verdict.reason
+    keep(cell, verdict)
+
+
+@pytest.mark.parametrize("cell", MODULE_CELLS, ids=lambda cell: cell.id)
+def test_module(cell: Cell, tmp_path: Path) -> None:
+    check(cell, tmp_path)
+
+
+@pytest.mark.parametrize("cell", FEATURE_CELLS, ids=lambda cell: cell.id)
+def test_feature(cell: Cell, tmp_path: Path) -> None:
+    check(cell, tmp_path)
+
+
+@pytest.mark.parametrize("engine", SEVERAL)
+@pytest.mark.parametrize("name", [name for name, case in ZOO.items() if not case.mean])
+def test_exact_excludes_a_loss_that_is_no_mean_over_samples(name: str, engine: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exact=True") as error:
+        run(ZOO[name], ROWS["plain"], autopar(engine, exact=True), root=tmp_path)
+    assert SIZE.search(str(error.value))
+    assert not list(tmp_path.glob("process-*"))
+
+
+@pytest.mark.parametrize("engine", SEVERAL)
+def test_exact_leaves_a_mean_over_samples_alone(engine: str, tmp_path: Path) -> None:
+    assert run(ZOO["lstm"], ROWS["plain"], autopar(engine, exact=True), root=tmp_path).strategy.plan.engine == engine
+
+
+def outcomes(text: str) -> list[list[str]]:
+    """The page's tables, reduced to names and outcomes."""
+    rows = []
+    for line in text.splitlines():
+        if line.startswith("| **"):
+            name, *cells = (part.strip() for part in line.strip("|").split(" | "))
+            rows.append([name] + ["; ".join(word.replace(":", " ").split()[0] for word in cell.split("; ")) for cell in cells])
+    return rows
+
+
+def test_the_page_shows_what_is_expected() -> None:
+    verdicts = {
+        cell.id: Verdict(outcome=expected(cell), difference=0.0, reason=REFUSED.get((cell.feature, cell.engine), ""))
+        for cell in MODULE_CELLS + FEATURE_CELLS
+    }
+    wanted = outcomes(page(verdicts))
+    assert len(wanted) == len(ZOO) + len(FEATURES)
+    assert outcomes(PAGE.read_text(encoding="utf-8")) == wanted, "run the suite, then python -m tests.conformance.render"
+
+
+def test_the_devices_of_the_suite_are_enough_for_every_engine() -> None:
+    assert DEVICES.startswith(f"{max(ENGINES.values())}x")

@@ -1,0 +1,97 @@
+"""The verdict on a cell: parity with plain Lightning, refused before any process trained, or warned of. Anything else fails the cell."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.expected import DEVICES, ENGINES, Cell, Outcome
+from tests.conformance.features import PLAIN
+from tests.conformance.harness import ROWS, TOLERANCES, compare, plain, run
+from tests.conformance.zoo import ZOO
+
+#: What the cells came to, for docs/features.md.
+RESULTS = Path(__file__).parents[2] / "build" / "conformance.json"
+#: The size of a difference, as a report's note gives it.
+SIZE = re.compile(r"differs from the whole batch's by (\d\S*) of it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a cell came to.
+
+    Args:
+        outcome: one of the three.
+        difference: the largest difference from plain Lightning's run; None where nothing ran.
+        where: what differs most.
+        reason: the refusing or warning sentence; empty for parity.
+    """
+
+    outcome: Outcome
+    difference: float | None = None
+    where: str = ""
+    reason: str = ""
+
+
+def autopar(engine: str, **options: Any) -> Callable[[], Any]:
+    """Makes a strategy that may run ``engine`` alone, on two CPU devices."""
+
+    def make() -> Any:
+        from lightning_autopar.strategies.auto import AutoParallelStrategy
+
+        return AutoParallelStrategy(allow=[engine], devices=DEVICES, **options)
+
+    return make
+
+
+def judge(cell: Cell, root: Path) -> Verdict:
+    """Run the cell, writing under ``root``, and hold it against plain Lightning's run.
+
+    Raises:
+        AssertionError: if the cell is silently wrong.
+    """
+    case, feature = ZOO[cell.case], ROWS[cell.feature]
+    try:
+        other = run(case, feature, autopar(cell.engine), root=root)
+    except ValueError as error:
+        if started := list(root.glob("process-*")):
+            raise AssertionError(f"{cell.id} was refused only after {len(started)} processes had begun to train") from error
+        return Verdict(outcome="refused", reason=str(error))
+    plan, report = other.strategy.plan, other.strategy.report
+    world_size = ENGINES[cell.engine]
+    assert (plan.engine, plan.world_size) == (cell.engine, world_size), f"{cell.id} ran as {plan.title()}"
+    fits = 2 if feature.resume and world_size > 1 else 1
+    assert other.processes == fits * world_size, f"{cell.id}: {other.processes} processes trained, not {fits * world_size}"
+    difference = compare(plain(cell.case, cell.feature), other, TOLERANCES[feature.numbers])
+    notes = [note for note in report.best_candidate.notes if SIZE.search(note)]
+    warned = [note for note in notes if any(note in warning for warning in other.warnings)]
+    if not case.mean and world_size > 1:
+        assert warned, (
+            f"{cell.id} differs by {difference.largest:.1e}, and no warning gives the size; its notes: {report.best_candidate.notes}"
+        )
+        return Verdict(outcome="warned", difference=difference.largest, where=difference.where, reason=warned[0])
+    assert not difference.beyond, f"{cell.id} is not plain Lightning's run:\n  " + "\n  ".join(difference.beyond[:12])
+    if feature.numbers != "fp32":
+        in_fp32 = compare(plain(cell.case, PLAIN.name), other, TOLERANCES["fp32"])
+        assert in_fp32.beyond, f"{cell.id} is the run in fp32: the precision was ignored"
+    assert not notes, f"{cell.id} has parity, but was warned of: {notes[0]}"
+    return Verdict(outcome="parity", difference=difference.largest, where=difference.where)
+
+
+def keep(cell: Cell, verdict: Verdict) -> None:
+    """Enter the verdict into :data:`RESULTS`; several test processes may do so at once."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        results = json.loads(text) if text else {}
+        results[cell.id] = asdict(verdict)
+        file.seek(0)
+        file.truncate()
+        json.dump(results, file, indent=1, sort_keys=True)

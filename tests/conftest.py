@@ -1,0 +1,24 @@
+"""What holds for every test: one seed, one thread a process, no network, no devices but those the test names."""
+
+from __future__ import annotations
+
+import os
+import random
+
+# Before torch is imported: two test processes of two threads each would fight over two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Set by a developer's shell, they would change what a test plans.
+for _name in ("AUTOPAR_DEVICES", "PL_TRAINER_STRATEGY", "LIGHTNING_AUTOPAR_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+    os.environ.pop(_name, None)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    torch.manual_seed(0)

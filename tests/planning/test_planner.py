@@ -1,0 +1,323 @@
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Device, Inventory, Link
+from lightning_autopar.memory.predict import DeviceBytes
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.planning.candidates import Constraints, SplitFinding
+from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.report import NothingFits, Report
+from lightning_autopar.plans import Plan
+from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
+
+
+def report(step: Any = None, here: Any = None, *, predict: Any = None, **constraints: Any) -> Report:
+    constraints.setdefault("memory_margin", 0.0)
+    return make_report(step or footprint(), here or inventory(cpu(0), cpu(1)), Constraints(**constraints), predict=predict)
+
+
+def unfit(*arguments: Any, **keywords: Any) -> NothingFits:
+    with pytest.raises(NothingFits) as caught:
+        report(*arguments, **keywords)
+    return caught.value
+
+
+def needs(allocated: int, reserved: int | None = None) -> Any:
+    """A prediction that says the same of every device."""
+
+    def predict(step: Footprint, plan: Plan, here: Inventory) -> Mapping[str, DeviceBytes]:
+        size = DeviceBytes(parameters=allocated, rounding=(reserved or allocated) - allocated)
+        return dict.fromkeys(plan.devices, size)
+
+    return predict
+
+
+def by_title(sizes: Mapping[str, int]) -> Any:
+    """A prediction that knows these plans and takes every other for far too large."""
+
+    def predict(step: Footprint, plan: Plan, here: Inventory) -> Mapping[str, DeviceBytes]:
+        return {device: DeviceBytes(parameters=sizes.get(plan.title(), 100 * GIB)) for device in plan.devices}
+
+    return predict
+
+
+def test_the_fastest_that_fits_is_best_and_the_rest_follows_in_order() -> None:
+    found = report(footprint(flops=10**13))
+    assert found.best is not None
+    assert found.best_index == 0
+    assert found.best.world_size == 2
+    steps = [candidate.step_seconds for candidate in found.candidates if candidate.fits]
+    assert steps == sorted(steps)
+
+
+def test_a_small_model_stays_on_one_device() -> None:
+    found = report(footprint(flops=10**6, parameter_bytes=4096))
+    assert found.best is not None
+    assert found.best.title() == "single"
+
+
+def test_for_memory_the_least_allocated_is_best() -> None:
+    found = report(footprint(flops=10**13), objective="memory")
+    fullest = [max(need.allocated for need in candidate.bytes.values()) for candidate in found.candidates if candidate.fits]
+    assert fullest == sorted(fullest)
+    assert found.best is not None
+    assert (found.best.engine, len(found.best.recompute)) == ("fsdp", 4)
+
+
+def test_what_a_plan_reserves_must_fit_and_the_footprints_margin_on_top() -> None:
+    here = inventory(cpu(0, GIB))
+    assert report(here=here, predict=needs(GIB)).best
+    assert unfit(here=here, predict=needs(GIB // 2, GIB + 1))
+    assert report(footprint(margin=0.1), here, predict=needs(int(GIB / 1.1))).best
+    assert unfit(footprint(margin=0.1), here, predict=needs(int(GIB / 1.1) + 1))
+
+
+def test_the_memory_margin_and_the_limit_count() -> None:
+    here = inventory(cpu(0, GIB))
+    assert report(here=here, predict=needs(int(0.95 * GIB)), memory_margin=0.05).best
+    message = str(unfit(here=here, predict=needs(GIB), memory_margin=0.05))
+    assert "needs 1 GiB on cpu:0, which has 973 MiB (1 GiB free less the 5 % margin)" in message
+    message = str(unfit(here=here, predict=needs(GIB), memory_limit_bytes=512 * MIB))
+    assert "needs 1 GiB on cpu:0, which has 512 MiB (512 MiB by the memory limit)" in message
+
+
+def test_a_shortage_that_rounding_hides_is_said_in_bytes() -> None:
+    assert "needs 1 GiB on cpu:0, which has 1 GiB (1 GiB free), 7 B too little" in str(
+        unfit(here=inventory(cpu(0, GIB)), predict=needs(GIB + 7))
+    )
+
+
+def test_devices_of_the_host_share_its_memory() -> None:
+    here = inventory(cpu(0), cpu(1), host_free_bytes=3 * GIB)
+    found = report(here=here, predict=needs(2 * GIB))
+    assert found.best is not None
+    assert found.best.engine == "single"
+    reason = next(candidate.reason for candidate in found.candidates if candidate.plan.engine == "ddp")
+    assert reason == "needs 4 GiB of the host's memory over all its ranks, which has 3 GiB"
+
+
+def test_as_few_blocks_are_recomputed_as_let_it_fit() -> None:
+    step = footprint(blocks=8, activation_bytes=128 * MIB)
+    plain = report(step, allow=("single",)).candidates[0]
+    need = next(iter(plain.needs.values()))
+    assert plain.plan.recompute == ()
+    found = report(step, inventory(cpu(0, need - 300 * MIB)), allow=("single",))
+    assert found.best is not None
+    count = len(found.best.recompute)
+    assert 0 < count < 8
+    fewer = replace(found.best, recompute=found.best.recompute[:-1])
+    assert "needs" in str(unfit(step, inventory(cpu(0, need - 300 * MIB)), pinned=fewer))
+    assert any("without recomputation it needs" in reason for reason in found.best.reasons)
+
+
+def test_of_equal_configurations_only_the_best_choice_of_devices_is_reported() -> None:
+    here = inventory(gpu(0, utilization=0.5), gpu(1), gpu(2), gpu(3, utilization=0.9))
+    found = report(footprint(flops=10**15), here)
+    titles = [candidate.plan.title() for candidate in found.candidates if candidate.plan.world_size > 1]
+    assert len(titles) == len(set(titles))
+    pair = next(candidate.plan for candidate in found.candidates if candidate.plan.title() == "ddp ×2")
+    assert pair.devices == ("GPU-0001", "GPU-0002")
+
+
+def test_the_best_plan_says_why_it_is_and_nothing_simpler() -> None:
+    sizes = {"single": 5 * GIB, "fsdp ×2, reshard": 3 * GIB}
+    found = report(predict=by_title(sizes))
+    assert found.best is not None
+    assert found.best.title() == "fsdp ×2, reshard"
+    text = "; ".join(found.best.reasons)
+    assert "one device alone needs 5 GiB on cpu:0, which has 4 GiB" in text
+    assert "replicas: ddp ×2 needs 100 GiB" in text
+    assert "the only plan that fits" in text
+
+
+def test_without_a_device_there_is_no_plan() -> None:
+    with pytest.raises(ValueError, match="there is no device to plan for"):
+        report(here=inventory())
+
+
+def test_a_pinned_plan_is_the_only_candidate() -> None:
+    pinned = Plan(engine="ddp", devices=("cpu:1", "cpu:0"), recompute=("net.1",))
+    found = report(pinned=pinned)
+    assert [candidate.plan for candidate in found.candidates] == [pinned]
+    assert found.best is pinned
+
+
+def test_a_pinned_plan_of_one_fsdp_rank_needs_no_second_device() -> None:
+    pinned = Plan(engine="fsdp", devices=("cpu:0",), reshard_after_forward=True, shard=("net.0",))
+    assert report(footprint(batch_size=1), inventory(cpu(0)), pinned=pinned).best is pinned
+
+
+@pytest.mark.parametrize(
+    ("plan", "constraints", "message"),
+    [
+        ({"engine": "single", "devices": ("cpu:7",)}, {}, r"names 'cpu:7', which isn't there; there are: cpu:0, cpu:1"),
+        ({"engine": "zero", "devices": ("cpu:0",)}, {}, "'zero' is not built yet"),
+        ({"engine": "ddp", "devices": ("cpu:0", "cpu:1")}, {"allow": ("single",)}, r"not in allow=\['single'\]"),
+        ({"engine": "fsdp", "devices": ("cpu:0",), "reshard_after_forward": True}, {"allow": ("single",)}, r"not in allow=\['single'\]"),
+        (
+            {"engine": "fsdp", "devices": ("cpu:0",), "reshard_after_forward": True},
+            {"excluded": {"fsdp": "no shards here"}},
+            "no shards here",
+        ),
+        ({"engine": "ddp", "devices": ("cpu:0", "cpu:1")}, {"max_devices": 1}, "may use only one"),
+        ({"engine": "ddp", "devices": ("cpu:0", "cpu:1", "GPU-0000")}, {"max_devices": 2}, "the run may use 2"),
+        ({"engine": "ddp", "devices": ("cpu:0", "cpu:1")}, {"min_devices": 3}, "3 processes were started"),
+        ({"engine": "single", "devices": ("cpu:0",)}, {"min_devices": 2}, "2 processes were started"),
+        ({"engine": "ddp", "devices": ("cpu:0", "GPU-0000")}, {}, "mixes devices of kinds cpu, cuda"),
+        ({"engine": "single", "devices": ("cpu:0",), "recompute": ("net.9",)}, {}, "'net.9', which is none of the module's blocks"),
+        (
+            {"engine": "ddp", "devices": ("cpu:0", "cpu:1")},
+            {"exact": True, "split": SplitFinding(difference=0.5)},
+            "loss differs",
+        ),
+    ],
+)
+def test_a_pinned_plan_that_cannot_be_run_here_is_an_error(plan: dict[str, Any], constraints: dict[str, Any], message: str) -> None:
+    here = inventory(cpu(0), cpu(1), gpu(0)) if "GPU" in str(plan) else None
+    with pytest.raises(ValueError, match=message) as caught:
+        report(here=here, pinned=Plan(**plan), **constraints)
+    assert not isinstance(caught.value, NothingFits)
+
+
+def test_a_pinned_plan_with_more_ranks_than_samples_or_a_block_that_must_not_run_twice_is_an_error() -> None:
+    three = inventory(cpu(0), cpu(1), cpu(2))
+    with pytest.raises(ValueError, match="3 ranks for a batch of 2"):
+        report(footprint(batch_size=2), three, pinned=Plan(engine="ddp", devices=("cpu:0", "cpu:1", "cpu:2")))
+    step = footprint()
+    step = replace(step, blocks=(replace(step.blocks[0], recomputable=False), *step.blocks[1:]))
+    with pytest.raises(ValueError, match=r"'net\.0', which must not run twice"):
+        report(step, pinned=Plan(engine="single", devices=("cpu:0",), recompute=("net.0",)))
+
+
+def test_a_pinned_plan_that_does_not_fit_is_an_error_with_numbers() -> None:
+    error = unfit(predict=needs(6 * GIB), pinned=Plan(engine="single", devices=("cpu:1",)))
+    assert "needs 6 GiB on cpu:1, which has 4 GiB (4 GiB free)" in str(error)
+    assert error.report.best is None
+
+
+def test_with_a_batch_for_each_rank_a_rank_needs_what_one_device_alone_does() -> None:
+    found = report(footprint(flops=10**13), split_batch=False, allow=("single", "ddp"))
+    single = next(candidate for candidate in found.candidates if candidate.plan.title() == "single")
+    double = next(candidate for candidate in found.candidates if candidate.plan.title() == "ddp ×2")
+    assert double.bytes["cpu:0"].to_dict()["activations"] == single.bytes["cpu:0"].to_dict()["activations"]
+    assert double.step_seconds > single.step_seconds
+    assert found.best == found.candidates[0].plan
+    assert found.best.title() == "ddp ×2"
+
+
+def test_eight_devices_are_planned_for_at_once() -> None:
+    here = parse_spec("8xH100-80GB")
+    step = footprint(blocks=48, parameter_bytes=600 * MIB, activation_bytes=4 * GIB, batch_size=64, flops=10**16)
+    report(step, here)
+    began = time.process_time()
+    assert report(step, here).best
+    assert time.process_time() - began < 0.2
+
+
+DEVICES = st.lists(
+    st.builds(
+        lambda free, utilization, node, slow: (free, utilization, node, slow),
+        st.integers(1, 64).map(lambda size: size * 64 * MIB),
+        st.sampled_from([None, 0.0, 0.31, 0.9]),
+        st.integers(0, 1),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=5,
+)
+STEPS = st.builds(
+    lambda batch, size, activations, flops, blocks: footprint(
+        batch_size=batch, parameter_bytes=size, activation_bytes=activations, flops=flops, blocks=blocks, margin=0.07
+    ),
+    st.integers(0, 9),
+    st.integers(1, 64).map(lambda size: size * MIB),
+    st.integers(1, 512).map(lambda size: size * MIB),
+    st.sampled_from([10**9, 10**12, 10**15]),
+    st.integers(0, 5),
+)
+LINKED = st.booleans()
+
+
+def machine(devices: list[tuple[int, float | None, int, bool]], linked: bool) -> Inventory:
+    names = {False: "NVIDIA H100 80GB HBM3", True: "Tesla T4"}
+    gpus = [
+        gpu(index, free, total_bytes=8 * GIB, utilization=busy, node=node, name=names[slow])
+        for index, (free, busy, node, slow) in enumerate(devices)
+    ]
+    pairs = zip(gpus[::2], gpus[1::2], strict=False)
+    links = tuple(Link(a=a.id, b=b.id, kind="nvlink") for a, b in pairs if a.node == b.node) if linked else ()
+    return inventory(*gpus, links=links)
+
+
+def plan_or_none(step: Footprint, here: Inventory, **constraints: Any) -> Report:
+    try:
+        return report(step, here, predict=light, **constraints)
+    except NothingFits as error:
+        return error.report
+
+
+def light(step: Footprint, plan: Plan, here: Inventory) -> Mapping[str, DeviceBytes]:
+    """As memory.predict has it for replicas and shards, without a GPU's context, which would leave small machines nothing."""
+    result = {}
+    for rank, device in enumerate(plan.devices):
+        rows = max(1, -(-(step.batch_size - rank) // plan.world_size)) if step.batch_size else 1
+        share = rows / max(1, step.batch_size)
+        again = sum(block.activation_bytes - block.input_bytes for block in step.blocks if block.fqn in plan.recompute)
+        held = plan.world_size if plan.engine == "fsdp" else 1
+        state = (step.parameter_bytes + step.gradient_bytes + step.optimizer_bytes) // held
+        gathered = 0 if plan.reshard_after_forward is not False else step.parameter_bytes
+        result[device] = DeviceBytes(parameters=state, activations=round((step.activation_bytes - again) * share), communication=gathered)
+    return result
+
+
+@given(STEPS, DEVICES, LINKED)
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_a_fitting_plan_never_exceeds_a_device_and_every_other_says_why(step: Footprint, devices: Any, linked: bool) -> None:
+    here = machine(devices, linked)
+    found = plan_or_none(step, here, memory_margin=0.1, memory_limit_bytes=3 * GIB)
+    assert found.candidates
+    for candidate in found.candidates:
+        if candidate.fits:
+            assert candidate.reason is None
+            for device in candidate.plan.devices:
+                need = max(candidate.bytes[device].allocated, candidate.bytes[device].reserved)
+                assert need * (1 + step.margin) <= min(here.device(device).free_bytes, 3 * GIB) * 0.9
+        else:
+            assert candidate.reason
+            assert "\n" not in candidate.reason
+    assert (found.best_index == 0) == found.candidates[0].fits
+
+
+@given(STEPS, DEVICES, LINKED, st.integers(0, 4), st.integers(1, 64))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_more_memory_never_gives_a_slower_best_plan(step: Footprint, devices: Any, linked: bool, which: int, more: int) -> None:
+    before = plan_or_none(step, machine(devices, linked))
+    which %= len(devices)
+    devices = [(free + more * 64 * MIB if index == which else free, *rest) for index, (free, *rest) in enumerate(devices)]
+    after = plan_or_none(step, machine(devices, linked))
+    if before.best_candidate is not None:
+        assert after.best_candidate is not None
+        assert after.best_candidate.step_seconds <= before.best_candidate.step_seconds * (1 + 1e-9)
+
+
+@given(STEPS, DEVICES, LINKED, st.randoms(use_true_random=False))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_the_order_of_the_devices_does_not_change_the_best_prediction(step: Footprint, devices: Any, linked: bool, random: Any) -> None:
+    here = machine(devices, linked)
+    shuffled: list[Device] = list(here.devices)
+    random.shuffle(shuffled)
+    first = plan_or_none(step, here).best_candidate
+    second = plan_or_none(step, replace(here, devices=tuple(shuffled))).best_candidate
+    assert (first is None) == (second is None)
+    if first is not None and second is not None:
+        assert first.step_seconds == pytest.approx(second.step_seconds)
+        assert sorted(first.plan.devices) == sorted(second.plan.devices)
+        assert first.plan.title() == second.plan.title()

@@ -1,0 +1,406 @@
+"""The probe tells losses that survive a split from those that don't, and finds which draws run over the samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_autopar.memory.batch import FirstBatch, first_batch
+from lightning_autopar.strategies.draws import Rows
+from lightning_autopar.strategies.probe import probe_split
+
+SAMPLES = 6
+
+
+class Base(LightningModule):
+    """A linear model on (B, 4) with a mean-squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(4, 4)
+        self.seen = 0
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return F.mse_loss(self.layer(x) * self.steps, x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Dropout(Base):
+    def loss(self, x: Tensor) -> Tensor:
+        return F.mse_loss(F.dropout(self.layer(x), 0.5, self.training), x)
+
+
+class VAE(Base):
+    def loss(self, x: Tensor) -> Tensor:
+        mean = self.layer(x)
+        return F.mse_loss(mean + torch.randn_like(mean), x) + mean.square().mean()
+
+
+class Tokens(Base):
+    """A mean over those positions that are positive: their number differs between parts."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.layer(x) - x).square()[x > 0].mean()
+
+
+class Contrastive(Base):
+    def loss(self, x: Tensor) -> Tensor:
+        z = F.normalize(self.layer(x), dim=-1)
+        return F.cross_entropy(z @ F.normalize(x, dim=-1).T, torch.arange(len(x)))
+
+
+class Views(Base):
+    """Dropout over two concatenated views."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        one, two = F.dropout(self.layer(torch.cat([x, x + 1])), 0.5).chunk(2)
+        return (one * two + one).square().mean()
+
+
+class Mixup(Base):
+    def loss(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layer(x), x[torch.randperm(len(x))])
+
+
+class Norm(Base):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, **kwargs)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.norm(100 * self.layer(x)), x)
+
+
+class Penalty(Base):
+    """Differentiates within the step, which needs gradients."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(self.layer(x).square().sum(), x, create_graph=True)
+        return grad.square().mean()
+
+
+class Recomputed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(2):
+            block = nn.Sequential(self.layer, nn.Dropout(0.5))
+            loss = F.mse_loss(checkpoint(block, checkpoint(block, batch, use_reentrant=False), use_reentrant=False), batch)
+            self.manual_backward(loss)
+        optimizer.step()
+
+
+class GAN(Base):
+    """Two optimizers by hand; the discriminator sees real and generated samples as one batch, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for_generator, for_judge = self.optimizers()
+        fake = self.layer(torch.randn(len(batch), 4))
+        self.toggle_optimizer(for_generator)
+        self.manual_backward(F.softplus(-self.judge(fake)).mean())
+        for_generator.step()
+        for_generator.zero_grad()
+        self.untoggle_optimizer(for_generator)
+        real, generated = self.judge(torch.cat([batch, fake.detach()])).chunk(2)
+        self.judged(F.softplus(-real).mean() + F.softplus(generated).mean())
+        for_judge.step()
+        for_judge.zero_grad()
+        self.log("real", real.mean())
+
+    def judged(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.layer.parameters()), torch.optim.Adam(self.judge.parameters())
+
+
+class LopsidedGAN(GAN):
+    """The second loss is no mean over samples."""
+
+    def judged(self, loss: Tensor) -> None:
+        self.manual_backward(loss * loss)
+
+
+class Cancelling(Base):
+    """The difference of two large means: single precision leaves few digits of it."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + 1e4
+        return (y + 1e-3 * x).mean() - y.mean()
+
+
+class Returns(Base):
+    """A dictionary, and no batch index asked for."""
+
+    def training_step(self, batch: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        return {"loss": self.loss(batch), "output": batch}
+
+
+class Skips(Base):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        return None
+
+
+class Routed(Base):
+    """Noise for the chosen rows only: how many is known to no other rank."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        chosen = y[x[:, 0] > 0]
+        return y.mean() + (F.dropout(chosen) + torch.randn_like(chosen)).sum() / len(x)
+
+
+class Even(Base):
+    """Fails on an odd number of samples."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.layer(x.view(2, -1, 4)).mean()
+
+
+class Scalar(Base):
+    """A draw for the whole batch, as large as a part of it: only comparing shows that it isn't split."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * torch.rand(4) * torch.rand(())).sum(1).mean() + (torch.rand(3) * torch.arange(3)).sum()
+
+
+def collate(samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples)
+
+
+def first_of(samples: list[Tensor], collate: Callable[[list[Any]], Any] = collate) -> FirstBatch:
+    return FirstBatch(batch=collate(samples), samples=samples, collate=collate, batch_size=len(samples), kind="map")
+
+
+def samples(count: int = SAMPLES) -> list[Tensor]:
+    return list(torch.randn(count, 4, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("count", [2, 5, 6])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Base,
+        Dropout,
+        VAE,
+        Norm,
+        lambda: Norm(track_running_stats=False),
+        Penalty,
+        Recomputed,
+        GAN,
+        Views,
+        Cancelling,
+        Returns,
+        Skips,
+        Scalar,
+    ],
+)
+def test_means_over_samples_survive(make: Callable[[], Base], count: int) -> None:
+    finding, plan = probe_split(make(), None, first_of(samples(count)), world_sizes=(2, 3))
+    assert finding.probed
+    assert finding.splittable
+    assert finding.reason is None
+    assert finding.difference == 0.0
+    assert not plan.seeded
+
+
+@pytest.mark.parametrize("make", [Tokens, Contrastive, Mixup, LopsidedGAN])
+def test_other_losses_do_not(make: Callable[[], Base]) -> None:
+    finding, _ = probe_split(make(), None, first_of(samples()))
+    assert finding.probed
+    assert finding.splittable
+    assert finding.difference > 1e-4
+    assert finding.reason == "it is no mean over the samples"
+
+
+def test_the_size_of_the_difference() -> None:
+    """A mean over tokens: the two parts' means against the whole's, computed by hand."""
+    module, batch = Tokens(), torch.stack(samples())
+    with torch.no_grad():
+        whole, *parts = (float(module.loss(rows)) for rows in (batch, batch[::2], batch[1::2]))
+    finding, _ = probe_split(module, None, first_of(samples()))
+    assert finding.difference == pytest.approx(abs(sum(parts) / 2 - whole) / max(whole, sum(parts) / 2), rel=1e-4)
+
+
+def test_the_plan_says_which_draws_run_over_the_samples() -> None:
+    _, plan = probe_split(Scalar(), None, first_of(samples()))
+    assert plan.batch_size == SAMPLES
+    assert [(draw.shape, draw.choice) for draw in plan.draws or ()] == [((4,), None), ((), None), ((3,), None)]
+    _, plan = probe_split(VAE(), None, first_of(samples()))
+    assert [(draw.op, draw.shape, draw.choice) for draw in plan.draws or ()] == [("normal_", (SAMPLES, 4), Rows(dim=0, order=(0, 1)))]
+
+
+def test_concatenated_views_are_recognised() -> None:
+    _, plan = probe_split(Views(), None, first_of(samples()))
+    (draw,) = plan.draws or ()
+    assert draw.choice == Rows(dim=0, groups_first=True, order=(0, 1))
+
+
+def test_recomputed_draws_are_planned_once() -> None:
+    _, plan = probe_split(Recomputed(), None, first_of(samples()))
+    assert len(plan.draws or ()) == 4
+
+
+def test_draws_whose_shapes_depend_on_the_data_are_seeded() -> None:
+    finding, plan = probe_split(Routed(), None, first_of([*samples(5), -torch.ones(4)]))
+    assert plan.seeded
+    assert finding.difference > 0
+    assert finding.reason == "the shapes of its random draws depend on the data"
+
+
+def test_padding_to_the_longest_sample_is_noticed() -> None:
+    """The parts of a padded batch have other lengths than the whole, and so have their draws."""
+
+    class Padded(Base):
+        def loss(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5).sum(1).mean()
+
+    lengths = (3, 9, 4, 5)
+    pad = lambda parts: nn.utils.rnn.pad_sequence(parts, batch_first=True)  # noqa: E731
+    finding, plan = probe_split(Padded(), None, first_of([torch.ones(length) for length in lengths], pad))
+    assert plan.seeded
+    assert finding.reason == "samples are padded to the longest one of their part"
+
+
+def test_random_collating_is_named() -> None:
+    def mask(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts) * (torch.rand(len(parts), 4) > 0.5)
+
+    finding, _ = probe_split(Base(), None, first_of(samples(), mask))
+    assert finding.difference > 0
+    assert str(finding.reason).startswith("making the batch")
+
+
+def test_a_ready_batch_is_cut_into_rows() -> None:
+    batch = torch.stack(samples())
+    finding, plan = probe_split(Dropout(), None, FirstBatch(batch=batch, batch_size=SAMPLES, kind="other"))
+    assert (finding.difference, finding.reason, len(plan.draws or ())) == (0.0, None, 1)
+    assert torch.equal(batch, torch.stack(samples()))
+
+
+def test_a_batch_without_samples_is_not_splittable() -> None:
+    finding, _ = probe_split(Base(), None, FirstBatch(batch={"a": torch.ones(4), "b": torch.ones(3)}, batch_size=4))
+    assert not finding.splittable
+    assert "no batch dimension" in str(finding.reason)
+
+
+def test_a_step_that_fails_on_parts_only() -> None:
+    finding, _ = probe_split(Even(), None, first_of(samples()))
+    assert not finding.splittable
+    assert str(finding.reason).startswith("the step fails on a part of a batch, though not on the whole (RuntimeError: ")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"flops": 10**15}, "too long"),
+        ({"time_limit_seconds": 0.0}, "would take about"),
+    ],
+)
+def test_too_long_a_step_is_not_probed(kwargs: dict[str, Any], words: str) -> None:
+    finding, plan = probe_split(Base(), None, first_of(samples()), **kwargs)
+    assert finding.splittable
+    assert not finding.probed
+    assert words in str(finding.reason)
+    assert plan.draws is None
+
+
+def test_a_long_step_is_probed_on_a_few_samples() -> None:
+    finding, plan = probe_split(Dropout(), None, first_of(samples(64)), flops=3 * 10**12)
+    assert finding.probed
+    assert plan.batch_size == 4
+
+
+def test_one_sample_can_not_be_split() -> None:
+    finding, _ = probe_split(Base(), None, first_of(samples(1)))
+    assert finding.splittable
+    assert not finding.probed
+
+
+def test_a_step_that_fails_altogether_is_not_probed() -> None:
+    class Broken(Base):
+        def loss(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no such kernel on this device")
+
+    finding, _ = probe_split(Broken(), None, first_of(samples()))
+    assert finding.splittable
+    assert not finding.probed
+    assert finding.reason == "the step can't be tried on the CPU (RuntimeError: no such kernel on this device)"
+
+
+def test_infinite_losses_are_no_agreement() -> None:
+    class Infinite(Base):
+        def loss(self, x: Tensor) -> Tensor:
+            return self.layer(x).mean() / 0
+
+    finding, _ = probe_split(Infinite(), None, first_of(samples()))
+    assert math.isnan(finding.difference)
+    assert finding.reason == "a loss isn't finite"
+
+
+def test_hooks_and_loaders_of_a_trainer() -> None:
+    """With a trainer its transfer hooks belong to the batch; what they draw differs between parts."""
+
+    class Augmented(Dropout):
+        def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+            return batch * self.strength(batch)
+
+        def strength(self, batch: Tensor) -> Tensor:
+            return torch.full((), 2.0)
+
+    class RandomlyAugmented(Augmented):
+        def strength(self, batch: Tensor) -> Tensor:
+            return torch.rand(batch.shape)
+
+    findings = []
+    for module in (Augmented(), RandomlyAugmented()):
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        )
+        trainer.strategy.connect(module)
+        module.trainer = trainer
+        trainer._data_connector.attach_data(module, train_dataloaders=DataLoader(samples(), batch_size=5))
+        trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+        findings.append(probe_split(module, trainer, first_batch(module, trainer))[0])
+    assert (findings[0].difference, findings[0].reason, findings[0].probed) == (0.0, None, True)
+    assert findings[1].difference > 0
+    assert str(findings[1].reason).startswith("making the batch")
+
+
+def test_weights_and_random_state_stay() -> None:
+    module, state = GAN(), torch.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state = torch.get_rng_state()
+    probe_split(module, None, first_of(samples()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype for name, tensor in module.state_dict().items())

@@ -1,0 +1,282 @@
+"""The name "autopar" is known without an import, and nobody's `import torch` pays for it. Each case is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import lightning_autopar
+from lightning_autopar import _autoload
+
+PACKAGE = Path(lightning_autopar.__file__).parent
+
+
+def python(code: str, *options: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh interpreter; ``path`` is searched for packages before the installed ones."""
+    return subprocess.run(
+        [sys.executable, *options, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment, **({"PYTHONPATH": str(path)} if path else {})},
+        cwd=path or sys.prefix,  # `python -c` searches the directory it runs in first
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def told(code: str, *options: str, path: Path | None = None, **environment: str) -> object:
+    """What ``code`` prints as its last line of JSON; it must have ended well."""
+    result = python(code, *options, path=path, **environment)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+KNOWN = """
+    import json
+    from lightning.pytorch.strategies import StrategyRegistry
+    print(json.dumps("autopar" in StrategyRegistry))
+"""
+
+HOST = """
+    class Registry(dict):
+        def register(self, name, strategy, description):
+            if name in self:
+                raise ValueError(name)
+            self[name] = strategy.__name__
+    StrategyRegistry = Registry()
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    """Stand-ins for both Lightnings, quick to import, beside the real package."""
+    for host in ("lightning/pytorch", "pytorch_lightning"):
+        directory = tmp_path / host / "strategies"
+        directory.mkdir(parents=True)
+        (directory / "__init__.py").write_text(textwrap.dedent(HOST))
+        for parent in directory.relative_to(tmp_path).parents:
+            (tmp_path / parent / "__init__.py").touch()
+    (tmp_path / "lightning_autopar").symlink_to(PACKAGE)
+    return tmp_path
+
+
+class TestRealLightning:
+    def test_the_name_is_known_without_an_import(self) -> None:
+        assert told(KNOWN) is True
+
+    def test_our_code_is_not_imported_until_the_name_is_used(self) -> None:
+        code = """
+            import json, sys
+            import lightning.pytorch
+            print(json.dumps(sorted(name for name in sys.modules if name.startswith("lightning_autopar"))))
+        """
+        assert told(code) == ["lightning_autopar", "lightning_autopar._autoload"]
+
+    def test_off_switch(self) -> None:
+        assert told(KNOWN, LIGHTNING_AUTOPAR_AUTOLOAD="0") is False
+
+    def test_an_import_makes_it_known_where_torch_loads_no_backends(self) -> None:
+        assert told(KNOWN, TORCH_DEVICE_BACKEND_AUTOLOAD="0") is False
+        assert told("import lightning_autopar\n" + textwrap.dedent(KNOWN), TORCH_DEVICE_BACKEND_AUTOLOAD="0") is True
+        assert told(textwrap.dedent(KNOWN).replace("print", "import lightning_autopar\nprint"), TORCH_DEVICE_BACKEND_AUTOLOAD="0") is True
+
+    def test_a_trainer_takes_the_name(self) -> None:
+        code = """
+            import json
+            from lightning.pytorch import Trainer
+            print(json.dumps(type(Trainer(strategy="autopar", logger=False).strategy).__module__))
+        """
+        assert told(code, AUTOPAR_DEVICES="cpu:1GiB") == "lightning_autopar.strategies.auto"
+
+    def test_the_environment_names_it(self) -> None:
+        code = """
+            import json
+            from lightning.pytorch import Trainer
+            print(json.dumps(type(Trainer(logger=False).strategy).__name__))
+        """
+        assert told(code, AUTOPAR_DEVICES="cpu:1GiB", PL_TRAINER_STRATEGY="autopar") == "AutoParallelStrategy"
+
+    def test_lightning_cli_takes_the_name_and_the_class_path(self, tmp_path: Path) -> None:
+        named, with_options = tmp_path / "named.yaml", tmp_path / "options.yaml"
+        named.write_text("trainer:\n  strategy: autopar\n  logger: false\n")
+        with_options.write_text(
+            "trainer:\n  logger: false\n  strategy:\n    class_path: lightning_autopar.AutoParallelStrategy\n"
+            "    init_args:\n      allow: [single, fsdp]\n      devices: 2xcpu:1GiB\n"
+        )
+        code = """
+            import json, sys
+            from lightning.pytorch.cli import LightningCLI
+            from lightning.pytorch.demos.boring_classes import BoringModel
+            strategies = []
+            for config in {configs!r}:
+                cli = LightningCLI(BoringModel, args=["--config", config], run=False, save_config_callback=None)
+                strategies.append(type(cli.trainer.strategy).__name__)
+            print(json.dumps(strategies))
+        """
+        answer = told(code.format(configs=[str(named), str(with_options)]), AUTOPAR_DEVICES="cpu:1GiB")
+        assert answer == ["AutoParallelStrategy", "AutoParallelStrategy"]
+
+    def test_under_pytorch_lightning_the_name_says_what_to_do(self) -> None:
+        result = python("import pytorch_lightning as pl; pl.Trainer(strategy='autopar', accelerator='cpu', logger=False)")
+        assert result.returncode == 1
+        assert "ValueError: strategy='autopar' belongs to lightning.pytorch" in result.stderr
+        assert "from lightning.pytorch import Trainer" in result.stderr
+
+
+class TestHook:
+    """Against stand-ins, without torch: the rules of the hook itself."""
+
+    REGISTERED = """
+        import importlib, json
+        {first}
+        names = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+        registries = [importlib.import_module(name).StrategyRegistry for name in names]
+        {then}
+        print(json.dumps(registries))
+    """
+    EXPECTED = ({"autopar": "make_strategy"}, {"autopar": "refuse"})
+
+    def registered(self, hosts: Path, first: str = "", then: str = "", *options: str, **environment: str) -> object:
+        code = textwrap.dedent(self.REGISTERED).format(first=first, then=then)
+        return told(code, "-S", *options, path=hosts, **environment)
+
+    def test_registers_when_lightning_is_imported_later(self, hosts: Path) -> None:
+        assert self.registered(hosts, first="import lightning_autopar") == list(self.EXPECTED)
+
+    def test_registers_when_lightning_was_imported_before(self, hosts: Path) -> None:
+        assert self.registered(hosts, then="import lightning_autopar") == list(self.EXPECTED)
+
+    def test_nothing_registers_by_itself(self, hosts: Path) -> None:
+        assert self.registered(hosts) == [{}, {}]
+
+    @pytest.mark.parametrize("where", ["first", "then"])
+    def test_off_switch(self, hosts: Path, where: str) -> None:
+        code = {where: "import lightning_autopar._autoload as a; a.install()"}
+        assert self.registered(hosts, **code, LIGHTNING_AUTOPAR_AUTOLOAD="0") == [{}, {}]
+
+    def test_twice_is_once(self, hosts: Path) -> None:
+        again = (
+            "import sys; from lightning_autopar._autoload import install; "
+            "before = list(sys.meta_path); install(); assert sys.meta_path == before"
+        )
+        assert self.registered(hosts, first=again, then="install()") == list(self.EXPECTED)
+
+    def test_a_second_copy_of_the_module_adds_no_second_finder(self, hosts: Path) -> None:
+        fresh = (
+            "import sys, lightning_autopar; before = list(sys.meta_path); del sys.modules['lightning_autopar'], "
+            "sys.modules['lightning_autopar._autoload']; import lightning_autopar; assert sys.meta_path == before"
+        )
+        assert self.registered(hosts, first=fresh) == list(self.EXPECTED)
+
+    def test_a_taken_name_is_left_alone(self, hosts: Path) -> None:
+        taken = "registries[0]['autopar'] = 'theirs'; import lightning_autopar"
+        assert self.registered(hosts, then=taken) == [{"autopar": "theirs"}, {"autopar": "refuse"}]
+
+    def test_a_reloaded_lightning_knows_it_again(self, hosts: Path) -> None:
+        again = "import sys; registries[0] = importlib.reload(sys.modules['lightning.pytorch.strategies']).StrategyRegistry"
+        assert self.registered(hosts, first="import lightning_autopar", then=again) == list(self.EXPECTED)
+
+    def test_the_module_keeps_its_own_loader(self, hosts: Path) -> None:
+        code = """
+            import json, lightning_autopar, lightning.pytorch.strategies as s
+            loaders = [s.__loader__, s.__spec__.loader]
+            print(json.dumps([type(loader).__name__ for loader in loaders] + [loaders[0].get_source(s.__name__) != ""]))
+        """
+        assert told(code, "-S", path=hosts) == ["SourceFileLoader", "SourceFileLoader", True]
+
+    def test_another_hook_that_asks_every_finder_does_not_loop(self, hosts: Path) -> None:
+        another = """if True:
+            import sys
+            class Another:
+                busy = False
+                def find_spec(self, name, path=None, target=None):
+                    if not name.endswith(".strategies") or self.busy:
+                        return None
+                    self.busy = True
+                    try:
+                        found = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)
+                        return next((spec for spec in found if spec), None)
+                    finally:
+                        self.busy = False
+            import lightning_autopar
+            sys.meta_path.insert(0, Another())
+        """
+        assert self.registered(hosts, first=textwrap.dedent(another).replace("\n", "\n        ")) == list(self.EXPECTED)
+
+    def test_an_import_that_fails_fails_as_it_would_without_us(self, hosts: Path) -> None:
+        (hosts / "lightning/pytorch/strategies/__init__.py").write_text("raise RuntimeError('theirs')")
+        result = python("import lightning_autopar, lightning.pytorch.strategies", "-S", path=hosts)
+        assert "RuntimeError: theirs" in result.stderr
+        shutil.rmtree(hosts / "lightning/pytorch/strategies")
+        result = python("import lightning_autopar, lightning.pytorch.strategies", "-S", path=hosts)
+        assert "ModuleNotFoundError: No module named 'lightning.pytorch.strategies'" in result.stderr
+
+    @pytest.mark.parametrize("options", [(), ("-W", "error")])
+    def test_a_registry_that_raises_is_a_logged_warning(self, hosts: Path, options: tuple[str, ...]) -> None:
+        broken = (hosts / "lightning/pytorch/strategies/__init__.py").read_text().replace("if name in self", "if True")
+        (hosts / "lightning/pytorch/strategies/__init__.py").write_text(broken)
+        result = python("import lightning_autopar, lightning.pytorch.strategies", "-S", *options, path=hosts)
+        assert result.returncode == 0
+        assert "'autopar' couldn't be registered with lightning.pytorch.strategies" in result.stderr
+
+    def test_install_never_raises(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        monkeypatch.setattr(sys, "meta_path", None)
+        _autoload.install()
+        assert "can't be found by name" in caplog.text
+
+
+class TestCost:
+    def test_standard_library_only(self, hosts: Path) -> None:
+        code = """
+            import sys, json
+            import lightning_autopar
+            loaded = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+            print(json.dumps(sorted(name for name in loaded if not name.startswith("_"))))
+        """
+        assert told(code, "-S", path=hosts) == ["lightning_autopar"]
+
+    def test_a_broken_package_leaves_torch_alone(self, tmp_path: Path) -> None:
+        copy = tmp_path / "lightning_autopar"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for file in copy.rglob("*.py"):
+            if file.relative_to(copy).as_posix() not in ("__init__.py", "_autoload.py"):
+                file.write_text("raise RuntimeError('broken')")
+        code = """
+            import json
+            import torch, lightning_autopar
+            from lightning.pytorch.strategies import StrategyRegistry
+            try:
+                StrategyRegistry.get("autopar")
+            except RuntimeError as error:
+                print(json.dumps([lightning_autopar.__file__, str(error)]))
+        """
+        assert told(code, path=tmp_path) == [str(copy / "__init__.py"), "broken"]
+
+    def test_the_hook_costs_less_than_two_milliseconds(self, hosts: Path) -> None:
+        code = """
+            import json, os, time
+            start = time.perf_counter()
+            from lightning_autopar._autoload import install
+            install()
+            print(json.dumps(time.perf_counter() - start))
+        """
+        # As installed: compiled once, by the first of the runs.
+        compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(hosts / "compiled")}
+        seconds = [told(code, "-S", path=hosts, **compiled) for _ in range(9)]
+        assert statistics.median(seconds) < 2e-3, seconds
+
+    def test_every_other_import_costs_less_than_a_microsecond(self) -> None:
+        code = """
+            import json, timeit
+            from lightning_autopar._autoload import _Finder
+            print(json.dumps(min(timeit.repeat(lambda: _Finder.find_spec(finder, "numpy"), number=10_000, repeat=5)) / 10_000))
+        """
+        assert told(textwrap.dedent(code).replace("print", "finder = _Finder()\nprint")) < 1e-6

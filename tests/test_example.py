@@ -1,0 +1,40 @@
+"""The example trains, without importing this package itself."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+#: What the byte frequencies of the text alone would give.
+UNIGRAM_NATS = 3.4
+
+
+def test_it_does_not_import_the_package() -> None:
+    nodes = list(ast.walk(ast.parse(EXAMPLE.read_text(encoding="utf-8"))))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported = plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert "lightning" in imported
+    assert not [name for name in imported if name.startswith("lightning_autopar")]
+
+
+def test_it_trains_and_generates_text() -> None:
+    options = ["--layers=1", "--width=64", "--context=64", "--batch=16", "--steps=60", "--sample=40"]
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLE), *options],
+        env={**os.environ, "AUTOPAR_DEVICES": "2xcpu:2GiB"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    loss = re.search(r"validation loss (\d+\.\d+) nats", result.stdout)
+    assert loss is not None, result.stdout
+    assert float(loss[1]) < UNIGRAM_NATS < math.log(256)
+    assert "def " in result.stdout.split(loss[0])[1]

@@ -1,0 +1,167 @@
+"""A forked child's result, failure and end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_autopar._fork import ChildFailed, run_forked
+
+
+def test_result_comes_back_and_the_parent_is_untouched() -> None:
+    box = [1]
+
+    def change(value: int) -> tuple[list[int], int]:
+        box.append(value)
+        return box, os.getpid()
+
+    result, pid = run_forked(change, 2, timeout_seconds=20)
+    assert result == [1, 2]
+    assert box == [1]
+    assert pid != os.getpid()
+
+
+def test_large_result() -> None:
+    tensor = run_forked(lambda: torch.arange(3_000_000), timeout_seconds=20)
+    assert torch.equal(tensor, torch.arange(3_000_000))
+
+
+def test_exception_carries_the_childs_traceback() -> None:
+    def broken_function() -> None:
+        raise KeyError("no such thing")
+
+    with pytest.raises(ChildFailed, match="no such thing") as caught:
+        run_forked(broken_function, timeout_seconds=20)
+    assert "broken_function" in caught.value.child_traceback
+    assert caught.value.reason == "KeyError: 'no such thing'"
+
+
+@pytest.mark.parametrize("leave", [lambda: sys.exit(3), lambda: (_ for _ in ()).throw(KeyboardInterrupt())])
+def test_leaving_is_failing(leave) -> None:
+    with pytest.raises(ChildFailed, match="SystemExit|KeyboardInterrupt"):
+        run_forked(leave, timeout_seconds=20)
+
+
+def test_result_that_cannot_be_pickled() -> None:
+    with pytest.raises(ChildFailed, match="pickle"):
+        run_forked(lambda: lambda: None, timeout_seconds=20)
+
+
+def test_kill_is_told() -> None:
+    with pytest.raises(ChildFailed, match="SIGKILL"):
+        run_forked(lambda: os.kill(os.getpid(), signal.SIGKILL), timeout_seconds=20)
+
+
+def test_exit_status_is_told() -> None:
+    with pytest.raises(ChildFailed, match="exit status 7"):
+        run_forked(lambda: os._exit(7), timeout_seconds=20)
+
+
+def test_time_out_ends_the_child() -> None:
+    reader, writer = os.pipe()
+
+    def hang() -> None:
+        os.write(writer, b"%d" % os.getpid())
+        time.sleep(600)
+
+    started = time.monotonic()
+    with pytest.raises(ChildFailed, match=r"after 0\.5 seconds"):
+        run_forked(hang, timeout_seconds=0.5)
+    assert time.monotonic() - started < 20
+    pid = int(os.read(reader, 20))
+    os.close(reader)
+    os.close(writer)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_negative_time_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        run_forked(int, timeout_seconds=-1)
+
+
+def test_nothing_leaks() -> None:
+    run_forked(int, timeout_seconds=20)
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        run_forked(int, timeout_seconds=20)
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_openmp_after_use_in_the_parent() -> None:
+    """The hazard: several threads in a forked child's main thread never return."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        (torch.randn(600, 600) @ torch.randn(600, 600)).sum()
+        total = run_forked(lambda: float((torch.ones(600, 600) @ torch.ones(600, 600)).sum()), timeout_seconds=30)
+    finally:
+        torch.set_num_threads(before)
+    assert total == 600.0**3
+
+
+def test_handlers_of_the_parent_are_forgotten() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(ChildFailed, match="SIGTERM"):
+            run_forked(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(30)), timeout_seconds=20)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_from_another_thread() -> None:
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(run_forked(lambda: 5, timeout_seconds=20)))
+    thread.start()
+    thread.join()
+    assert results == [5]
+
+
+def test_no_exit_hook_and_no_doubled_output(tmp_path) -> None:
+    mark = tmp_path / "mark"
+
+    def hook() -> None:
+        with mark.open("a") as file:
+            file.write("x")
+
+    atexit.register(hook)
+    try:
+        run_forked(int, timeout_seconds=20)
+        assert not mark.exists()
+    finally:
+        atexit.unregister(hook)
+    script = "from lightning_autopar._fork import run_forked\nprint('once')\nrun_forked(print, 'child', timeout_seconds=20)\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "once\nchild\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_child_dies_with_the_parent() -> None:
+    script = textwrap.dedent("""
+        import os, time
+        from lightning_autopar._fork import run_forked
+        def body():
+            print(os.getpid(), flush=True)
+            time.sleep(600)
+        run_forked(body, timeout_seconds=600)
+    """)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        # The child holds the pipe's other end: its end is the end of the file.
+        assert parent.stdout.read() == ""
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] in "ZX"

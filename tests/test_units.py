@@ -1,0 +1,26 @@
+import pytest
+
+from lightning_autopar.units import format_bytes, format_seconds, parse_memory
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("4GiB", 4 << 30), ("500MB", 500_000_000), ("1.5g", 3 << 29), ("1 KiB", 1024), ("7", 7), (123, 123), ("2tb", 2 * 10**12)],
+)
+def test_parse_memory_reads_sizes_as_people_write_them(text: str | int, size_bytes: int) -> None:
+    assert parse_memory(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "many", "4 XiB", "-1", "GiB", "1e9", True, None, 0, "0GiB", -5])
+def test_parse_memory_refuses_what_is_no_size_and_says_what_is(text: object) -> None:
+    with pytest.raises(ValueError, match="4GiB") as caught:
+        parse_memory(text)  # type: ignore[arg-type]
+    assert repr(text) in str(caught.value)
+
+
+def test_sizes_are_written_with_three_digits() -> None:
+    assert [format_bytes(size) for size in (0, 512, 1536, 5 << 20, 3 << 30, 2 << 40)] == ["0 B", "512 B", "1.5 KiB", "5 MiB", "3 GiB", "2 TiB"]
+
+
+def test_durations_are_written_with_their_unit() -> None:
+    assert [format_seconds(seconds) for seconds in (5e-5, 0.0123, 1.5, 300)] == ["50 µs", "12.3 ms", "1.5 s", "5 min"]
