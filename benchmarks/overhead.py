@@ -94,8 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
 
         def __init__(self, model_bytes: int) -> None:
             super().__init__()
-            width = min(4096, int((model_bytes / 4) ** 0.5))
-            layers = max(1, round(model_bytes / (4 * width * width)))
+            width = min(4096, int((model_bytes / 8) ** 0.5))  # at least two layers: one alone is no repeated block
+            layers = round(model_bytes / (4 * width * width))
             self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
@@ -340,8 +340,8 @@ def benchmark(quick: bool, only: str | None, say: Any = print) -> dict[str, Any]
     """All figures, as the JSON file holds them."""
     if quick:
         repetitions, steps, warm_up = 1, 6, 1
-        model: dict[str, Any] = {"layers": 1, "width": 64, "batch": 4}
-        model_bytes, layers = 8 * 1024**2, 1
+        model: dict[str, Any] = {"layers": 2, "width": 64, "batch": 4}
+        model_bytes, layers = 8 * 1024**2, 2
     else:
         repetitions, steps, warm_up = 5, 34, 4
         model = {"layers": 4, "width": 128, "batch": 16}

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -33,6 +36,7 @@ class FirstBatch:
         samples: what it was collated from; None where that isn't known (several loaders, a loader of ready batches).
         collate: makes a batch of samples; None where they aren't known.
         batch_size: samples in it; of several loaders the smallest; 0 where it can't be told.
+        draws: where random numbers were drawn in making it: ``"samples"`` (augmentation in the dataset), ``"collate"`` (masking, say).
         kind: a loader over a map-style or iterable dataset, several loaders, or some other iterable.
     """
 
@@ -41,6 +45,7 @@ class FirstBatch:
     collate: Callable[[list[Any]], Any] | None = None
     batch_size: int = 0
     kind: BatchKind = "other"
+    draws: tuple[str, ...] = ()
 
 
 def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit") -> FirstBatch:
@@ -75,7 +80,7 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit") -
         first = FirstBatch(batch=tree_unflatten([part.batch for part in parts], structure), batch_size=min(sizes, default=0), kind="combined")
     batch = transfer_batch(module, first.batch)
     size = first.batch_size or batch_size_of(batch)
-    return FirstBatch(batch=batch, samples=first.samples, collate=first.collate, batch_size=size, kind=first.kind)
+    return replace(first, batch=batch, batch_size=size)
 
 
 def _draw(loader: Any) -> FirstBatch:
@@ -94,6 +99,7 @@ def _draw(loader: Any) -> FirstBatch:
 def _draw_by_hand(loader: DataLoader[Any]) -> FirstBatch:
     """Samples and their batch, as the loader's fetcher makes them (``torch.utils.data._utils.fetch``)."""
     samples: list[Any]
+    before = _random_states()
     if isinstance(loader.dataset, IterableDataset):
         samples = list(itertools.islice(iter(loader.dataset), loader.batch_size))
         if loader.drop_last and len(samples) < (loader.batch_size or 0):
@@ -101,13 +107,25 @@ def _draw_by_hand(loader: DataLoader[Any]) -> FirstBatch:
         kind: BatchKind = "iterable"
     else:
         indices = list(next(iter(loader.batch_sampler), []))  # type: ignore[arg-type]
+        before = _random_states()
         dataset: Any = loader.dataset
         fetch = getattr(dataset, "__getitems__", None)
         samples = (list(fetch(indices)) if fetch else [dataset[index] for index in indices]) if indices else []
         kind = "map"
     if not samples:
         raise ValueError(f"the loader over {type(loader.dataset).__name__} has no batch; give it data, or set drop_last=False")
-    return FirstBatch(batch=loader.collate_fn(samples), samples=samples, collate=loader.collate_fn, batch_size=len(samples), kind=kind)
+    loaded = _random_states()
+    batch = loader.collate_fn(samples)
+    draws = [name for name, moved in (("samples", loaded != before), ("collate", _random_states() != loaded)) if moved]
+    return FirstBatch(
+        batch=batch, samples=samples, collate=loader.collate_fn, batch_size=len(samples), kind=kind, draws=tuple(draws) if kind == "map" else ()
+    )
+
+
+def _random_states() -> tuple[bytes, object, object]:
+    """The generators that a dataset may draw from in this process, as something to compare."""
+    numpy_state = numpy.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (numpy_state[1].tobytes(), *numpy_state[2:])  # type: ignore[union-attr, index]
 
 
 def batch_size_of(batch: Any) -> int:

@@ -29,7 +29,8 @@ class SplitFinding:
             either isn't finite.
         reason: why it can't be split, or couldn't be probed, or differs: one sentence.
         splittable: whether the batch can be taken apart into samples.
-        probed: whether the losses were compared; without that the difference is unknown.
+        probed: whether the losses were compared. If not, the difference is unknown where there is a reason, and of no
+            interest where there is none: the step has no loss to compare.
     """
 
     difference: float = 0.0
@@ -201,7 +202,7 @@ def split_refusal(constraints: Constraints) -> str | None:
     if not constraints.exact:
         return None
     if not split.probed:
-        return f"exact=True, and whether splitting the batch changes its loss is not known ({split.reason or 'it was not probed'})"
+        return f"exact=True, and whether splitting the batch changes its loss is not known ({split.reason})" if split.reason else None
     if not split.difference <= SPLIT_TOLERANCE:  # NaN is a difference too
         return f"exact=True, and {_difference_words(split)}"
     return None
@@ -213,7 +214,7 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
     if split is None or not constraints.split_batch:
         return ()
     if not split.probed:
-        return (f"whether splitting the batch changes its loss is not known ({split.reason or 'it was not probed'})",)
+        return (f"whether splitting the batch changes its loss is not known ({split.reason})",) if split.reason else ()
     if not split.difference <= SPLIT_TOLERANCE:
         return (f"{_difference_words(split)}; exact=True rules such plans out",)
     return ()

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_autopar.state import rng
 from lightning_autopar.state.one_pass import STATE_VERSION, Pass, Settlement, Track
 from lightning_autopar.state.order import Order, draws_at_start_only, draws_nothing, index_sampler
-from lightning_autopar.state.share import BatchShare, CollateRows, CollateSamples
+from lightning_autopar.state.share import BatchShare, CollateAll, CollateRows, CollateSamples
 
 __all__ = ["BatchShare", "ExactLoader", "Progress", "fit_progress", "is_loader_state"]
 
@@ -90,6 +90,8 @@ class ExactLoader(DataLoader[Any]):
         progress: how far training has come. Without it, each batch handed out counts as finished when the state is asked for.
         load_all: every rank loads all samples of a map-style dataset's batch and keeps its own: world_size times the work, and the
             dataset's random draws are those of one process.
+        collate_all: every rank collates whole batches, too, and takes its rows of them: the collate function's random draws are those of
+            one process.
 
     Raises:
         ValueError: if rank or world size make no sense, or the loader already distributes its samples.
@@ -100,6 +102,7 @@ class ExactLoader(DataLoader[Any]):
     _world_size: int
     _whole_batches: bool
     _load_all: bool
+    _collate_all: bool
     _sync: Callable[[object], object] | None
     _boundary: Callable[[int], None] | None
     _progress: Callable[[], Progress] | None
@@ -125,6 +128,7 @@ class ExactLoader(DataLoader[Any]):
         boundary: Callable[[int], None] | None = None,
         progress: Callable[[], Progress] | None = None,
         load_all: bool = False,
+        collate_all: bool = False,
     ) -> None:
         # DataLoader's own constructor is left out on purpose: its attributes are those of the user's loader.
         if isinstance(loader, ExactLoader):
@@ -132,7 +136,8 @@ class ExactLoader(DataLoader[Any]):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}; give a rank from 0 to {world_size - 1}")
         own: dict[str, Any] = {}
-        self.__dict__.update(wrapped=loader, _rank=rank, _world_size=world_size, _whole_batches=whole_batches, _load_all=load_all)
+        self.__dict__.update(wrapped=loader, _rank=rank, _world_size=world_size, _whole_batches=whole_batches)
+        self.__dict__.update(_load_all=load_all or collate_all, _collate_all=collate_all)
         self.__dict__.update(_sync=sync, _boundary=boundary, _progress=progress, _own=own)
         self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _settlement=None)
         self.__dict__.update(_shares={}, _indices={}, _unasked=deque())
@@ -239,7 +244,8 @@ class ExactLoader(DataLoader[Any]):
         collate = loader.collate_fn
         if self._counts:
             batched = loader.batch_sampler is not None
-            collate = (CollateSamples if batched else CollateRows)(collate, *self._cutting())
+            samples = CollateAll if self._collate_all and self._split == "samples" and self._world_size > 1 else CollateSamples
+            collate = (samples if batched else CollateRows)(collate, *self._cutting())
         settings: dict[str, Any] = {"collate_fn": collate, "worker_init_fn": self._worker_init(), "generator": loader.generator}
         for name in ("num_workers", "pin_memory", "timeout", "persistent_workers"):
             settings[name] = getattr(loader, name)

@@ -153,6 +153,22 @@ class CollateSamples:
 
 
 @dataclass(frozen=True)
+class CollateAll:
+    """Collates the whole batch and cuts a rank's rows out of it: for a collate function that draws random numbers, as one that masks tokens."""
+
+    collate: Callable[[Any], Any]
+    rank: int
+    world_size: int
+
+    def __call__(self, samples: Sequence[Any]) -> tuple[int, Any]:
+        """Collate and cut one batch's samples."""
+        rows, part = take_rows(self.collate(samples), self.rank, self.world_size)
+        if rows != len(samples):
+            raise ValueError(f"the collate function draws random numbers and makes {rows} rows of {len(samples)} samples, which can't be split; {_REMEDY}")
+        return rows, part
+
+
+@dataclass(frozen=True)
 class CollateRows:
     """Cuts a rank's rows out of a batch that the dataset made whole; gives ``(samples of the global batch, share)``."""
 

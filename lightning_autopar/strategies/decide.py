@@ -75,6 +75,7 @@ class _Findings:
     footprint: Footprint
     split: SplitFinding | None
     draws: DrawPlan | None
+    data_draws: tuple[str, ...]
 
 
 def decide(
@@ -122,6 +123,7 @@ def decide(
             devices=tuple(inventory.device(device) for device in plan.devices),
             batch=settings.batch,
             draws=findings.draws,
+            data_draws=findings.data_draws,
             from_snapshot=is_snapshot(ckpt_path),
             large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
         ),
@@ -142,5 +144,7 @@ def _find(trainer: Trainer, probe: bool, gpu: bool) -> _Findings:
     footprint = trace(module, trainer, batch, stage=stage, precision=str(trainer.precision), target="cuda" if gpu else "cpu")
     split, draws = None, None  # an evaluation has no loss that anything is trained on
     if probe and stage == "fit":
-        split, draws = probe_split(module, trainer, batch, flops=footprint.flops)
-    return _Findings(footprint=footprint, split=split, draws=draws)
+        # Where collating draws random numbers, ranks take their rows of the collated batch, and so does the probe.
+        probed = replace(batch, samples=None, collate=None) if "collate" in batch.draws else batch
+        split, draws = probe_split(module, trainer, probed, flops=footprint.flops)
+    return _Findings(footprint=footprint, split=split, draws=draws, data_draws=batch.draws)

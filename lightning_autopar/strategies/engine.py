@@ -43,7 +43,8 @@ class Assignment:
         batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning does.
         draws: what the probe learnt about the step's random draws; None where it draws nothing.
         find_unused_parameters: DDP only: whether some parameters may get no gradient.
-        load_all: whether the dataset draws random numbers, so that each rank must load all samples to draw what one process would.
+        data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): there each rank must do all of it, to draw
+            what one process would.
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
         large: whether the module is so large that no rank but the first should ever build all of it.
     """
@@ -53,7 +54,7 @@ class Assignment:
     batch: BatchRule = "global"
     draws: DrawPlan | None = None
     find_unused_parameters: bool = True
-    load_all: bool = False
+    data_draws: tuple[str, ...] = ()
     large: bool = False
     from_snapshot: bool = False
 
@@ -121,7 +122,8 @@ class EngineMixin(Strategy):
             whole_batches=trainer.predicting,
             sync=self.broadcast if self._splits and (trainer.training or not _in_sequence(dataloader)) else None,
             progress=fit_progress(trainer) if trainer.training else None,
-            load_all=self.assignment.load_all,
+            load_all="samples" in self.assignment.data_draws,
+            collate_all="collate" in self.assignment.data_draws,
         )
         if trainer.training:
             self._resume_loader(trainer, loader)

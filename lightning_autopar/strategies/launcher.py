@@ -5,12 +5,16 @@ The parent touches no GPU before the plan is made. It doesn't know how a plan is
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar._lightning_compat import Launcher, TunerExit, attach_data, call_on_exception, installed, run_arguments
 from lightning_autopar.strategies import results as handover
@@ -19,12 +23,12 @@ from lightning_autopar.strategies.decide import Decision, Settings, decide
 from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
 from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.fsdp import FSDPEngine
-from lightning_autopar.strategies.generation import Job, cap_allocator, run_folder, run_generation
+from lightning_autopar.strategies.generation import Job, Outcome, cap_allocator, run_folder, run_generation
 from lightning_autopar.strategies.single import SingleEngine
 from lightning_autopar.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
@@ -87,21 +91,24 @@ class AutoLauncher(Launcher):
             if device.kind == "cuda" and device.free_bytes < device.total_bytes:
                 cap_allocator(assignment, 0)
             try:
-                return self._function_with_hooks(function, args, kwargs, trainer)
+                value = self._function_with_hooks(engine, function, args, kwargs, trainer)
             finally:
                 self._strategy.take_over(engine)
                 self._strategy.measured = {device.id: {"peak_bytes": engine.meter.peak_bytes, "step_seconds": engine.meter.step_seconds}}
-                announce_measured(decision, self._strategy.measured)
+        announce_measured(decision, self._strategy.measured)
+        return value
 
-    def _function_with_hooks(self, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+    def _function_with_hooks(self, engine: EngineMixin, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         """Run it; on an exception run the trainer's hooks while the engine is still in place, and keep Lightning from running them again."""
         try:
             return function(*args, **kwargs)
-        except (TunerExit, KeyboardInterrupt):
-            raise  # Lightning ends these two in ways of its own, which need no engine
         except BaseException as error:
-            call_on_exception(trainer, error)
-            self._strategy.mute(trainer)
+            if not isinstance(error, TunerExit):
+                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does: who presses twice must not interrupt the hooks
+                call_on_exception(trainer, error)
+                self._strategy.mute(trainer)
+            engine.teardown()
             raise
 
     # -- several devices: workers --------------------------------------------------------------------------------------------------------------
@@ -113,21 +120,34 @@ class AutoLauncher(Launcher):
             job = Job(
                 assignment=assignment, make_engine=make_engine, trainer=trainer, function=function, args=args, kwargs=kwargs, folder=folder
             )
-            try:
-                outcome = run_generation(job)
-            except BaseException:
-                self._strategy.mute(trainer)  # the workers have run the hooks, on the state that they belong to
-                raise
-            first = outcome.results[0]
-            handover.restore(trainer, module, first, folder)
-        devices = assignment.plan.devices
+            outcome = run_generation(job)
+            if outcome.error is not None:
+                raise self._failed(outcome, trainer, module, folder)
+            handover.restore(trainer, module, outcome.results[0], folder)
         self._strategy.measured = {
-            device: {"peak_bytes": left.peak_bytes, "step_seconds": left.step_seconds} for device, left in zip(devices, outcome.results, strict=True)
+            device: {"peak_bytes": left.peak_bytes, "step_seconds": left.step_seconds}
+            for device, left in zip(assignment.plan.devices, outcome.results, strict=True)
         }
         announce_measured(decision, self._strategy.measured)
         if outcome.tuner_exit:
             raise TunerExit
-        return interleaved([left.value for left in outcome.results]) if trainer.state.fn == "predict" and assignment.batch == "global" else first.value
+        if trainer.state.fn == "predict" and assignment.batch == "global":
+            return interleaved([left.value for left in outcome.results])
+        return outcome.results[0].value
+
+    def _failed(self, outcome: Outcome, trainer: Trainer, module: LightningModule, folder: Path) -> BaseException:
+        """Bring back what a failed run left, as it would be here after plain Lightning, or say that it couldn't be had; the exception to raise."""
+        assert outcome.error is not None
+        try:
+            if outcome.results:
+                handover.restore(trainer, module, outcome.results[0], folder)
+        except Exception as error:  # the failure itself must not be hidden by what came after it
+            rank_zero_warn(f"autopar: the state of the failed run could not be brought back: {error!r}")
+        if not outcome.results:
+            rank_zero_info("autopar: the workers' state is lost; module and trainer in this process are as they were before the run")
+        if outcome.hooks_ran:
+            self._strategy.mute(trainer)  # on the state that they belong to
+        return outcome.error
 
     # -- processes that somebody else started ---------------------------------------------------------------------------------------------------
 
@@ -153,7 +173,7 @@ class AutoLauncher(Launcher):
             engine.parallel_devices = devices  # of this node, as Lightning counts them
         with installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=assignment.batch == "per_device", external=peers.environment):
             try:
-                value = self._function_with_hooks(function, args, kwargs, trainer)
+                value = self._function_with_hooks(engine, function, args, kwargs, trainer)
             finally:
                 self._strategy.take_over(engine)
             meter = engine.meter
@@ -195,8 +215,6 @@ def _several_loaders(values: list[Any]) -> bool:
 
 def announce_measured(decision: Decision, measured: dict[str, dict[str, Any]]) -> None:
     """Log what was predicted beside what was measured, once, on rank 0."""
-    from lightning.pytorch.utilities import rank_zero_info
-
     candidate = decision.candidate
     lines = []
     for device, values in measured.items():

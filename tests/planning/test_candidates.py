@@ -170,7 +170,17 @@ def test_a_loss_that_changes_is_a_note_unless_the_run_must_be_exact() -> None:
     )
     assert not any(option.notes for option in options(split=SplitFinding(difference=9e-6), exact=True))
     assert taken(options(split=SplitFinding(difference=9e-6), exact=True)) == {"single", "ddp", "fsdp"}
-    assert all("is not known" in option.notes[0] for option in options(split=SplitFinding(probed=False)) if option.plan.world_size > 1)
+    assert all(
+        "is not known" in option.notes[0]
+        for option in options(split=SplitFinding(probed=False, reason="it took too long"))
+        if option.plan.world_size > 1
+    )
+
+
+def test_a_step_without_a_loss_has_nothing_to_probe() -> None:
+    found = options(split=SplitFinding(probed=False), exact=True)
+    assert taken(found) == {"single", "ddp", "fsdp"}
+    assert not any(option.notes for option in found)
 
 
 def test_engines_that_are_not_allowed_not_built_or_excluded_are_rejected_once_each() -> None:

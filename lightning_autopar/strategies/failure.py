@@ -1,0 +1,126 @@
+"""A worker's exception on its way to the parent. Knows exceptions and their pickles; knows no process and no run."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import pickle
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: What gloo, NCCL and torch's stores say when the other end is gone: the words of a bystander, not of a culprit.
+_ECHOES = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "process group", "tcpstore", "filestore", "timed out waiting")
+
+
+class WorkerFailed(RuntimeError):
+    """A worker ended without saying why: killed by a signal, or by ``os._exit``."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a worker's exception, as the cause of the same exception in the parent."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return f"\n\n{self._text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One exception of one worker, as bytes and text.
+
+    Args:
+        pickled: the exception, or the nearest thing that can be pickled.
+        text: its traceback as the worker would have printed it.
+        echo: whether it reads like the consequence of another worker's end.
+        at_seconds: when it was raised, on the host's monotonic clock.
+    """
+
+    pickled: bytes
+    text: str
+    echo: bool
+    at_seconds: float
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """What is to be said of ``error``; to be called where it was raised."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        said = str(error).lower()
+        echo = isinstance(error, RuntimeError) and any(word in said for word in _ECHOES)
+        return cls(pickled=_pickled(error), text=text, echo=echo, at_seconds=time.monotonic())
+
+    def exception(self) -> BaseException:
+        """The exception, with the worker's traceback as its cause."""
+        error: BaseException = pickle.loads(self.pickled)
+        error.__cause__ = RemoteTraceback(self.text)
+        return error
+
+
+def _pickled(error: BaseException) -> bytes:
+    """The exception as it is, where its class can do that; otherwise its parts, where they can; otherwise its nearest base with its words."""
+    for candidate in (_dumped(error), _dumped(_Parts(error))):
+        if candidate is not None and _same(error, candidate):
+            return candidate
+    for base in type(error).__mro__[1:]:
+        stand_in = _dumped(_Parts(error, base=base, args=(f"{type(error).__name__}: {error}",)))
+        if stand_in is not None and issubclass(base, BaseException):
+            try:
+                pickle.loads(stand_in)
+            except Exception:  # a base with a constructor of its own kind: the next one is simpler
+                continue
+            return stand_in
+    raise AssertionError("BaseException itself can be pickled")
+
+
+def _same(error: BaseException, data: bytes) -> bool:
+    """Whether the bytes give the exception back. Whatever a stranger's ``__init__`` or ``__str__`` raises, the answer is no."""
+    try:
+        again = pickle.loads(data)
+        return type(again) is type(error) and str(again) == str(error) and len(again.args) == len(error.args)
+    except Exception:
+        return False
+
+
+class _Parts:
+    """Pickles as a call of :func:`_rebuilt`, past the class's own constructor, which may want other arguments than ``args`` holds."""
+
+    def __init__(self, error: BaseException, base: type | None = None, args: tuple[Any, ...] | None = None) -> None:
+        self._kind = base or type(error)
+        self._args = args if args is not None else tuple(arg if _dumped(arg) is not None else repr(arg) for arg in error.args)
+        self._state = {} if base else {name: value for name, value in vars(error).items() if _dumped(value) is not None}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (self._kind, self._args, self._state)
+
+
+def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    builtin = next(base for base in kind.__mro__ if vars(builtins).get(base.__name__) is base)
+    builtin.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as they are on the CPU: the parent must not touch a GPU to read an exception."""
+
+    def reducer_override(self, target: Any) -> Any:
+        if isinstance(target, torch.Tensor) and target.device.type != "cpu":
+            return target.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _dumped(value: Any) -> bytes | None:
+    """The pickle, None where there is none. Any exception may come out of a stranger's ``__reduce__``: each means the same here."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception:
+        return None
+    return buffer.getvalue()
