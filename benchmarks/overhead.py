@@ -2,7 +2,8 @@
 
 Three figures, each from fresh processes, by hand and with autopar in turns:
 
-- step: seconds a step, the same plan on both sides (one device, DDP, FSDP2), as the median of the pairs' ratios;
+- step: seconds a step, the same plan on both sides (one device, DDP, FSDP2), as the median of the pairs' ratios, and beside it the same
+  of rank 0's CPU seconds, which other people's work on the machine disturbs less;
 - first_step: seconds from the call of ``fit`` to the start of the first step, autopar's planning included, against Lightning's DDP;
 - memory: host memory (sum of PSS over all processes) of four ranks around one model, at its peak before the first step.
 
@@ -54,11 +55,12 @@ def run(arguments: argparse.Namespace) -> None:
     from train_gpt import ByteGPT
 
     class Recorder(L.Callback):
-        """Writes down when each step began and ended."""
+        """Writes down when each step began and ended, and the CPU seconds that this rank had used by then."""
 
         def __init__(self) -> None:
             self.begun: list[float] = []
             self.ended: list[float] = []
+            self.cpu: list[float] = []
 
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             torch.set_num_threads(1)
@@ -70,10 +72,11 @@ def run(arguments: argparse.Namespace) -> None:
 
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.ended.append(time.monotonic())
+            self.cpu.append(time.process_time())
 
         def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             if trainer.global_rank == 0:
-                times = {"fit": fit, "begun": self.begun, "ended": self.ended, "world_size": trainer.world_size}
+                times = {"fit": fit, "begun": self.begun, "ended": self.ended, "cpu": self.cpu, "world_size": trainer.world_size}
                 Path(arguments.out).write_text(json.dumps(times), encoding="utf-8")
 
     class HandSharded(ByteGPT):
@@ -262,20 +265,21 @@ def compare(measured: dict[str, list[float]], bound: float) -> dict[str, Any]:
     return {**rounded, "ratios": [round(value, 4) for value in ratios], "ratio": round(ratio, 4), "bound": bound, "within": ratio <= bound}
 
 
-def step_seconds(times: dict[str, Any], warm_up: int) -> float:
-    """The median time from one step's end to the next one's, data loading and hooks included."""
-    ended = times["ended"][warm_up:]
-    return statistics.median(after - before for before, after in itertools.pairwise(ended))
+def step_seconds(readings: list[float], warm_up: int) -> float:
+    """The median from one step's end to the next one's, data loading and hooks included."""
+    return statistics.median(after - before for before, after in itertools.pairwise(readings[warm_up:]))
 
 
 def measure_steps(runs: Runs, engine: str, repetitions: int, steps: int, warm_up: int, **model: Any) -> dict[str, Any]:
     """Seconds a step of one engine, the plan pinned."""
     measured: dict[str, list[float]] = {side: [] for side in SIDES}
+    cpu: dict[str, list[float]] = {side: [] for side in SIDES}
     for repetition in range(repetitions):
         for side in in_turns(repetition):
             times = runs.times(side, engine, RANKS[engine], steps=steps, pinned=True, **model)
-            measured[side].append(step_seconds(times, warm_up))
-    return compare(measured, STEP_BOUNDS[engine])
+            measured[side].append(step_seconds(times["ended"], warm_up))
+            cpu[side].append(step_seconds(times["cpu"], warm_up))
+    return {**compare(measured, STEP_BOUNDS[engine]), "cpu_ratio": compare(cpu, STEP_BOUNDS[engine])["ratio"]}
 
 
 def measure_first_step(runs: Runs, repetitions: int, **model: Any) -> dict[str, Any]:
@@ -288,23 +292,15 @@ def measure_first_step(runs: Runs, repetitions: int, **model: Any) -> dict[str, 
     return compare(measured, FIRST_STEP_BOUND)
 
 
-def measure_memory(runs: Runs, engine: str, model_bytes: int, layers: int) -> dict[str, Any]:
-    """Host memory of four ranks, against Lightning's DDP."""
-    found: dict[str, Any] = {}
-    for side, plan in (("hand", "ddp"), ("autopar", engine)):
-        found[side] = runs.loading(
-            side, plan, MEMORY_RANKS, model="wide", model_bytes=model_bytes, layers=layers, pinned=True, steps=2, batch=8, budget="16GiB"
-        )
-    ratio = found["autopar"]["peak_bytes"] / model_bytes
-    hand_ratio = found["hand"]["peak_bytes"] / model_bytes
-    return {
-        **found,
-        "model_bytes": model_bytes,
-        "ranks": MEMORY_RANKS,
-        "peak_over_model": {"hand": round(hand_ratio, 3), "autopar": round(ratio, 3)},
-        "bound": MEMORY_BOUND,
-        "within": ratio <= MEMORY_BOUND,
-    }
+def measure_memory(runs: Runs, engines: tuple[str, ...], model_bytes: int, layers: int) -> dict[str, Any]:
+    """Host memory of four ranks under autopar's engines, against Lightning's DDP."""
+    options = {"model": "wide", "model_bytes": model_bytes, "layers": layers, "steps": 2, "batch": 8, "budget": "16GiB"}
+    found: dict[str, Any] = {"model_bytes": model_bytes, "ranks": MEMORY_RANKS, "bound": MEMORY_BOUND}
+    for side, engine in (("hand", "ddp"), *(("autopar", engine) for engine in engines)):
+        loading = runs.loading(side, engine, MEMORY_RANKS, pinned=True, **options)
+        found[f"{side}_{engine}"] = {**loading, "peak_over_model": round(loading["peak_bytes"] / model_bytes, 3)}
+    found["within"] = all(found[f"autopar_{engine}"]["peak_over_model"] <= MEMORY_BOUND for engine in engines)
+    return found
 
 
 def machine() -> dict[str, Any]:
@@ -336,8 +332,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def benchmark(quick: bool, only: str | None, say: Any = print) -> dict[str, Any]:
-    """All figures, as the JSON file holds them."""
+def benchmark(quick: bool, only: str | None = None, engine: str | None = None) -> dict[str, Any]:
+    """All figures, or those asked for, as the JSON file holds them; each is printed when it is known."""
     if quick:
         repetitions, steps, warm_up = 1, 6, 1
         model: dict[str, Any] = {"layers": 2, "width": 64, "batch": 4}
@@ -346,27 +342,24 @@ def benchmark(quick: bool, only: str | None, say: Any = print) -> dict[str, Any]
         repetitions, steps, warm_up = 5, 34, 4
         model = {"layers": 4, "width": 128, "batch": 16}
         model_bytes, layers = 1024**3, 16
-    report: dict[str, Any] = {
-        **machine(),
-        "quick": quick,
-        "settings": {"repetitions": repetitions, "steps": steps, "warm_up": warm_up, **model},
-    }
+    settings = {"repetitions": repetitions, "steps": steps, "warm_up": warm_up, **model}
+    report: dict[str, Any] = {**machine(), "quick": quick, "settings": settings}
+    engines = (engine,) if engine else ENGINES
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         runs = Runs(Path(folder), timeout_seconds=300)
         if only in (None, "step"):
             report["step"] = {}
-            for engine in ENGINES:
-                report["step"][engine] = measure_steps(runs, engine, repetitions, steps, warm_up, **model)
-                say(f"step, {engine}: {line(report['step'][engine])}")
+            for name in engines:
+                report["step"][name] = found = measure_steps(runs, name, repetitions, steps, warm_up, **model)
+                print(f"step, {name}: {line(found)}, CPU ratio {found['cpu_ratio']}", flush=True)
         if only in (None, "first_step"):
             report["first_step"] = measure_first_step(runs, repetitions, **model)
-            say(f"first step: {line(report['first_step'])}")
+            print(f"first step: {line(report['first_step'])}", flush=True)
         if only in (None, "memory"):
-            report["memory"] = {}
-            for engine in ("ddp", "fsdp"):
-                report["memory"][engine] = found = measure_memory(runs, engine, model_bytes, layers)
-                both = found["peak_over_model"]
-                say(f"memory, {engine}: {both['autopar']} × the model (Lightning's DDP {both['hand']} ×), bound {found['bound']}")
+            sharing = tuple(name for name in engines if name != "single")
+            report["memory"] = found = measure_memory(runs, sharing, model_bytes, layers)
+            peaks = {name: value["peak_over_model"] for name, value in found.items() if isinstance(value, dict)}
+            print(f"memory, peak over the model: {peaks} (bound {found['bound']})", flush=True)
     return report
 
 
@@ -381,10 +374,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke test")
     parser.add_argument("--only", choices=["step", "first_step", "memory"])
     parser.add_argument("--out", help="the JSON file to write", default=str(RESULTS))
+    parser.add_argument("--engine", choices=ENGINES, help="this engine alone")
     one = parser.add_argument_group("one run", "what this script starts itself with")
     one.add_argument("--run", action="store_true")
     one.add_argument("--side", choices=SIDES)
-    one.add_argument("--engine", choices=ENGINES)
     one.add_argument("--ranks", type=int, default=1)
     one.add_argument("--steps", type=int, default=2)
     one.add_argument("--batch", type=int, default=16)
@@ -398,7 +391,7 @@ def main() -> None:
     if arguments.run:
         run(arguments)
         return
-    report = benchmark(arguments.quick, arguments.only)
+    report = benchmark(arguments.quick, arguments.only, arguments.engine)
     out = Path(arguments.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -45,8 +45,8 @@ class ChildFailed(RuntimeError):
 def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | None = None) -> T:
     """Call ``function(*args)`` in a forked child and return its result.
 
-    The function runs in a fresh thread of the child: OpenMP's thread pool belongs to the thread that used it, and doesn't survive a fork, so
-    that the child's main thread would wait for workers that are gone (https://github.com/pytorch/pytorch/issues/17199). The child leaves by
+    The function runs in a fresh thread of the child: OpenMP's thread pool belongs to the thread that used it and doesn't survive a fork, so
+    the child's main thread would wait for workers that are gone (https://github.com/pytorch/pytorch/issues/17199). The child leaves by
     ``os._exit``, hence nothing that the parent registered with ``atexit`` runs in it. It dies with the parent, and by Ctrl-C.
 
     Args:

@@ -43,16 +43,19 @@ __all__ = [
     "TunerExit",
     "attach_data",
     "call_on_exception",
+    "combined_loaders",
     "distributed_is_initialized",
     "find_free_network_port",
     "init_dist_connection",
     "installed",
     "is_overridden",
+    "loader_sources",
     "materialize_module",
     "optimizers_to_device",
     "progress_of",
     "request_stop",
     "requested_devices",
+    "restore_loaders",
     "restore_progress",
     "run_arguments",
     "script_command",
@@ -122,6 +125,8 @@ def installed(
         connector._lazy_init_strategy()
         engine._launcher = None
         engine._lightning_module = module
+        for loop in (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop._results.clear()  # what an earlier run logged refers to that run's engine, which counts as another argument of log
         yield
     finally:
         for name, value in before.items():
@@ -187,6 +192,47 @@ def restore_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
     for name, values in progress["metrics"].items():
         getattr(trainer._logger_connector, name).clear()
         getattr(trainer._logger_connector, name).update(values)
+
+
+def _data_loops(trainer: Trainer) -> dict[str, Any]:
+    """The loops that read data, each by the name of the trainer's property for its loaders; fitting has a validation loop of its own."""
+    return {
+        "train_dataloader": trainer.fit_loop,
+        "fit's val_dataloaders": trainer.fit_loop.epoch_loop.val_loop,
+        "val_dataloaders": trainer.validate_loop,
+        "test_dataloaders": trainer.test_loop,
+        "predict_dataloaders": trainer.predict_loop,
+    }
+
+
+def loader_sources(trainer: Trainer) -> dict[str, Any]:
+    """The loaders that the user passed to the trainer (``_DataLoaderSource.instance``), by property; hooks of module and DataModule left out."""
+    sources = {name: loop._data_source for name, loop in _data_loops(trainer).items()}
+    return {f"trainer.{name}": source.instance for name, source in sources.items() if source.instance is not None and not source.is_module()}
+
+
+def combined_loaders(trainer: Trainer, unwrap: Callable[[Any], Any]) -> dict[str, tuple[Any, str, Any]]:
+    """What ``trainer.train_dataloader`` and its siblings read: loaders, combination mode, and for an evaluation the numbers of batches."""
+    found = {}
+    for name, loop in _data_loops(trainer).items():
+        combined = loop._combined_loader
+        if combined is not None:
+            loaders = torch.utils._pytree.tree_map(unwrap, combined.iterables)
+            # fit's own number of batches travels with its counters
+            found[name] = (loaders, combined_mode(combined), getattr(loop, "_max_batches", None))
+    return found
+
+
+def restore_loaders(trainer: Trainer, found: dict[str, tuple[Any, str, Any]]) -> None:
+    """Put what :func:`combined_loaders` gave into this trainer; the next run builds its own (``_DataConnector.attach_dataloaders``)."""
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+    for name, loop in _data_loops(trainer).items():
+        if name in found:
+            loaders, mode, max_batches = found[name]
+            loop._combined_loader = CombinedLoader(loaders, cast(Any, mode))
+            if max_batches is not None:
+                loop._max_batches = max_batches
 
 
 def run_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def format_bytes(size_bytes: float) -> str:
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 1000 else f"{size:.3g} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
 

@@ -19,7 +19,7 @@ def test_parse_memory_refuses_what_is_no_size_and_says_what_is(text: object) -> 
 
 
 def test_sizes_are_written_with_three_digits() -> None:
-    assert [format_bytes(size) for size in (0, 512, 1536, 5 << 20, 3 << 30, 2 << 40)] == ["0 B", "512 B", "1.5 KiB", "5 MiB", "3 GiB", "2 TiB"]
+    assert [format_bytes(size) for size in (0, 512, 1536, 5 << 20, 1010 << 30)] == ["0 B", "512 B", "1.5 KiB", "5 MiB", "1010 GiB"]
 
 
 def test_durations_are_written_with_their_unit() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,16 +59,17 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit") -
     Raises:
         ValueError: if there is no loader for the stage, or it has no batch.
     """
-    for source in (trainer.datamodule, module):
-        if source is not None:
-            source.prepare_data()
-    for source in (trainer.datamodule, module):
-        if source is not None:
-            source.setup(stage=stage)
+    sources = [source for source in (getattr(trainer, "datamodule", None), module) if source is not None]
+    for source in sources:
+        source.prepare_data()
+    for source in sources:
+        source.setup(stage=stage)
     loader = loader_source(trainer, stage)
     if loader is None:
         raise ValueError(f"there is no data for the stage {stage!r}; pass loaders to the trainer or define the module's dataloader hook")
-    combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle" if stage == "fit" else "sequential")
+    combined = (
+        loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle" if stage == "fit" else "sequential")
+    )
     loaders, structure = tree_flatten(combined.iterables)
     if not loaders:
         raise ValueError(f"there is no loader for the stage {stage!r}: {combined.iterables!r}; give it one")
@@ -77,7 +78,9 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit") -
     else:
         parts = [_draw(each) for each in loaders]
         sizes = [part.batch_size for part in parts if part.batch_size]
-        first = FirstBatch(batch=tree_unflatten([part.batch for part in parts], structure), batch_size=min(sizes, default=0), kind="combined")
+        first = FirstBatch(
+            batch=tree_unflatten([part.batch for part in parts], structure), batch_size=min(sizes, default=0), kind="combined"
+        )
     batch = transfer_batch(module, first.batch)
     size = first.batch_size or batch_size_of(batch)
     return replace(first, batch=batch, batch_size=size)
@@ -90,7 +93,7 @@ def _draw(loader: Any) -> FirstBatch:
             return _draw_by_hand(loader)
         loader = copy.copy(loader)
         # Workers would outlive the call, and pinning needs a GPU.
-        loader.num_workers, loader.timeout, loader.pin_memory, loader._iterator = 0, 0, False, None  # type: ignore[assignment]
+        loader.num_workers, loader.timeout, loader.pin_memory, loader._iterator = 0, 0, False, None
     for batch in loader:
         return FirstBatch(batch=batch, batch_size=batch_size_of(batch))
     raise ValueError(f"the loader {loader!r} has no batch; give it data, or make its batch_size smaller if it drops the last batch")
@@ -118,18 +121,23 @@ def _draw_by_hand(loader: DataLoader[Any]) -> FirstBatch:
     batch = loader.collate_fn(samples)
     draws = [name for name, moved in (("samples", loaded != before), ("collate", _random_states() != loaded)) if moved]
     return FirstBatch(
-        batch=batch, samples=samples, collate=loader.collate_fn, batch_size=len(samples), kind=kind, draws=tuple(draws) if kind == "map" else ()
+        batch=batch,
+        samples=samples,
+        collate=loader.collate_fn,
+        batch_size=len(samples),
+        kind=kind,
+        draws=tuple(draws) if kind == "map" else (),
     )
 
 
 def _random_states() -> tuple[bytes, object, object]:
     """The generators that a dataset may draw from in this process, as something to compare."""
     numpy_state = numpy.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (numpy_state[1].tobytes(), *numpy_state[2:])  # type: ignore[union-attr, index]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (numpy_state[1].tobytes(), *numpy_state[2:])  # type: ignore[index]
 
 
 def batch_size_of(batch: Any) -> int:
-    """The leading dimension of the first tensor that has one, else the length of the first list of other things; 0 where there is neither."""
+    """The leading dimension of the first tensor that has one, else the length of the first list of other things; else 0."""
     for tensor in tensors_of(batch):
         if tensor.dim():
             return tensor.shape[0]
@@ -139,12 +147,21 @@ def batch_size_of(batch: Any) -> int:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Every tensor in a batch, also in mappings and plain objects that torch's pytree takes for leaves."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        return [tensor for value in batch.values() for tensor in tensors_of(value)]
-    if isinstance(batch, (list, tuple)):
-        return [tensor for value in batch for tensor in tensors_of(value)]
-    if isinstance(batch, (str, bytes, int, float, type, Callable)) or batch is None:  # type: ignore[arg-type]  # callables have no tensors of a batch
-        return []
-    return [tensor for value in getattr(batch, "__dict__", {}).values() for tensor in tensors_of(value)]
+    return list(_tensors(batch, set()))
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if value is None or isinstance(value, (str, bytes, int, float, type)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        children: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        children = value
+    else:
+        children = getattr(value, "__dict__", {}).values()
+    for child in children:
+        yield from _tensors(child, seen)

@@ -172,7 +172,7 @@ class BlockWatcher:
         *,
         parameters: int,
         activation_bytes: int,
-    ) -> tuple[list[LayerFootprint], Callable[[int], int]]:
+    ) -> tuple[list[LayerFootprint], set[int]]:
         """What came of it.
 
         Args:
@@ -181,8 +181,8 @@ class BlockWatcher:
             activation_bytes: of the whole module.
 
         Returns:
-            The blocks in the order in which they ran, those that ran not exactly once in a step left out, and those that are too small; and a
-            function from a number of leading candidates (as in :attr:`Moment.held`) to the number of blocks among them.
+            The blocks in the order in which they ran, and their indices among all candidates in that order. Those that didn't run exactly
+            once in a step are left out, and those that are too small.
         """
         groups: dict[tuple[str, type], list[_Record]] = {}
         for record in self._order:
@@ -215,7 +215,7 @@ class BlockWatcher:
                     recomputable=record.recomputable and not _has_metric(record.module),
                 )
             )
-        return found, lambda held: sum(1 for index in kept if index < held)
+        return found, kept
 
 
 def _plain(leaf: Any) -> bool:
@@ -230,7 +230,11 @@ def _versions(module: nn.Module) -> list[tuple[int, int]]:
 
 def _has_metric(module: nn.Module) -> bool:
     """Whether a torchmetrics metric, which counts what it sees, is inside; told by its class, as torchmetrics may be missing."""
-    return any(base.__name__ == "Metric" and base.__module__.startswith("torchmetrics") for child in module.modules() for base in type(child).__mro__)
+    return any(
+        base.__name__ == "Metric" and base.__module__.startswith("torchmetrics")
+        for child in module.modules()
+        for base in type(child).__mro__
+    )
 
 
 def batch_norms(module: nn.Module) -> Iterable[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -38,12 +38,12 @@ def fake_mode() -> FakeTensorMode:
 class ShadowValues(TorchDispatchMode):
     """Answers what depends on values (``.item()``, ``nonzero``, boolean indexing) from real values kept beside small fakes.
 
-    Where there is none, a question is answered with False or 0, boolean indexing selects everything (the upper bound of its memory), and the
-    guess is noted in :attr:`guesses`.
+    Where there is none, a question is answered with False or 0, boolean indexing selects everything (the upper bound of its memory), and
+    the guess is noted in :attr:`guesses`.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.guesses: dict[str, None] = {}
         self._values: Any = WeakTensorKeyDictionary()
 
@@ -107,24 +107,31 @@ class ShadowValues(TorchDispatchMode):
         return found
 
     def _follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Compute the output's real values where all inputs' are known; forget those that an operation has overwritten with unknown ones."""
+        """Compute the output's real values where all inputs' are known; forget those that were overwritten with unknown ones."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        writes = function._schema.is_mutable
-        if not isinstance(output, Tensor) or not self._keeps(output) or any(tensor not in self._values for tensor in tensors) or _undefined(function):
-            if writes:
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        known = all(tensor in self._values for tensor in tensors) and not _undefined(function)
+        if not outputs or not known or not all(self._keeps(leaf) for leaf in outputs):
+            if function._schema.is_mutable:
                 for argument, value in zip(function._schema.arguments, args, strict=False):
                     if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                         self._values.pop(value, None)
             return
-        real: Callable[[Any], Any] = lambda leaf: self._values[leaf] if isinstance(leaf, Tensor) else torch.device("cpu") if isinstance(leaf, torch.device) else leaf  # noqa: E731
         with unset_fake_temporarily(), torch.no_grad():
             try:
-                value = function(*tree_map(real, args), **tree_map(real, kwargs))
+                value = function(*tree_map(self._real, args), **tree_map(self._real, kwargs))
             except RuntimeError as error:
                 log.debug("no real value of %s: %s", function, error)
                 return
-        if isinstance(value, Tensor) and value.shape == output.shape:
-            self._values[output] = value
+        for fake, real in zip(outputs, (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), strict=False):
+            if fake.shape == real.shape:
+                self._values[fake] = real
+
+    def _real(self, leaf: Any) -> Any:
+        """An argument as the real operation gets it."""
+        if isinstance(leaf, Tensor):
+            return self._values[leaf]
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 def _undefined(function: Any) -> bool:
@@ -220,7 +227,7 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
             stack.enter_context(_replaced(nn.functional, "scaled_dot_product_attention", _cuda_attention))
             stack.enter_context(_replaced(nn.functional, "dropout", _cuda_dropout))
             optimizer = sys.modules["torch.optim.optimizer"]
-            types = optimizer._foreach_supported_types  # type: ignore[attr-defined]
+            types = optimizer._foreach_supported_types
             stack.enter_context(_replaced(optimizer, "_foreach_supported_types", [*types, FakeTensor]))
             stack.enter_context(_replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]))
         yield

@@ -46,6 +46,7 @@ class Moment:
     Args:
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         held: how many leading blocks hold all that they saved for backward, the one that is running excepted.
+        running: whether the block of that index is in its forward.
         gradient_bytes: complete gradients.
         activation_bytes: tensors that forward made.
         temporary_bytes: tensors that backward made.
@@ -54,6 +55,7 @@ class Moment:
 
     phase: str
     held: int = 0
+    running: bool = False
     gradient_bytes: int = 0
     activation_bytes: int = 0
     temporary_bytes: int = 0

@@ -27,18 +27,25 @@ log = logging.getLogger(__name__)
 
 #: Adam and its kin keep two values for each parameter.
 _STATES = 2
-#: Tensors that an average layer's forward leaves for backward, each of the size of its output: the output and what its activation function keeps.
+#: Tensors of its output's size that an average layer's forward leaves for backward: the output and what its activation function keeps.
 _SAVED_PER_OUTPUT = 2
 
 
 def guess(
-    module: LightningModule, trainer: Trainer | None, first: FirstBatch, *, stage: str, dtype: torch.dtype | None, reason: str, margin: float
+    module: LightningModule,
+    trainer: Trainer | None,
+    first: FirstBatch,
+    *,
+    stage: str,
+    dtype: torch.dtype | None,
+    reason: str,
+    margin: float,
 ) -> Footprint:
     """What can be said of a step without running it.
 
-    Activations: each layer with a weight matrix is taken to run once at every position of the batch and to leave two tensors of its output's
-    size; positions are the elements of token ids, or the rows, pixels or frames of floating-point input. Convolutions that shrink their input
-    are overrated by this, attention without a fused kernel is underrated.
+    Activations: each layer with a weight matrix is taken to run once at every position of the batch and to leave two tensors of its
+    output's size; positions are the elements of token ids, or the rows, pixels or frames of floating-point input. Convolutions that shrink
+    their input are overrated by this, attention without a fused kernel is underrated.
 
     Args:
         module: the user's module; it isn't changed.
@@ -61,7 +68,9 @@ def guess(
             states, optimizers = _optimizer_states(module, trainer, stage, dtype)
         except Exception as error:
             log.debug("the optimizers can't be built on fake tensors", exc_info=True)
-            assumptions.append(f"the optimizers can't be built without the parameters ({type(error).__name__}); {_STATES} states a parameter are assumed")
+            assumptions.append(
+                f"the optimizers can't be built without the parameters ({type(error).__name__}); {_STATES} states a parameter are assumed"
+            )
             states = {key: _STATES * sizes[key] for key in trainable}
     tensors = tensors_of(first.batch)
     input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -111,8 +120,10 @@ def guess(
     )
 
 
-def _optimizer_states(module: LightningModule, trainer: Trainer | None, stage: str, dtype: torch.dtype | None) -> tuple[dict[int, int], int]:
-    """Bytes of optimizer state by the id of the module's own parameter, after a step with gradients of zero; and the number of optimizers."""
+def _optimizer_states(
+    module: LightningModule, trainer: Trainer | None, stage: str, dtype: torch.dtype | None
+) -> tuple[dict[int, int], int]:
+    """Bytes of optimizer state by the id of the module's own parameter, after a step on zeros; and the number of optimizers."""
     mode, shadow = fake_mode(), ShadowValues()
     copy = fake_copy(module, mode, shadow, dtype=dtype)
     with as_if_real(shadow, "cpu"), mode, shadow:
@@ -122,7 +133,7 @@ def _optimizer_states(module: LightningModule, trainer: Trainer | None, stage: s
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         for optimizer in rehearsal.optimizers:
-            optimizer.step(closure=lambda: torch.zeros(()))
+            optimizer.step(closure=lambda: 0.0)
     found: dict[int, int] = {}
     for own, fake in zip(module.parameters(), copy.parameters(), strict=False):
         leaves = [leaf for optimizer in rehearsal.optimizers for leaf in tree_leaves(dict(optimizer.state.get(fake, {})))]

@@ -1,6 +1,7 @@
 """Footprint × Plan × Inventory → bytes per device by category. Arithmetic only: imports neither torch nor Lightning, and measures nothing.
 
-The footprint is of one device and the whole batch; here is what each engine makes of it. The footprint's margin isn't added: the planner does that.
+The footprint is of one device and the whole batch; here is what each engine makes of it. The footprint's margin isn't added: the planner
+does that.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ MIB = 1 << 20
 CONTEXT_BYTES = 500 * MIB
 #: NCCL's buffers, outside of torch's allocator: 544 MB for a group of two GPUs, 688 MB beyond (https://github.com/NVIDIA/nccl/issues/964).
 NCCL_BYTES = 600 * MIB
-#: What the caching allocator holds beyond what it hands out. A replay of its policy on traces of 124M to 7B models gave 1.03 to 1.21 times the
-#: allocated bytes; tiny models more, for which a constant stands (the segments are of 2 and 20 MiB).
+#: What the caching allocator holds beyond what it hands out. A replay of its policy on traces of 124M to 7B models gave 1.03 to 1.21 times
+#: the allocated bytes; tiny models more, for which a constant stands (the segments are of 2 and 20 MiB).
 ROUNDING_SHARE = 0.1
 ROUNDING_BYTES = 22 * MIB
 
@@ -56,7 +57,8 @@ class DeviceBytes:
     @property
     def allocated(self) -> int:
         """Bytes of tensors at the peak: ``torch.cuda.max_memory_allocated`` on a GPU."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self)) - self.context - self.rounding
+        everything: int = sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        return everything - self.context - self.rounding
 
     @property
     def reserved(self) -> int:
@@ -87,17 +89,21 @@ def predict(footprint: Footprint, plan: Plan, inventory: Inventory) -> dict[str,
     known = {block.fqn: index for index, block in enumerate(footprint.blocks)}
     for fqn in (*plan.recompute, *plan.shard):
         if fqn not in known:
-            raise ValueError(f"the plan names the block {fqn!r}, but the footprint has {', '.join(known) or 'no blocks'}; plan again for this module")
+            raise ValueError(
+                f"the plan names the block {fqn!r}, but the footprint has {', '.join(known) or 'no blocks'}; plan again for this module"
+            )
     recomputed = frozenset(known[fqn] for fqn in plan.recompute)
-    found: dict[int, DeviceBytes] = {}
+    found: dict[tuple[int, bool], DeviceBytes] = {}
     result = {}
     for rank, device_id in enumerate(plan.devices):
-        rows = _rows(footprint.batch_size, rank, plan.world_size)
-        if rows not in found:
-            share = rows / footprint.batch_size if footprint.batch_size else 1.0
+        kind = inventory.device(device_id).kind
+        key = _rows(footprint.batch_size, rank, plan.world_size), kind == "cpu"
+        if key not in found:
+            share = key[0] / footprint.batch_size if footprint.batch_size else 1.0
             moments = [_recompute(moment, footprint, recomputed, share) for moment in _moments(footprint, recomputed)]
-            found[rows] = max((_ENGINES[plan.engine](footprint, plan, moment, share) for moment in moments), key=lambda held: held.allocated)
-        result[device_id] = _on_device(found[rows], inventory.device(device_id).kind, plan.world_size)
+            engine = _ENGINES[plan.engine]
+            found[key] = max((engine(footprint, plan, moment, share, key[1]) for moment in moments), key=lambda held: held.allocated)
+        result[device_id] = _on_device(found[key], kind, plan.world_size)
     return result
 
 
@@ -118,9 +124,9 @@ def _on_device(held: DeviceBytes, kind: str, world_size: int) -> DeviceBytes:
 
 
 def _moments(footprint: Footprint, recomputed: frozenset[int]) -> tuple[Moment, ...]:
-    """The footprint's moments; where it has none, one at which everything is there at once."""
+    """The footprint's moments and the end of backward, when FSDP reduces; without them one at which everything is there at once."""
     if footprint.moments:
-        return footprint.moments
+        return (*footprint.moments, Moment(phase="reduce", gradient_bytes=footprint.gradient_bytes))
     again = max((footprint.blocks[index].activation_bytes for index in recomputed), default=0)
     return (
         Moment(
@@ -139,6 +145,7 @@ class _Held:
 
     phase: str
     held: int
+    running: bool
     gradients: int
     activations: int
     temporary: int
@@ -160,13 +167,14 @@ def _recompute(moment: Moment, footprint: Footprint, recomputed: frozenset[int],
     return _Held(
         phase=moment.phase,
         held=moment.held,
+        running=moment.running,
         gradients=moment.gradient_bytes,
         activations=round(activations * share),
         temporary=round(moment.temporary_bytes * share) + max(0, fixed),
     )
 
 
-def _single(footprint: Footprint, plan: Plan, moment: _Held, share: float) -> DeviceBytes:
+def _single(footprint: Footprint, plan: Plan, moment: _Held, share: float, cpu: bool) -> DeviceBytes:
     """One device holds everything."""
     return DeviceBytes(
         parameters=footprint.parameter_bytes,
@@ -179,45 +187,48 @@ def _single(footprint: Footprint, plan: Plan, moment: _Held, share: float) -> De
     )
 
 
-def _ddp(footprint: Footprint, plan: Plan, moment: _Held, share: float) -> DeviceBytes:
-    """Replicas: as one device, but the gradients' buckets (``gradient_as_bucket_view``) are there all the time; they are reduced in place."""
-    return dataclasses.replace(_single(footprint, plan, moment, share), gradients=footprint.gradient_bytes)
+def _ddp(footprint: Footprint, plan: Plan, moment: _Held, share: float, cpu: bool) -> DeviceBytes:
+    """Replicas: as one device, but the gradients' buckets (``gradient_as_bucket_view``) are always there; they are reduced in place."""
+    return dataclasses.replace(_single(footprint, plan, moment, share, cpu), gradients=footprint.gradient_bytes)
 
 
-def _fsdp(footprint: Footprint, plan: Plan, moment: _Held, share: float) -> DeviceBytes:
-    """Shards: 1/W of parameters, gradients and state, and what is gathered of the parameters at the moment.
+def _fsdp(footprint: Footprint, plan: Plan, moment: _Held, share: float, cpu: bool) -> DeviceBytes:
+    """Shards: 1/W of parameters, gradients and state, and what is gathered at the moment.
 
-    As ``fully_shard`` does it: the root's own parameters stay gathered from its forward to the end of backward; a block's until its forward's end
-    if it reshards, and again in its backward, with the next one's gathered ahead. A gather or reduce-scatter goes through a flat buffer.
+    As ``fully_shard`` does it (torch 2.13, ``_fsdp_param_group.py``): the root's own parameters stay gathered from its forward to the end
+    of backward, a block's until its forward's end if it reshards, and again in its backward. A gather goes through a flat buffer, which
+    forward keeps until the next gather, and backward allocates one block ahead. Gradients stay whole until the block's backward ends, then
+    go through another flat buffer, kept until the next block's do; the root's own stay whole to the end.
     """
     world_size = plan.world_size
     names = set(plan.shard)
-    sharded = [index for index, block in enumerate(footprint.blocks) if block.fqn in names]
-    blocks = footprint.blocks
-    root_parameters = footprint.parameter_bytes - sum(blocks[index].parameter_bytes for index in sharded)
-    gathered = buffers = 0
+    blocks = [block if block.fqn in names else LayerFootprint(fqn=block.fqn) for block in footprint.blocks]
+    root_parameters = footprint.parameter_bytes - sum(block.parameter_bytes for block in blocks)
+    root_gradients = footprint.gradient_bytes - sum(block.gradient_bytes for block in blocks)
     gradients = _part(moment.gradients, world_size)
     temporary = moment.temporary
+    gathered = buffers = 0
+    running = moment.held
     if moment.phase == "optimizer":
         temporary = _part(temporary, world_size)
+    elif moment.phase == "reduce":
+        gradients = _part(moment.gradients - root_gradients, world_size) + root_gradients
+        buffers = root_gradients + _part(root_gradients, world_size)
     else:
-        running = [index for index in sharded if index in (moment.held, moment.held - 1)]
+        last = running if moment.phase == "forward" and not moment.running else running + 1
+        kept = blocks[running:last] if plan.reshard_after_forward else blocks[:last]
+        gathered = root_parameters + sum(block.parameter_bytes for block in kept)
         if moment.phase == "forward":
-            running = [index for index in sharded if index == moment.held] or running
-        kept = running if plan.reshard_after_forward else [index for index in sharded if index <= moment.held]
-        gathered = root_parameters + sum(blocks[index].parameter_bytes for index in kept)
-        units = [root_parameters, *(blocks[index].parameter_bytes for index in sharded)]
-        if moment.phase == "forward":
-            buffers = blocks[moment.held].parameter_bytes if moment.held in sharded else 0
-            if not sharded:
-                buffers = 0 if moment.activations else max(units)
+            buffers = next((block.parameter_bytes for block in reversed(blocks[:last]) if block.parameter_bytes), root_parameters)
+            if not moment.running:
+                # The next block's gather begins before the last one's buffer is let go; gloo takes as much again for itself.
+                buffers += sum(block.parameter_bytes for block in blocks[running : running + 1]) * (2 if cpu else 1)
         else:
-            done = sum(blocks[index].gradient_bytes for index in sharded if index > moment.held)
-            whole = max(0, moment.gradients - done)
-            current = [blocks[index] for index in sharded if index == moment.held]
-            reducing = max([_whole_gradients(block) for block in current] or [0])
-            gradients = _part(min(done, moment.gradients), world_size) + whole
-            buffers = reducing + _part(reducing, world_size)
+            done = min(sum(block.gradient_bytes for block in blocks[running + 1 :]), moment.gradients)
+            gradients = _part(done, world_size) + moment.gradients - done
+            buffers = next((block.gradient_bytes for block in blocks[running + 1 :] if block.gradient_bytes), 0)
+            if plan.reshard_after_forward:
+                buffers += next((block.parameter_bytes for block in reversed(blocks[:running]) if block.parameter_bytes), 0)
     return DeviceBytes(
         parameters=_part(footprint.parameter_bytes, world_size),
         gradients=gradients,
@@ -228,11 +239,6 @@ def _fsdp(footprint: Footprint, plan: Plan, moment: _Held, share: float) -> Devi
         input=round(footprint.input_bytes * share),
         communication=gathered + buffers,
     )
-
-
-def _whole_gradients(block: LayerFootprint) -> int:
-    """Gradients of a block before they are reduced and scattered."""
-    return block.gradient_bytes
 
 
 def _part(size_bytes: int, world_size: int) -> int:

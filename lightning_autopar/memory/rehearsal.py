@@ -1,4 +1,4 @@
-"""One step of a LightningModule, called as Lightning's loops would call it, but without them. Knows Lightning; nothing of fakes or of memory.
+"""One step of a LightningModule, called as Lightning's loops would call it, without them. Knows Lightning; nothing of fakes or memory.
 
 The module may be a fake copy: nothing here reads a tensor's value. No logger is called, no file written, and the trainer isn't changed.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -41,6 +41,7 @@ class Silent:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Whatever is done with it comes to nothing."""
         return self
 
     def __getitem__(self, key: Any) -> Any:
@@ -82,22 +83,25 @@ class TrainerView:
 
     @property
     def logger(self) -> Any:
+        """A silent one, if there is any."""
         return Silent() if self._real is not None and self._real.loggers else None
 
     @property
     def loggers(self) -> list[Any]:
+        """As :attr:`logger`."""
         return [Silent()] if self._real is not None and self._real.loggers else []
 
     @property
     def estimated_stepping_batches(self) -> int:
+        """``max_steps``, or some number; the true one would set the loaders up."""
         steps = getattr(self._real, "max_steps", -1)
         return steps if steps > 0 else _SOME_STEPS
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        return None
+        """Saves nothing."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        return None
+        """Prints nothing."""
 
     def __getattr__(self, name: str) -> Any:
         own = object.__getattribute__(self, "_own")
@@ -181,7 +185,11 @@ class Rehearsal:
             if isinstance(child, LightningModule):
                 child.__dict__["_trainer"] = self._trainer
                 child.__dict__.update(
-                    log=_nothing, log_dict=_nothing, print=_nothing, all_gather=lambda data, *args, **kwargs: data, manual_backward=self._backward
+                    log=_nothing,
+                    log_dict=_nothing,
+                    print=_nothing,
+                    all_gather=lambda data, *args, **kwargs: data,
+                    manual_backward=self._backward,
                 )
             if hasattr(child, "_device"):
                 child.__dict__["_device"] = torch.device("cpu")
@@ -229,13 +237,14 @@ class Rehearsal:
             with self._precision():
                 self._kept = self._call("training_step", batch, batch_idx)
             return
-        optimizer = self._wrapped[0] if self._wrapped else None
+        # A LightningOptimizer is an Optimizer as far as the hooks can see, as in Lightning's own loop.
+        optimizer = cast(Any, self._wrapped[0]) if self._wrapped else None
 
         def closure() -> Tensor | None:
             self._enter("forward")
             with self._precision():
                 output = self._kept = self._call("training_step", batch, batch_idx)
-            loss = output["loss"] if isinstance(output, Mapping) else output
+            loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
             if loss is None:
                 self.notes["training_step returned no loss"] = None
                 return None
@@ -292,7 +301,7 @@ class Rehearsal:
             log.debug("%s failed while tracing", name, exc_info=True)
             self.notes[f"{name} was left out, as it failed while tracing ({_first_line(error)})"] = None
 
-    # -- what Lightning's strategy would do --------------------------------------------------------------------------------------------------
+    # -- what Lightning's strategy would do ------------------------------------------------------------------------------------------------
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.module.backward(loss, *args, **kwargs)
@@ -318,7 +327,9 @@ class Rehearsal:
 
 
 @contextmanager
-def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None], forward_ends: Callable[[], None]) -> Iterator[None]:
+def announced(
+    optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None], forward_ends: Callable[[], None]
+) -> Iterator[None]:
     """While open, ``enter`` hears of each backward pass and each optimizer's step, whoever starts them.
 
     Args:

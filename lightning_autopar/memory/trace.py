@@ -2,8 +2,9 @@
 
 Meant for a forked child (``_fork.run_forked``): the user's code runs here. The module that is passed in stays as it is all the same.
 
-Method: a deep copy whose tensors are fake; its own hooks and ``configure_optimizers``; two steps (the first has no optimizer state), the second
-one counted. Against the CPU's real peak the error is below 1 % for most architectures; what kernels take inside of one operation stays unseen.
+Method: a deep copy whose tensors are fake; its own hooks and ``configure_optimizers``; two steps (the first has no optimizer state), the
+second one counted. Against the CPU's real peak the error is below 1 % for most architectures; what most kernels take inside of one
+operation stays unseen.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def trace(
 class _Tracing:
     """The arguments of one call of :func:`trace`."""
 
-    def __init__(self, module: LightningModule, trainer: Trainer | None, first: FirstBatch, stage: str, precision: _Precision, target: Target) -> None:
+    def __init__(
+        self, module: LightningModule, trainer: Trainer | None, first: FirstBatch, stage: str, precision: _Precision, target: Target
+    ) -> None:
         self.module = module
         self.trainer = trainer
         self.first = first
@@ -205,7 +208,11 @@ class _Tracing:
         for hook in hooks:
             hook.remove()
 
-        states = {id(p): sum(_bytes(v) for v in tree_leaves(dict(o.state.get(p, {}))) if isinstance(v, Tensor)) for o in rehearsal.optimizers for p in parameters}
+        states = {
+            id(p): sum(_bytes(v) for v in tree_leaves(dict(o.state.get(p, {}))) if isinstance(v, Tensor))
+            for o in rehearsal.optimizers
+            for p in parameters
+        }
         learns = {id(parameter) for parameter in trainable}
 
         def bytes_of(parameter: nn.Parameter) -> tuple[int, int, int]:
@@ -214,7 +221,7 @@ class _Tracing:
 
         elements = sum(parameter.numel() for parameter in parameters)
         blocks, kept = watcher.blocks(bytes_of, parameters=elements, activation_bytes=saved_bytes)
-        moments = tracker.moments(kept)
+        moments = tracker.moments(lambda held: sum(index < held for index in kept), kept)
         parameter_bytes = tracker.live["parameters"]
         gradient_bytes = sum(bytes_of(parameter)[1] for parameter in trainable)
         peak_bytes = max((moment.total_bytes for moment in moments), default=0)

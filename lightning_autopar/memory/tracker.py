@@ -7,7 +7,7 @@ model against 0.7 s) and stumbles over frozen parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class _Segment:
 
     phase: Phase
     held: int
+    block: int | None = None
     top_bytes: int = -1
     top: tuple[int, ...] = ()
     top_scaled_bytes: int = -1
@@ -66,7 +67,7 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self, shapes: Iterable[torch.Size], *, scratch: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = dict.fromkeys(_KINDS, 0)
         self.total_bytes = 0
         self.flops = 0
@@ -106,7 +107,7 @@ class MemoryTracker(TorchDispatchMode):
             held = self._segment.held if phase == "backward" and self._segment is not None else 0
         self.phase = phase
         if self._segment is not None:
-            self._segment = _Segment(phase, held)
+            self._segment = _Segment(phase, held, self.block if phase == "forward" else None)
             self._segments.append(self._segment)
             self._look()
 
@@ -118,11 +119,12 @@ class MemoryTracker(TorchDispatchMode):
         self.block_flops.clear()
         self._look()
 
-    def moments(self, held: Callable[[int], int]) -> tuple[Moment, ...]:
+    def moments(self, held: Callable[[int], int], kept: Container[int]) -> tuple[Moment, ...]:
         """The fullest moments since :meth:`record`: of each segment, in all and without what a plan may shard or preallocate.
 
         Args:
             held: from a number of leading candidates for blocks to the number of blocks among them.
+            kept: which candidates are blocks.
         """
         found: dict[Moment, None] = {}
         for segment in self._segments:
@@ -133,6 +135,7 @@ class MemoryTracker(TorchDispatchMode):
                         Moment(
                             phase=segment.phase,
                             held=held(segment.held),
+                            running=segment.block in kept,
                             gradient_bytes=by_kind["gradients"],
                             activation_bytes=by_kind["activations"],
                             temporary_bytes=by_kind["temporary"],
@@ -204,37 +207,39 @@ class MemoryTracker(TorchDispatchMode):
         for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output) if isinstance(output, (list, tuple)) else ():
             for tensor in _parts(leaf):
                 if tensor.untyped_storage() not in self._cells:
-                    self._track(tensor, self._kind(func, args, tensor), self._hidden_bytes(func, args, kwargs, output, tensor))
+                    self._track(tensor, self._kind(func, args, tensor), self._hidden_bytes(func, args, output, tensor))
         if self._scratch:
             self._add_scratch(func, args, output)
         self._note(func, args, kwargs, output)
         return output
 
-    def _hidden_bytes(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tensor: Tensor) -> int | None:
+    def _hidden_bytes(self, function: Any, args: tuple[Any, ...], output: Any, tensor: Tensor) -> int | None:
         """Bytes of an output whose fake is empty: what oneDNN's LSTM keeps for backward.
 
-        By oneDNN's layout: four gates at each step, and about eleven and a half copies of the states (outputs, cells, and their gradients), each as
-        wide as the wider of input and state. Within 1 % of torch 2.13's for widths from 64 up, within 40 % for tiny ones.
+        By oneDNN's layout: four gates at each step, and about eleven and a half copies of the states (outputs, cells, and their gradients),
+        each as wide as the wider of input and state. Within 2 % of torch 2.13's for widths from 64 up, within 40 % for tiny ones.
         """
-        if function is not aten.mkldnn_rnn_layer.default or tensor is not output[-1] or not (args[0].requires_grad or torch.is_grad_enabled()):
+        if function is not aten.mkldnn_rnn_layer.default or tensor is not output[-1] or tensor.untyped_storage().nbytes():
             return None
-        steps, batch, width = args[0].shape
-        state = output[1].shape[-1]
-        return int((steps + 1) * batch * (4 * state + 11.5 * max(width, state))) * args[0].element_size()
+        if not dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)).get("train", True):
+            return None
+        steps, batch, width = (int(size) for size in args[0].shape)
+        state = int(output[1].shape[-1])
+        elements = int((steps + 1) * batch * (4 * state + 11.5 * max(width, state)))
+        return elements * int(args[0].element_size())
 
     def _add_scratch(self, function: Any, args: tuple[Any, ...], output: Any) -> None:
         """Account for what oneDNN's convolutions take while they run: inputs, weights and outputs in its own blocked layout.
 
-        The order was read from the profiler's memory events (torch 2.13): copies of input and weight, the blocked output; these are freed, then
-        the plain output. In backward the same for the input's gradient, then for the weight's.
+        The order was read from the profiler's memory events (torch 2.13): copies of input and weight, the blocked output; these are freed,
+        then the plain output. In backward the same for the input's gradient, then for the weight's.
         """
-        size = lambda tensor: tensor.numel() * tensor.element_size()  # noqa: E731
         if function is aten.convolution.default:
-            image, weight = size(args[0]), size(args[1])
-            scaled, fixed = (image, weight) if image + weight > size(output) else (size(output), 0)
+            image, weight = _bytes(args[0]), _bytes(args[1])
+            scaled, fixed = (image, weight) if image + weight > _bytes(output) else (_bytes(output), 0)
         elif function is aten.convolution_backward.default:
-            gradient, image, weight = size(args[0]), size(args[1]), size(args[2])
-            scaled, fixed = max(((image + gradient, 0), (0, weight), (gradient, 0 if output[0] is not None else -weight)), key=sum)
+            gradient, image, weight = _bytes(args[0]), _bytes(args[1]), _bytes(args[2])
+            scaled, fixed = max((image + gradient, 0), (0, weight), key=sum)
         else:
             return
         for sign in (1, -1):
@@ -270,14 +275,18 @@ class MemoryTracker(TorchDispatchMode):
                 tracker._look()
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]  # FSDP frees its storages so
-        super().__enter__()
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # FSDP frees its storages so
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         assert self._resize is not None
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _parts(tensor: Any) -> tuple[Tensor, ...]:

@@ -253,7 +253,7 @@ def build_plan(
         reasons.append(f"the statistics of {len(footprint.batch_norm)} batch norms are taken over all ranks, as over the whole batch")
     shard: tuple[str, ...] = ()
     if engine == "fsdp":
-        shard, left_out = _shardable(footprint)
+        shard, left_out = shardable(footprint)
         if left_out:
             reasons.append(f"{', '.join(left_out)} not sharded as units of their own: they share parameters with other modules")
         if reshard:
@@ -278,7 +278,7 @@ _ENGINE_REASONS: Mapping[Engine, str] = {
 }
 
 
-def _shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Blocks that can be units of FSDP, and those that can't: one that shares a parameter with what lies outside it."""
     units: list[str] = []
     left_out: list[str] = []

@@ -21,7 +21,7 @@ from lightning_autopar.state.one_pass import STATE_VERSION, Pass, Settlement, Tr
 from lightning_autopar.state.order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.state.share import BatchShare, CollateAll, CollateRows, CollateSamples
 
-__all__ = ["BatchShare", "ExactLoader", "Progress", "fit_progress", "is_loader_state"]
+__all__ = ["BatchShare", "ExactLoader", "Progress", "fit_progress", "is_loader_state", "unwrapped"]
 
 #: How many shares are remembered besides those of batches that workers have prefetched.
 SHARES_KEPT = 64
@@ -62,6 +62,11 @@ def fit_progress(trainer: Any) -> Callable[[], Progress]:
 def is_loader_state(state: object) -> bool:
     """Whether this is what :meth:`ExactLoader.state_dict` gave."""
     return isinstance(state, Mapping) and STATE_VERSION in state
+
+
+def unwrapped(loader: Any) -> Any:
+    """The user's own loader in an :class:`ExactLoader`; anything else is returned as it is."""
+    return loader.wrapped if isinstance(loader, ExactLoader) else loader
 
 
 class ExactLoader(DataLoader[Any]):

@@ -43,7 +43,7 @@ def capture(own: Mapping[str, Any], *, cuda: bool = True) -> RngState:
     if cuda and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     for name, generator in own.items():
-        state[name] = _get(generator)
+        state[name] = get_generator(generator)
     return state
 
 
@@ -61,7 +61,7 @@ def restore(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             if torch.cuda.is_available():
                 torch.cuda.set_rng_state(value)
         elif name in own:
-            _set(own[name], value)
+            set_generator(own[name], value)
 
 
 def changed(before: RngState, after: RngState) -> RngState:
@@ -89,7 +89,7 @@ def from_plain(data: Mapping[str, Any]) -> RngState:
     return {name: _unplain(value) for name, value in data.items()}
 
 
-def _get(generator: Any) -> Any:
+def get_generator(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -99,7 +99,7 @@ def _get(generator: Any) -> Any:
     return generator.get_state()
 
 
-def _set(generator: Any, value: Any) -> None:
+def set_generator(generator: Any, value: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(value)
     elif numpy is not None and isinstance(generator, numpy.random.Generator):

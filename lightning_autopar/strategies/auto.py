@@ -9,13 +9,14 @@ from typing import Any, Literal, Optional, Union
 import torch
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
-from lightning_autopar._lightning_compat import requested_devices
+from lightning_autopar._lightning_compat import combined_loaders, requested_devices, restore_loaders
 from lightning_autopar.memory.inventory import Inventory, probe
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning.candidates import check_allow
 from lightning_autopar.planning.report import Report
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.strategies.decide import Settings
+from lightning_autopar.state.loader import unwrapped
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.units import parse_memory
 
@@ -106,6 +107,9 @@ class AutoParallelStrategy(ParallelStrategy):
         self.precision_plugin = engine.precision_plugin
         self.optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in engine.optimizers]
         self.lr_scheduler_configs = engine.lr_scheduler_configs
+        assert self._lightning_module is not None
+        trainer = self._lightning_module.trainer
+        restore_loaders(trainer, combined_loaders(trainer, unwrapped))
 
     def mute(self, trainer: Any) -> None:
         """Keep Lightning from running the hooks of a failed run again here, on state that isn't the run's; see :meth:`on_exception`."""

@@ -34,7 +34,7 @@ class Brake:
         self._cells = memoryview(mmap.mmap(-1, 8 * (_FIRST + 2 * world_size))).cast("q")
         self._last: float | None = None
 
-    # -- in a worker -------------------------------------------------------------------------------------------------------------------------
+    # -- in a worker -------------------------------------------------------------------------------------------------------------------
 
     def boundary(self, rank: int) -> None:
         """A batch begins on this rank.
@@ -64,7 +64,7 @@ class Brake:
 
         engine.batch_to_device = batch_to_device
 
-    # -- in the parent -----------------------------------------------------------------------------------------------------------------------
+    # -- in the parent -----------------------------------------------------------------------------------------------------------------
 
     def pull(self, reason: type[BaseException]) -> None:
         """Ask all ranks to leave at the same boundary, by an exception of this class."""

@@ -16,7 +16,7 @@ from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.trace import first_batch, trace
-from lightning_autopar.planning.candidates import Constraints, SplitFinding
+from lightning_autopar.planning.candidates import Constraints, SplitFinding, shardable
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.plans import Engine, Plan
@@ -24,7 +24,8 @@ from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.draws import DrawPlan
 from lightning_autopar.strategies.engine import Assignment, BatchRule
 from lightning_autopar.strategies.features import exclusions
-from lightning_autopar.strategies.probe import probe_split
+from lightning_autopar.strategies.probe import pads, probe_split
+from lightning_autopar.strategies.rehearse import rehearse_fsdp, unshardable
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -76,6 +77,7 @@ class _Findings:
     split: SplitFinding | None
     draws: DrawPlan | None
     data_draws: tuple[str, ...]
+    unshardable: str | None
 
 
 def decide(
@@ -100,7 +102,11 @@ def decide(
         names = ", ".join(device.id for device in inventory.devices) or "none"
         raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
     probe, gpu = _splits(inventory, settings, max_devices), any(device.kind == "cuda" for device in runnable)
-    findings = run_forked(_find, trainer, probe, gpu, timeout_seconds=_TRACE_SECONDS)
+    sharded = _several(inventory, max_devices) and "fsdp" in settings.allow
+    findings = run_forked(_find, trainer, probe, sharded, gpu, timeout_seconds=_TRACE_SECONDS)
+    excluded = exclusions(trainer, findings.footprint)
+    if findings.unshardable is not None:
+        excluded.setdefault("fsdp", findings.unshardable)
     constraints = Constraints(
         allow=settings.allow,
         max_devices=max_devices,
@@ -110,7 +116,7 @@ def decide(
         exact=settings.exact,
         precision=str(trainer.precision),
         pinned=settings.plan,
-        excluded=exclusions(trainer, findings.footprint),
+        excluded=excluded,
         split=findings.split if settings.batch == "global" else None,
     )
     report = make_report(findings.footprint, inventory, constraints)
@@ -132,19 +138,29 @@ def decide(
 
 def _splits(inventory: Inventory, settings: Settings, max_devices: int | None) -> bool:
     """Whether any candidate would split the batch, so that the probe has something to say."""
-    several = min(len(inventory.devices), max_devices or len(inventory.devices)) > 1
-    return several and settings.batch == "global" and any(engine != "single" for engine in settings.allow)
+    return _several(inventory, max_devices) and settings.batch == "global" and any(engine != "single" for engine in settings.allow)
 
 
-def _find(trainer: Trainer, probe: bool, gpu: bool) -> _Findings:
-    """In the forked child: the user's first batch, the traced step, and whether the batch's loss survives being split."""
+def _several(inventory: Inventory, max_devices: int | None) -> bool:
+    return min(len(inventory.devices), max_devices or len(inventory.devices)) > 1
+
+
+def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> _Findings:
+    """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split."""
     module = trainer.lightning_module
     stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
     batch = first_batch(module, trainer, stage)
     footprint = trace(module, trainer, batch, stage=stage, precision=str(trainer.precision), target="cuda" if gpu else "cpu")
-    split, draws = None, None  # an evaluation has no loss that anything is trained on
+    refusal = None
+    if sharded:
+        units = shardable(footprint)[0]
+        refusal = rehearse_fsdp(module, trainer, batch, units, flops=footprint.flops) if stage == "fit" else unshardable(module)
+    # An evaluation has no loss that anything is trained on; what it draws is told by shape.
+    split, draws = None, DrawPlan() if footprint.random_draws else None
     if probe and stage == "fit":
-        # Where collating draws random numbers, ranks take their rows of the collated batch, and so does the probe.
+        if "collate" not in batch.draws and pads(batch):
+            batch = replace(batch, draws=(*batch.draws, "collate"))
+        # Where collating draws random numbers or pads, ranks take their rows of the collated batch, and so does the probe.
         probed = replace(batch, samples=None, collate=None) if "collate" in batch.draws else batch
         split, draws = probe_split(module, trainer, probed, flops=footprint.flops)
-    return _Findings(footprint=footprint, split=split, draws=draws, data_draws=batch.draws)
+    return _Findings(footprint=footprint, split=split, draws=draws, data_draws=batch.draws, unshardable=refusal)

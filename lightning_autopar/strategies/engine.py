@@ -43,8 +43,8 @@ class Assignment:
         batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning does.
         draws: what the probe learnt about the step's random draws; None where it draws nothing.
         find_unused_parameters: DDP only: whether some parameters may get no gradient.
-        data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): there each rank must do all of it, to draw
-            what one process would.
+        data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``), or pads to the longest sample
+            (``"collate"``): there each rank must do all of it, to get what one process would.
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
         large: whether the module is so large that no rank but the first should ever build all of it.
     """
@@ -97,7 +97,7 @@ class EngineMixin(Strategy):
         return int(getattr(self, "global_rank", 0))
 
     @property
-    def _splits(self) -> bool:
+    def splits(self) -> bool:
         """Whether a batch is split at all."""
         return self.assignment.plan.world_size > 1 and self.assignment.batch == "global"
 
@@ -113,21 +113,21 @@ class EngineMixin(Strategy):
         trainer = self._trainer
         if self.assignment.batch == "per_device" or isinstance(dataloader, ExactLoader):
             return dataloader
-        if not isinstance(dataloader, DataLoader) and not self._splits:
+        if not isinstance(dataloader, DataLoader) and not self.splits:
             return dataloader
         loader = ExactLoader(
             dataloader,
             rank=self._rank,
             world_size=self.assignment.plan.world_size,
             whole_batches=trainer.predicting,
-            sync=self.broadcast if self._splits and (trainer.training or not _in_sequence(dataloader)) else None,
+            sync=self.broadcast if self.splits and (trainer.training or not _in_sequence(dataloader)) else None,
             progress=fit_progress(trainer) if trainer.training else None,
             load_all="samples" in self.assignment.data_draws,
             collate_all="collate" in self.assignment.data_draws,
         )
         if trainer.training:
             self._resume_loader(trainer, loader)
-        if trainer.predicting and self._splits:
+        if trainer.predicting and self.splits:
             self._limit_predictions(trainer, dataloader)
         return loader
 
@@ -150,10 +150,13 @@ class EngineMixin(Strategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
         self._share, self._drawing = None, False
-        loader = self._loader(dataloader_idx) if self._splits else None
+        loader = self._loader(dataloader_idx) if self.splits else None
         if loader is not None:
             self._share = loader.next_share()
             self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
+            self._drawing = True
+            if self._draws is not None:
+                self._draws.begin()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _loader(self, dataloader_idx: int) -> ExactLoader | None:
@@ -171,7 +174,7 @@ class EngineMixin(Strategy):
         module = self.lightning_module
         assert module is not None
         self._exit.enter_context(recomputed(module, self.assignment.plan.recompute))
-        if self._splits:
+        if self.splits:
             self._layer_sync = None  # Lightning's knows CUDA only; ours replaces it
             synchronise_batch_norm(module, self._share_for_draws)
             self._exit.callback(restore_batch_norm, module)
@@ -189,7 +192,7 @@ class EngineMixin(Strategy):
         super().teardown()
 
     def _share_for_draws(self) -> BatchShare | None:
-        """The share while the user's step or its backward runs; None outside, where draws are no part of the batch."""
+        """The share from the batch's transfer to the end of its backward; None outside, where draws are no part of the batch."""
         return self._share if self._drawing else None
 
     @contextmanager
@@ -198,9 +201,6 @@ class EngineMixin(Strategy):
         if self._share is None or self._logging is None:
             yield
             return
-        if self._draws is not None:
-            self._draws.begin()
-        self._drawing = True
         with self._logging.step():
             yield
 

@@ -64,26 +64,36 @@ class Failure:
 
 def _pickled(error: BaseException) -> bytes:
     """The exception as it is, where its class can do that; otherwise its parts, where they can; otherwise its nearest base with its words."""
-    for candidate in (_dumped(error), _dumped(_Parts(error))):
-        if candidate is not None and _same(error, candidate):
-            return candidate
-    for base in type(error).__mro__[1:]:
+    whole = _dumped(error)
+    if whole is not None and _same(error, whole, words=True):
+        return whole
+    parts = _dumped(_Parts(error))
+    if parts is not None and _same(error, parts, words=False):
+        return parts
+    for base in type(error).__mro__:
         stand_in = _dumped(_Parts(error, base=base, args=(f"{type(error).__name__}: {error}",)))
-        if stand_in is not None and issubclass(base, BaseException):
-            try:
-                pickle.loads(stand_in)
-            except Exception:  # a base with a constructor of its own kind: the next one is simpler
-                continue
+        if stand_in is not None and _loads(stand_in) is not None:
             return stand_in
     raise AssertionError("BaseException itself can be pickled")
 
 
-def _same(error: BaseException, data: bytes) -> bool:
-    """Whether the bytes give the exception back. Whatever a stranger's ``__init__`` or ``__str__`` raises, the answer is no."""
+def _loads(data: bytes) -> BaseException | None:
+    """The exception; None where a stranger's class doesn't let itself be rebuilt, whatever it raises."""
     try:
-        again = pickle.loads(data)
-        return type(again) is type(error) and str(again) == str(error) and len(again.args) == len(error.args)
+        error: BaseException = pickle.loads(data)
     except Exception:
+        return None
+    return error
+
+
+def _same(error: BaseException, data: bytes, *, words: bool) -> bool:
+    """Whether the bytes give the exception back, with the same words."""
+    again = _loads(data)
+    if again is None or type(again) is not type(error) or len(again.args) != len(error.args):
+        return False
+    try:
+        return not words or str(again) == str(error)
+    except Exception:  # a stranger's __str__
         return False
 
 

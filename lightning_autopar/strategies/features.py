@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins import BitsandbytesPrecision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.memory.footprint import Footprint
@@ -45,6 +46,9 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
         excluded["fsdp"] = "a part of the module was compiled before sharding, and FSDP2 has to shard first"
     if "BatchSizeFinder" in kinds:
         excluded["multi"] = "the callback BatchSizeFinder runs on one device only, as in Lightning itself"
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None and trainer.state.fn == TrainerFn.FITTING:
+            excluded["multi"] = f"{name!r} has max_norm, which rescales the rows of a batch in place: on each device others"
     stage = trainer.state.fn
     if stage == TrainerFn.FITTING and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         excluded["multi"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't be split"

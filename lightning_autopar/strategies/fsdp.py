@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -24,6 +25,7 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.gathered import Gathered
 from lightning_autopar.strategies.group import join_group
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class _ShardingStrategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy without its demand that the user shards the module, and with plain checkpoints."""
 
     assignment: Assignment
+    _gathered: Any = None
 
     def _configure_launcher(self) -> None:
         """The processes are there already."""
@@ -72,7 +75,8 @@ class _ShardingStrategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         if not any(isinstance(module, FSDPModule) for module in self._module.modules()):
             originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.assignment.large else {}
-            shard(self._module, self.assignment, self.device_mesh["data_parallel"])
+            plan = self.assignment.plan
+            shard(self._module, plan.shard, self.device_mesh["data_parallel"], reshard_after_forward=bool(plan.reshard_after_forward))
             if self.assignment.large and self._any_rank_has_shapes_only():
                 self._spread(originals)
         materialize_module(self._module, self.root_device)
@@ -85,6 +89,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
+        self._gathered = Gathered(self._module, self.optimizers)
 
     def _any_rank_has_shapes_only(self) -> bool:
         here = any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers()))
@@ -103,6 +108,46 @@ class _ShardingStrategy(ModelParallelStrategy):
             if name not in persistent:
                 buffer.copy_(self.broadcast(buffer.cpu() if self.global_rank == 0 else None))
         torch.set_rng_state(self.broadcast(torch.get_rng_state()))
+
+    # -- steps: the only time when parameters are whole -------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step; under automatic optimization its backward pass puts the parameters back into shards."""
+        with self._gathered.inside():
+            output = super().training_step(*args, **kwargs)
+        if not self._module.automatic_optimization:
+            self._gathered.reshard()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._evaluation(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._evaluation(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._evaluation(super().predict_step, args, kwargs)
+
+    def _evaluation(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """No backward pass follows that would put the parameters back."""
+        with self._gathered.inside():
+            output = step(*args, **kwargs)
+        self._gathered.reshard()
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Recomputation calls modules here that a hook may call elsewhere."""
+        with self._gathered.inside():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def teardown(self) -> None:
+        """Leave the module without our hooks."""
+        if self._gathered is not None:
+            self._gathered.close()
+        super().teardown()
 
     # -- checkpoints: whole, plain, one file -------------------------------------------------------------------------------------------------
 
@@ -156,25 +201,28 @@ class FSDPEngine(EngineMixin, _ShardingStrategy):
         self.attach(assignment)
 
 
-def shard(module: Any, assignment: Assignment, mesh: Any) -> None:
-    """``fully_shard`` on the plan's units, then on the root.
+def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward: bool) -> None:
+    """``fully_shard`` on the units, then on the root.
 
     Args:
         module: a LightningModule.
-        assignment: names the units.
+        fqns: the units' names.
         mesh: one-dimensional device mesh.
+        reshard_after_forward: whether a unit's parameters are freed between forward and backward.
     """
-    plan = assignment.plan
-    reshard = bool(plan.reshard_after_forward)
-    for fqn in plan.shard:
-        fully_shard(module.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard)
+    for fqn in fqns:
+        fully_shard(module.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard_after_forward)
     if not module.automatic_optimization:
         # Each backward of a manual step frees the root's parameters again, so what a step calls more than once must be a unit of its own.
         for child in _callable_children(module):
-            fully_shard(child, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(child, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(module, mesh=mesh)
     for name in _STEPS:
+        signature = inspect.signature(getattr(module, name))
         register_fsdp_forward_method(module, name)
+        # functools.wraps on a bound method makes inspect take the first argument for self (torch 2.13).
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        getattr(module, name).__func__.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:

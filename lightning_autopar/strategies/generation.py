@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
 from lightning_autopar._lightning_compat import SIGTERMException, TunerExit, call_on_exception, installed
+from lightning_autopar.state import rng
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.brake import Brake
 from lightning_autopar.strategies.engine import Assignment, EngineMixin
@@ -78,6 +79,7 @@ class Job:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     folder: Path
+    before: handover.Before
 
 
 @contextmanager
@@ -113,7 +115,7 @@ def _remove_dead(home: Path) -> None:
                 os.close(lock)
 
 
-# -- the parent --------------------------------------------------------------------------------------------------------------------------------
+# -- the parent ------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -251,8 +253,8 @@ def _outcome(job: Job, workers: list[_Worker], noted: list[type[BaseException]])
     elif silent:
         worker = silent[0]
         error = WorkerFailed(
-            f"the worker of rank {worker.rank} on {job.assignment.plan.devices[worker.rank]} ended without a word "
-            f"({_describe(worker.process.exitcode)}); a kill by the system often means that the host's memory ran out"
+            f"the worker of rank {worker.rank} on {job.assignment.plan.devices[worker.rank]} ended without a word: "
+            f"{_describe(worker.process.exitcode)}"
         )
     else:
         assert failures, [worker.words for worker in workers]
@@ -267,9 +269,11 @@ def _results(job: Job, workers: list[_Worker]) -> list[handover.Results]:
 
 
 def _describe(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+    """An exit code in words."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    cause = "; the system does that when the host's memory is short" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{cause}"
 
 
 @contextmanager
@@ -287,8 +291,9 @@ def _noted_interrupts() -> Iterator[list[type[BaseException]]]:
 
     def note(number: int, frame: Any) -> None:
         noted.append(kinds[number])
-        if number == signal.SIGTERM and callable(before[signal.SIGTERM]):
-            before[signal.SIGTERM](number, frame)
+        users = before[signal.SIGTERM]
+        if number == signal.SIGTERM and callable(users):
+            users(number, frame)
         if len(noted) > 1:
             raise kinds[number]
 
@@ -304,7 +309,7 @@ def _noted_interrupts() -> Iterator[list[type[BaseException]]]:
                 signal.signal(number, handler)
 
 
-# -- the worker --------------------------------------------------------------------------------------------------------------------------------
+# -- the worker ------------------------------------------------------------------------------------------------------------------------
 
 
 def _worker(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_pid: int) -> None:
@@ -319,8 +324,9 @@ def _worker(rank: int, job: Job, brake: Brake, pipe: connection.Connection, pare
         signal.signal(number, _leave_it_to_the_parent)
     for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # a process group of its own must not be stopped by the terminal
+    _make_scratch(job.folder)
     device = job.assignment.devices[rank]
-    rank_zero_only.rank = rank
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning hangs it on the function
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(job.assignment.plan.world_size), MASTER_ADDR="127.0.0.1")
     os.environ[RENDEZVOUS_FILE] = str(job.folder / "rendezvous")
     if device.kind == "cpu" and device.threads is not None:
@@ -343,6 +349,19 @@ def _worker(rank: int, job: Job, brake: Brake, pipe: connection.Connection, pare
     os._exit(0)
 
 
+def _make_scratch(folder: Path) -> None:
+    """Give multiprocessing, in this process and its data loader workers, a place for sockets that goes with the run's folder.
+
+    Its own, in the system's temporary folder, stays behind when a process is killed.
+    """
+    before = tempfile.tempdir
+    tempfile.tempdir = str(folder)
+    try:
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
+
+
 def _leave_it_to_the_parent(number: int, frame: Any) -> None:
     """The parent says when to stop. No SIG_IGN: a program that the user's code starts would inherit that."""
 
@@ -353,8 +372,8 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
     if device.kind == "cpu" and device.threads is not None:
         torch.set_num_threads(device.threads)
     module = trainer.lightning_module
+    rng.restore(job.before.random, {})
     try:
-        before = handover.digest_attributes(trainer) if rank == 0 else {}
         engine = job.make_engine(job.assignment)
         brake.watch(engine, rank)
         with installed(trainer, engine, module, job.assignment.torch_devices, keep_sampler=job.assignment.batch == "per_device"):
@@ -365,16 +384,16 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
             except TunerExit:
                 word = "tuner"
             except BaseException as error:
-                _leave(error, rank, job, brake, pipe, before)
+                _leave(error, rank, job, brake, pipe)
                 return
-            left = handover.collect(trainer, value, before, job.folder, rank)
+            left = handover.collect(trainer, value, job.before, job.folder, rank)
         (job.folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(left))
         pipe.send(word)
     except BaseException as error:
         _report(error, rank, job, pipe)
 
 
-def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connection.Connection, before: handover.Digests) -> None:
+def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None:
     """The run ends by an exception: tell the parent, run the trainer's hooks, and leave the state as it is, where it can be had."""
     trainer = job.trainer
     if brake.pulled and type(error) in (KeyboardInterrupt, SIGTERMException):
@@ -387,7 +406,7 @@ def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connec
     with suppress(Exception):  # a hook that fails while the run is failing must not hide the failure itself
         call_on_exception(trainer, error)
     with suppress(Exception):  # sharded weights can't be gathered when ranks have failed; the parent says so
-        left = handover.collect(trainer, None, before, job.folder, rank)
+        left = handover.collect(trainer, None, job.before, job.folder, rank, apart=True)
         (job.folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(left))
         pipe.send("left")
     with suppress(Exception):  # as Lightning does, for a checkpoint that is still being written in the background

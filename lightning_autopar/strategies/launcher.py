@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import Launcher, TunerExit, attach_data, call_on_exception, installed, run_arguments
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.ddp import DDPEngine
-from lightning_autopar.strategies.decide import Decision, Settings, decide
+from lightning_autopar.strategies.decide import Decision, decide
 from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
 from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.fsdp import FSDPEngine
@@ -81,7 +81,7 @@ class AutoLauncher(Launcher):
             return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
         return self._run_generation(decision, function, args, kwargs, trainer)
 
-    # -- one device: this process ------------------------------------------------------------------------------------------------------------
+    # -- one device: this process ------------------------------------------------------------------------------------------------------
 
     def _run_here(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         assignment = decision.assignment
@@ -111,19 +111,26 @@ class AutoLauncher(Launcher):
             engine.teardown()
             raise
 
-    # -- several devices: workers --------------------------------------------------------------------------------------------------------------
+    # -- several devices: workers ------------------------------------------------------------------------------------------------------
 
     def _run_generation(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
-        assignment, module = decision.assignment, trainer.lightning_module
+        assignment = decision.assignment
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
             job = Job(
-                assignment=assignment, make_engine=make_engine, trainer=trainer, function=function, args=args, kwargs=kwargs, folder=folder
+                assignment=assignment,
+                make_engine=make_engine,
+                trainer=trainer,
+                function=function,
+                args=args,
+                kwargs=kwargs,
+                folder=folder,
+                before=handover.survey(trainer),
             )
             outcome = run_generation(job)
             if outcome.error is not None:
-                raise self._failed(outcome, trainer, module, folder)
-            handover.restore(trainer, module, outcome.results[0], folder)
+                raise self._failed(outcome, trainer, job)
+            handover.restore(trainer, job.before, outcome.results[0], folder)
         self._strategy.measured = {
             device: {"peak_bytes": left.peak_bytes, "step_seconds": left.step_seconds}
             for device, left in zip(assignment.plan.devices, outcome.results, strict=True)
@@ -135,12 +142,12 @@ class AutoLauncher(Launcher):
             return interleaved([left.value for left in outcome.results])
         return outcome.results[0].value
 
-    def _failed(self, outcome: Outcome, trainer: Trainer, module: LightningModule, folder: Path) -> BaseException:
+    def _failed(self, outcome: Outcome, trainer: Trainer, job: Job) -> BaseException:
         """Bring back what a failed run left, as it would be here after plain Lightning, or say that it couldn't be had; the exception to raise."""
         assert outcome.error is not None
         try:
             if outcome.results:
-                handover.restore(trainer, module, outcome.results[0], folder)
+                handover.restore(trainer, job.before, outcome.results[0], job.folder)
         except Exception as error:  # the failure itself must not be hidden by what came after it
             rank_zero_warn(f"autopar: the state of the failed run could not be brought back: {error!r}")
         if not outcome.results:
@@ -149,13 +156,17 @@ class AutoLauncher(Launcher):
             self._strategy.mute(trainer)  # on the state that they belong to
         return outcome.error
 
-    # -- processes that somebody else started ---------------------------------------------------------------------------------------------------
+    # -- processes that somebody else started ------------------------------------------------------------------------------------------
 
-    def _run_with_peers(self, peers: Peers, ckpt_path: object, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+    def _run_with_peers(
+        self, peers: Peers, ckpt_path: object, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+    ) -> Any:
         decision = None
         if peers.rank == 0:
             try:
-                decision = decide(trainer, self._strategy.settings, peers.inventory(self._strategy), ckpt_path=ckpt_path, world_size=peers.world_size)
+                decision = decide(
+                    trainer, self._strategy.settings, peers.inventory(self._strategy), ckpt_path=ckpt_path, world_size=peers.world_size
+                )
             except BaseException as error:
                 peers.tell(error)
                 raise
@@ -166,18 +177,24 @@ class AutoLauncher(Launcher):
         self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
         return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
 
-    def _run_as_peer(self, assignment: Assignment, peers: Peers, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+    def _run_as_peer(
+        self, assignment: Assignment, peers: Peers, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+    ) -> Any:
         engine = make_engine(assignment, forked=False)
         devices = peers.local_devices(assignment)
         if isinstance(engine, ParallelStrategy):
             engine.parallel_devices = devices  # of this node, as Lightning counts them
-        with installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=assignment.batch == "per_device", external=peers.environment):
+        with installed(
+            trainer, engine, trainer.lightning_module, devices, keep_sampler=assignment.batch == "per_device", external=peers.environment
+        ):
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
             finally:
                 self._strategy.take_over(engine)
             meter = engine.meter
-            self._strategy.measured = {assignment.plan.devices[peers.rank]: {"peak_bytes": meter.peak_bytes, "step_seconds": meter.step_seconds}}
+            self._strategy.measured = {
+                assignment.plan.devices[peers.rank]: {"peak_bytes": meter.peak_bytes, "step_seconds": meter.step_seconds}
+            }
             if trainer.state.fn == "predict" and assignment.batch == "global" and assignment.plan.world_size > 1:
                 values: list[Any] = [None] * assignment.plan.world_size
                 torch.distributed.all_gather_object(values, value)
@@ -203,7 +220,7 @@ def interleaved(values: list[Any]) -> Any:
         return None
     if first and isinstance(first[0], list) and _several_loaders(values):
         return [interleaved(list(parts)) for parts in zip(*values, strict=True)]
-    merged = []
+    merged: list[Any] = []
     for index in range(max(len(value) for value in values)):
         merged.extend(value[index] for value in values if index < len(value))
     return [prediction for prediction in merged if not isinstance(prediction, Dropped)]
@@ -222,7 +239,9 @@ def announce_measured(decision: Decision, measured: dict[str, dict[str, Any]]) -
         peak_bytes, step_seconds = values["peak_bytes"], values["step_seconds"]
         if peak_bytes is not None and device in candidate.bytes:
             predicted_bytes = candidate.bytes[device].allocated
-            words.append(f"memory {format_bytes(predicted_bytes)} predicted, {format_bytes(peak_bytes)} measured ({peak_bytes / predicted_bytes - 1:+.0%})")
+            words.append(
+                f"memory {format_bytes(predicted_bytes)} predicted, {format_bytes(peak_bytes)} measured ({peak_bytes / predicted_bytes - 1:+.0%})"
+            )
         if step_seconds:
             words.append(f"step {format_seconds(candidate.seconds.step)} predicted, {format_seconds(step_seconds)} measured")
         if words:

@@ -465,7 +465,7 @@ def _adopt(metric: Metric, group: dist.ProcessGroup | None) -> Callable[[], None
         if dist_sync_fn is not gather_all_tensors or process_group is not None or self.process_group is not None:
             Metric._sync_dist(self, dist_sync_fn, process_group=process_group)
         else:
-            _sync_states(self, group)
+            sync_states(self, group)
 
     if replaced:
         # A bound method of the method's own name: a copy of the metric gets its own, an unpickled one the class's.
@@ -479,7 +479,7 @@ def _adopt(metric: Metric, group: dist.ProcessGroup | None) -> Callable[[], None
     return undo
 
 
-def _sync_states(metric: Metric, group: dist.ProcessGroup | None) -> None:
+def sync_states(metric: Metric, group: dist.ProcessGroup | None) -> None:
     """``Metric._sync_dist`` for ranks that may have seen unequal numbers of samples.
 
     torchmetrics gathers tensor by tensor, which needs equally many of one type on every rank, and lets a rank that saw nothing count as one

@@ -83,7 +83,7 @@ def probe_split(
         return SplitFinding(
             probed=False, reason=f"a step of {flops:.1e} floating-point operations is too long to try on the CPU"
         ), DrawPlan()
-    batches = _Batches(module if trainer is not None else None, first, count)
+    batches = _Batches(first, count, hooks=trainer is not None)
     try:
         batches.part(BatchShare(rows=share_rows(count, 0, sizes[0]), of=count, rank=0, world_size=sizes[0]))
     except Exception as error:  # the user's collate function, on fewer samples than it is used to
@@ -96,18 +96,31 @@ def probe_split(
         rng.restore(state, {})
 
 
+def pads(first: FirstBatch) -> bool:
+    """Whether collating a part of the batch gives other shapes than the part's rows of the whole, as when samples are padded to the longest one."""
+    if first.samples is None or first.collate is None or len(first.samples) < 2:
+        return False
+    try:
+        whole = first.collate(first.samples)
+        return any(_shapes(take_rows(whole, rank, 2)[1]) != _shapes(first.collate(cut(first.samples, rank, 2))) for rank in range(2))
+    except Exception:  # the user's collate function may want more samples, and a batch may have no rows: then it isn't cut into them
+        _LOG.debug("whether the batch is padded can't be told", exc_info=True)
+        return False
+
+
 class _Batches:
     """The first batch and its parts, each made anew every time, since a step may change what it gets.
 
-    ``module`` has the transfer hooks to apply; None for none.
+    ``hooks`` says whether the module has transfer hooks to apply, which need a trainer.
     """
 
-    def __init__(self, module: LightningModule | None, first: FirstBatch, count: int) -> None:
-        self.module = module
+    def __init__(self, first: FirstBatch, count: int, *, hooks: bool) -> None:
         self.first = first
         self.count = count
         self.double = False
-        #: Whether collating or transferring draws random numbers.
+        #: Whether the parts are as the transfer hooks get them, or have been through them already.
+        self.raw = first.samples is not None and first.collate is not None and hooks
+        #: Whether collating draws random numbers.
         self.random = False
 
     def part(self, share: BatchShare) -> Any:
@@ -117,8 +130,6 @@ class _Batches:
             samples = first.samples[: self.count]
             part = samples if share.world_size == 1 else cut(samples, share.rank, share.world_size)
             batch = first.collate(part)
-            if self.module is not None:
-                batch = transfer_batch(self.module, batch)
         else:
             batch = take_rows(tree_map(_copied, first.batch), share.rank, share.world_size)[1]
         self.random |= not torch.equal(state, torch.get_rng_state())
@@ -195,7 +206,8 @@ class _Probe:
         """The losses of one step: of each backward pass under manual optimization, else what the step returns."""
         recorded: list[Tensor] = []
         with torch.set_grad_enabled(self.grad), _recorded_backward(recorded):
-            output = self.rehearsal._call("training_step", batch, 0)
+            # The engines count what the transfer hooks draw (augmentation on the device) as the step's, too.
+            output = self.rehearsal._call("training_step", transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
         for name, buffer in self.module.named_buffers():
             if name in self.buffers:
                 buffer.data.copy_(self.buffers[name])
@@ -232,7 +244,7 @@ class _Probe:
         elif len({len(losses) for losses in (observed.whole, *observed.parts)}) > 1:
             reason = "a part of a batch has another number of losses than the whole"
         elif self.batches.random:
-            reason = "making the batch (collate_fn, transfer hooks) draws random numbers, which each rank draws for its part"
+            reason = "making the batch draws random numbers, which each rank draws for its part"
         elif uneven:
             reason = "samples are padded to the longest one of their part"
         elif draws.seeded:

@@ -1,42 +1,56 @@
 """What a run leaves behind, carried from the workers to the parent, so that code after ``fit`` sees what it would see after plain Lightning.
 
-Weights and optimizer states travel as files in the run's folder; everything else that a worker changed (counters, metrics, attributes of module,
-callbacks, loggers and DataModule) as a pickle in which the parent's own objects are names. What can't travel is named, once.
+Weights and optimizer states travel as files in the run's folder; what else a worker changed (counters, metrics, random states, attributes of module,
+callbacks, loggers, loaders and DataModule) as differences of Python objects. What can't travel is named, once.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
-from lightning_autopar._lightning_compat import LightningOptimizer, TrainerFn, is_overridden, progress_of, restore_progress
+from lightning_autopar._lightning_compat import (
+    LightningOptimizer,
+    TrainerFn,
+    combined_loaders,
+    is_overridden,
+    loader_sources,
+    progress_of,
+    restore_loaders,
+    restore_progress,
+)
+from lightning_autopar.state import rng
 from lightning_autopar.state.checkpoint import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
+from lightning_autopar.state.loader import unwrapped
+from lightning_autopar.strategies.logged import sync_states
+from lightning_autopar.strategies.objects import LIMIT_BYTES, Changes, Survey
 from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-#: An attribute whose pickle is larger than this stays behind, and is named.
-_ATTRIBUTE_LIMIT_BYTES = 64 * 1024**2
-#: Optimizer states larger than this share of the host's free memory stay behind, and are named.
+#: Optimizer states larger than this share of the host's memory stay behind, and are named.
 _OPTIMIZER_SHARE = 0.25
-#: Attributes that belong to the process they are in.
-_PRIVATE = frozenset(
-    {"_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_device_mesh", "_device", "_dtype", "_jit_is_scripting", "trainer"}
-    | {"forward", "log", "training_step", "validation_step", "test_step", "predict_step"}  # replaced by engines, on the instance
+#: What a module, its submodules and a DataModule have from Lightning and torch, and what engines put on the instance.
+_PRIVATE = (
+    (frozenset(vars(nn.Module())) - {"training"})
+    | {"_trainer", "_fabric", "_device_mesh", "_device", "_jit_is_scripting", "trainer", "training", "_iterator"}
+    | {"forward", "log", "training_step", "validation_step", "test_step", "predict_step"}
 )
-
-Digests = dict[str, bytes | None]
+_LIGHTNINGS_OWN = ("lightning.pytorch.loops", "lightning.pytorch.trainer", "lightning.pytorch.accelerators", "lightning.pytorch.plugins")
+_OPTIMIZERS, _LOADERS = "the optimizers", "the trainer's data loaders"
 
 
 @dataclass(kw_only=True)
@@ -47,40 +61,104 @@ class Results:
     peak_bytes: int | None
     step_seconds: float | None
     progress: dict[str, Any] = field(default_factory=dict)
-    attributes: dict[str, bytes] = field(default_factory=dict)
+    random: dict[str, Any] = field(default_factory=dict)
+    changes: Changes | None = None
     lost: list[str] = field(default_factory=list)
 
 
-# -- in the worker -----------------------------------------------------------------------------------------------------------------------------
+# -- before the fork -------------------------------------------------------------------------------------------------------------------
 
 
-def digest_attributes(trainer: Trainer) -> Digests:
-    """Digests of all attributes as they are now, to tell later which ones the run changed; None for one that can't be pickled."""
-    names = _names(trainer)
-    digests: Digests = {}
-    for key, value in _attributes(trainer):
-        data = _pickled(value, names)
-        digests[key] = None if data is None else hashlib.blake2b(data).digest()
-    return digests
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """What there was before the workers were forked.
+
+    Args:
+        survey: of the objects that a script can ask after a run.
+        tensors: the survey's numbers of the module's parameters and buffers, by name.
+        strategy: its number of the trainer's strategy.
+        random: the states of the random generators; Python's own seeds itself anew in every forked process.
+    """
+
+    survey: Survey
+    tensors: Mapping[str, int]
+    strategy: int
+    random: rng.RngState
 
 
-def collect(trainer: Trainer, value: Any, before: Digests, folder: Path, rank: int) -> Results:
+def survey(trainer: Trainer) -> Before:
+    """Look at everything that a run may change, in the process that will fork; about 5 µs an object, and the speed of memory for large arrays."""
+    module: Any = trainer.lightning_module
+    strategy = trainer.strategy
+    tensors = dict(_tensors(module))
+    own = [value for value in vars(trainer).values() if type(value).__module__.startswith(_LIGHTNINGS_OWN)]
+    inside = {id(submodule) for submodule in module.modules()}
+
+    def fields(target: Any) -> dict[str, Any] | None:
+        if target is trainer:
+            return {"callbacks": trainer.callbacks}
+        if id(target) in inside or target is trainer.datamodule or isinstance(target, DataLoader):
+            # fully_shard keeps its state in the module under keys of that prefix
+            return {name: value for name, value in vars(target).items() if name not in _PRIVATE and not name.startswith("__composable_api")}
+        return None
+
+    found = Survey(dict(_roots(trainer)), fields=fields, references=[strategy, *own, *tensors.values()])
+    numbers = {name: found.number(tensor) for name, tensor in tensors.items()}
+    number = found.number(strategy)
+    assert number is not None
+    return Before(survey=found, tensors={name: each for name, each in numbers.items() if each is not None}, strategy=number, random=rng.capture({}, cuda=False))
+
+
+def _roots(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """The objects whose attributes come back, by the names that a warning calls them."""
+    module = trainer.lightning_module
+    yield "trainer", trainer
+    for name, submodule in module.named_modules():
+        yield f"module.{name}".rstrip("."), submodule
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        yield type(callback).__name__, callback
+    loggers: list[Logger] = trainer.loggers
+    for logger in loggers:
+        yield type(logger).__name__, logger
+    if trainer.datamodule is not None:  # type: ignore[attr-defined]
+        yield "datamodule", trainer.datamodule  # type: ignore[attr-defined]
+    if trainer.profiler is not None:  # type: ignore[attr-defined]
+        yield "trainer.profiler", trainer.profiler  # type: ignore[attr-defined]
+    for name, source in loader_sources(trainer).items():
+        yield name, source
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+# -- in the worker -------------------------------------------------------------------------------------------------------------------------
+
+
+def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: int, *, apart: bool = False) -> Results:
     """Gather what the run left on this rank; every rank must call it, since sharded weights are gathered together.
 
     Args:
+        trainer: whose function has ended.
         value: what the trainer's function returned.
-        before: :func:`digest_attributes` of the time before the run.
+        before: :func:`survey` of the time before the fork.
         folder: where files for the parent go.
         rank: this rank; rank 0's state is the one that travels.
+        apart: whether the ranks may be at different places, after a failure.
     """
     engine: Any = trainer.strategy
     results = Results(value=_on_cpu(value), peak_bytes=engine.meter.peak_bytes, step_seconds=engine.meter.step_seconds)
     module = trainer.lightning_module
     fitting = trainer.state.fn == TrainerFn.FITTING
     first = rank == 0
+    if not apart and engine.splits:
+        _merge_metrics(module)
     state = whole_state_dict(module, keep=first)
     optimizers = [optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer for optimizer in trainer.optimizers]
-    states = [whole_optimizer_state(optimizer, keep=first) for optimizer in optimizers] if fitting and _affordable(optimizers, results) else []
+    affordable = fitting and _affordable(optimizers, results)
+    states = [whole_optimizer_state(optimizer, keep=first) for optimizer in optimizers] if affordable else []
     if not first:
         return results
     persistent = set(state)
@@ -95,29 +173,39 @@ def collect(trainer: Trainer, value: Any, before: Digests, folder: Path, rank: i
         folder / "weights.pt",
     )
     results.progress = _on_cpu(progress_of(trainer))
-    names = _names(trainer)
+    results.random = rng.capture({}, cuda=False)
     for optimizer in optimizers:
         optimizer.state.clear()  # its tensors are in the file
+    names: dict[int, Any] = {id(engine): before.strategy}
+    for name, tensor in _tensors(module):
+        names[id(tensor)] = before.tensors.get(name, name)
+    configs = trainer.lr_scheduler_configs
+    extra: dict[str, Any] = {_LOADERS: combined_loaders(trainer, unwrapped)}
     if fitting:
-        for configs in (trainer.lr_scheduler_configs, []):
-            data = _pickled({"optimizers": optimizers, "lr_scheduler_configs": configs}, names)
-            if data is not None:
-                results.attributes["optimizers"] = data
-                break
-            results.lost.append("the learning-rate schedulers" if configs else "the optimizers")
-    for key, attribute in _attributes(trainer):
-        data = _pickled(attribute, names)
-        if data is None:
-            if before.get(key, b"") is not None:
-                results.lost.append(key)
-        elif before.get(key) != hashlib.blake2b(data).digest():
-            results.attributes[key] = data
+        extra |= {_OPTIMIZERS: (optimizers, configs)}
+    changes = before.survey.changes(names, extra)
+    if _OPTIMIZERS in changes.lost and configs:
+        changes = before.survey.changes(names, {**extra, _OPTIMIZERS: (optimizers, [])})
+        changes.lost.append("the learning-rate schedulers")
+    results.changes = changes
+    results.lost += changes.lost
     return results
 
 
+def _merge_metrics(module: nn.Module) -> None:
+    """Give torchmetrics that saw batches, and weren't reset, what all ranks saw; a collective."""
+    metrics = [each for each in module.modules() if isinstance(each, Metric) and not each._is_synced]
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, [metric._update_count for metric in metrics])
+    for metric, seen in zip(metrics, zip(*counts, strict=True), strict=True):
+        if any(seen):
+            sync_states(metric, None)
+
+
 def _affordable(optimizers: list[torch.optim.Optimizer], results: Results) -> bool:
-    """Whether the parent has room for the optimizer states; said by every rank alike, from the parameters' sizes."""
-    size_bytes = sum(2 * p.numel() * p.element_size() for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    """Whether the parent has room for the optimizer states; said by every rank alike, from their whole sizes."""
+    tensors = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     affordable = size_bytes <= _OPTIMIZER_SHARE * psutil.virtual_memory().total
     if not affordable:
         results.lost.append(f"the optimizers' states ({format_bytes(size_bytes)})")
@@ -128,38 +216,43 @@ def _on_cpu(tree: Any) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
-# -- in the parent -----------------------------------------------------------------------------------------------------------------------------
+# -- in the parent -------------------------------------------------------------------------------------------------------------------------
 
 
-def restore(trainer: Trainer, module: LightningModule, results: Results, folder: Path) -> None:
+def restore(trainer: Trainer, before: Before, results: Results, folder: Path) -> None:
     """Put rank 0's results into the parent's trainer and module, and warn once of what stayed behind."""
+    module: LightningModule = trainer.lightning_module
     saved = torch.load(folder / "weights.pt", mmap=True, weights_only=True)
     if set(saved["state_dict"]) - set(module.state_dict()) and is_overridden("configure_model", module):
         with torch.random.fork_rng():
             module.configure_model()
-    _load_weights(module, saved, results.lost)
-    objects = {name: target for target, name in _named_objects(trainer)}
-    if "optimizers" in results.attributes:
-        built = _unpickled(results.attributes.pop("optimizers"), objects)
-        for optimizer, state in zip(built["optimizers"], saved["optimizer_states"]):
-            load_whole_optimizer_state(optimizer, state)
-        trainer.strategy.optimizers = built["optimizers"]
-        trainer.strategy.lr_scheduler_configs = built["lr_scheduler_configs"]
-    for key, data in results.attributes.items():
-        owner, _, attribute = key.rpartition(".")
-        objects[owner].__dict__[attribute] = _unpickled(data, objects)
+    lost = list(results.lost)
+    _load_weights(module, saved, lost)
+    changes = results.changes
+    assert changes is not None, "rank 0 collects them"
+    tensors = dict(_tensors(module))
+    sent = before.survey.apply(changes, tensors.__getitem__)
+    optimizers, configs = sent.get(_OPTIMIZERS, ([], []))
+    for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # no states where they were too large
+        load_whole_optimizer_state(optimizer, state)
+    strategy: Any = trainer.strategy
+    if _OPTIMIZERS in sent:
+        strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
+    strategy.model = module
+    restore_loaders(trainer, sent.get(_LOADERS, {}))
     restore_progress(trainer, results.progress)
-    if results.lost:
+    rng.restore(results.random, {})
+    if lost:
         warnings.warn(
-            f"these changes of the run could not be brought back to the main process: {', '.join(sorted(results.lost))} "
-            f"(they can't be pickled, or are larger than {format_bytes(_ATTRIBUTE_LIMIT_BYTES)})",
+            f"these changes of the run could not be brought back to the main process: {', '.join(sorted(lost))} "
+            f"(they can't be pickled, or are larger than {format_bytes(LIMIT_BYTES)})",
             stacklevel=2,
         )
 
 
 def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> None:
     """Copy weights in place where they have the same dtype and shape, so that references to them stay good."""
-    targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    targets = dict(_tensors(module))
     with torch.no_grad():
         for name, value in (saved["state_dict"] | saved["buffers"]).items():
             target = targets.get(name)
@@ -178,91 +271,3 @@ def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> 
     modes = saved["training"]
     for name, submodule in module.named_modules():
         submodule.training = modes.get(name, submodule.training)
-
-
-# -- attributes, with the parent's own objects as names ------------------------------------------------------------------------------------------
-
-
-def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """The objects whose attributes travel."""
-    module = trainer.lightning_module
-    for name, submodule in module.named_modules():
-        yield f"module.{name}".rstrip("."), submodule
-    for index, callback in enumerate(trainer.callbacks):
-        yield f"callbacks[{index}] ({type(callback).__name__})", callback
-    for index, logger in enumerate(trainer.loggers):
-        yield f"loggers[{index}] ({type(logger).__name__})", logger
-    if trainer.datamodule is not None:
-        yield "datamodule", trainer.datamodule
-
-
-def _attributes(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    for owner, target in _owners(trainer):
-        for attribute, value in list(vars(target).items()):
-            # fully_shard keeps its state in the module under keys of that prefix
-            if attribute not in _PRIVATE and "_hooks" not in attribute and not attribute.startswith("__composable_api"):
-                yield f"{owner}.{attribute}", value
-
-
-def _named_objects(trainer: Trainer) -> Iterator[tuple[Any, str]]:
-    """Objects that both processes have, with the names by which a pickle speaks of them."""
-    yield trainer, "trainer"
-    yield trainer.strategy, "strategy"
-    for name, target in _owners(trainer):
-        yield target, name
-    for name, parameter in trainer.lightning_module.named_parameters(remove_duplicate=False):
-        yield parameter, f"parameter {name}"
-    for name, buffer in trainer.lightning_module.named_buffers(remove_duplicate=False):
-        yield buffer, f"buffer {name}"
-
-
-def _names(trainer: Trainer) -> dict[int, str]:
-    return {id(target): name for target, name in _named_objects(trainer)}
-
-
-class _Pickler(pickle.Pickler):
-    """Writes shared objects as names, and tensors as they are on the CPU."""
-
-    def __init__(self, file: Any, names: dict[int, str]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._names = names
-
-    def persistent_id(self, target: Any) -> str | None:
-        return self._names.get(id(target))
-
-    def reducer_override(self, target: Any) -> Any:
-        if isinstance(target, Tensor) and target.device.type != "cpu":
-            return target.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, objects: dict[str, Any]) -> None:
-        super().__init__(file)
-        self._objects = objects
-
-    def persistent_load(self, name: str) -> Any:
-        return self._objects[name]
-
-
-class _Limited(io.BytesIO):
-    """A buffer that refuses to grow past the limit, so that a huge attribute costs no more than that."""
-
-    def write(self, data: Any) -> int:
-        if self.tell() + len(data) > _ATTRIBUTE_LIMIT_BYTES:
-            raise pickle.PicklingError("too large")
-        return super().write(data)
-
-
-def _pickled(value: Any, names: dict[int, str]) -> bytes | None:
-    """The value's pickle; None where it has none. Any exception may come out of a stranger's ``__reduce__``: each means the same here."""
-    buffer = _Limited()
-    try:
-        _Pickler(buffer, {key: name for key, name in names.items() if key != id(value)} if isinstance(value, nn.Module) else names).dump(value)
-    except Exception:
-        return None
-    return buffer.getvalue()
-
-
-def _unpickled(data: bytes, objects: dict[str, Any]) -> Any:
-    return _Unpickler(io.BytesIO(data), objects).load()

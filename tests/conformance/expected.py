@@ -34,7 +34,7 @@ FEATURE_CELLS = tuple(
 )
 
 #: (feature, engine): words of the sentence that refuses it, whatever the module.
-REFUSED: dict[tuple[str, str], str] = {}
+REFUSED: dict[tuple[str, str], str] = {("weight-averaging", "fsdp"): "works on whole parameters"}
 
 
 def expected(cell: Cell) -> Outcome:

@@ -33,7 +33,7 @@ class Feature:
         module: keyword arguments of the module.
         data: keyword arguments of the case's data.
         epochs: how many to train.
-        resume: whether the run stops after its first epoch, and a new Trainer goes on from the last checkpoint.
+        resume: whether the run stops after its first epoch, and a new Trainer goes on from the last checkpoint, as if it hadn't stopped.
         resume_from: a checkpoint that the run begins with.
         after: what is called on the Trainer after fit.
         numbers: how the comparison with plain Lightning measures; see ``harness.TOLERANCES``.
@@ -96,11 +96,18 @@ FEATURES: dict[str, Feature] = {
         ),
         # Four batches an epoch in windows of three: the last window has one.
         Feature(name="accumulation", about="gradient accumulation, ragged window", trainer=constant(accumulate_grad_batches=3)),
-        Feature(name="bf16-mixed", about="precision bf16-mixed", trainer=constant(precision="bf16-mixed"), numbers="bf16-mixed"),
+        # No BatchNorm in eight steps of bf16: it amplifies rounding. See test_batch_norm_in_bf16_is_as_near_to_fp32_as_plain_lightning.
+        Feature(
+            name="bf16-mixed",
+            about="precision bf16-mixed",
+            cases=("gpt", "lstm", "nested"),
+            trainer=constant(precision="bf16-mixed"),
+            numbers="bf16-mixed",
+        ),
         Feature(
             name="bf16-true",
             about="precision bf16-true",
-            cases=("frozen-backbone", "resnet", "nested"),
+            cases=("frozen-backbone", "lstm", "nested"),
             trainer=constant(precision="bf16-true"),
             numbers="bf16-true",
         ),

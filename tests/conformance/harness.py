@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.features import FEATURES, PLAIN, Feature
-from tests.conformance.recording import FileLogger, MemoryLogger, Recorder
+from tests.conformance.recording import Draws, FileLogger, MemoryLogger, Recorder
 from tests.conformance.zoo import ZOO, Case
 
 ROWS: Mapping[str, Feature] = {PLAIN.name: PLAIN, **FEATURES}
@@ -117,12 +117,14 @@ def run(case: Case, feature: Feature, strategy: Any = "auto", *, root: Path | No
         module: keyword arguments of the module that this run alone has.
     """
     root = root or scratch()
+    root.mkdir(exist_ok=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if feature.resume:
             _fit(case, feature, strategy, root, seed, module or {}, epochs=1, log="rows-before.jsonl")
         begin = root / "checkpoints" / "last.ckpt" if feature.resume else feature.resume_from
-        trainer, net, data, start = _fit(case, feature, strategy, root, seed, module or {}, epochs=feature.epochs, begin=begin)
+        draws = [Draws(torch.get_rng_state())] if feature.resume and strategy == "auto" else []
+        trainer, net, data, start = _fit(case, feature, strategy, root, seed, module or {}, epochs=feature.epochs, begin=begin, also=draws)
         results = _after(trainer, net, data, feature)
     observed = dict(leaves({"trainer": _state(trainer, root), **results}))
     return Run(
@@ -146,6 +148,7 @@ def _fit(
     epochs: int,
     log: str = "rows.jsonl",
     begin: Path | None = None,
+    also: Sequence[pl.Callback] = (),
 ) -> tuple[Any, Any, dict[str, Any], dict[str, Tensor]]:
     """One Trainer's fit, built afresh as a script would."""
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -156,7 +159,7 @@ def _fit(
     data = case.data(**feature.data)
     arguments = feature.trainer(root)
     arguments["logger"] = [FileLogger(root / log), *arguments.get("logger", [])]
-    arguments["callbacks"] = [Recorder(root), *arguments.get("callbacks", [])]
+    arguments["callbacks"] = [Recorder(root), *arguments.get("callbacks", []), *also]
     keeps = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in arguments["callbacks"])
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -208,7 +211,7 @@ def _state(trainer: Any, root: Path) -> dict[str, Any]:
     for callback in trainer.callbacks:
         if isinstance(callback, Recorder):
             state["events"] = callback.events
-        else:
+        elif not isinstance(callback, Draws):
             state[type(callback).__name__] = _relative(callback.state_dict(), root)
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             best = torch.load(callback.best_model_path, weights_only=True, map_location="cpu")

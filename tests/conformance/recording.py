@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -90,3 +91,14 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.note(trainer, "end")
+
+
+class Draws(Callback):
+    """Gives plain Lightning's resumed run the random state in which the run before it stopped, which it doesn't restore itself."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.state = state
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        # The loader's first draws come before on_train_start.
+        torch.set_rng_state(self.state)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conformance.expected import DEVICES, ENGINES, FEATURE_CELLS, MODULE_CELLS, REFUSED, Cell, expected
-from tests.conformance.features import FEATURES
-from tests.conformance.harness import ROWS, run
+from tests.conformance.features import FEATURES, PLAIN
+from tests.conformance.harness import ROWS, Run, distance, run
 from tests.conformance.render import PAGE, page
 from tests.conformance.verdict import SIZE, Verdict, autopar, judge, keep
 from tests.conformance.zoo import ZOO
@@ -46,6 +48,22 @@ def test_exact_excludes_a_loss_that_is_no_mean_over_samples(name: str, engine: s
 @pytest.mark.parametrize("engine", SEVERAL)
 def test_exact_leaves_a_mean_over_samples_alone(engine: str, tmp_path: Path) -> None:
     assert run(ZOO["lstm"], ROWS["plain"], autopar(engine, exact=True), root=tmp_path).strategy.plan.engine == engine
+
+
+def one_step(precision: str, strategy: Any, root: Path) -> Run:
+    feature = replace(PLAIN, epochs=1, trainer=lambda root: {"precision": precision, "limit_train_batches": 1})
+    return run(ZOO["resnet"], feature, strategy, root=root)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("engine", SEVERAL)
+def test_batch_norm_in_bf16_is_as_near_to_fp32_as_plain_lightning(engine: str, precision: str, tmp_path: Path) -> None:
+    exact = one_step("32-true", "auto", tmp_path / "exact")
+    plain = one_step(precision, "auto", tmp_path / "plain")
+    ours = one_step(precision, autopar(engine), tmp_path / "ours")
+    moved = distance(exact.weights, exact.start)
+    assert ours.strategy.plan.engine == engine
+    assert distance(exact.weights, ours.weights) <= 1.1 * distance(exact.weights, plain.weights) < 0.2 * moved
 
 
 def outcomes(text: str) -> list[list[str]]:

@@ -61,7 +61,7 @@ def judge(cell: Cell, root: Path) -> Verdict:
     except ValueError as error:
         if started := list(root.glob("process-*")):
             raise AssertionError(f"{cell.id} was refused only after {len(started)} processes had begun to train") from error
-        return Verdict(outcome="refused", reason=str(error))
+        return Verdict(outcome="refused", reason=_sentence(error, cell.engine))
     plan, report = other.strategy.plan, other.strategy.report
     world_size = ENGINES[cell.engine]
     assert (plan.engine, plan.world_size) == (cell.engine, world_size), f"{cell.id} ran as {plan.title()}"
@@ -81,6 +81,13 @@ def judge(cell: Cell, root: Path) -> Verdict:
         assert in_fp32.beyond, f"{cell.id} is the run in fp32: the precision was ignored"
     assert not notes, f"{cell.id} has parity, but was warned of: {notes[0]}"
     return Verdict(outcome="parity", difference=difference.largest, where=difference.where)
+
+
+def _sentence(error: ValueError, engine: str) -> str:
+    """Why the engine was refused: its candidate's reason where the error holds a report."""
+    report = getattr(error, "report", None)
+    reasons = [candidate.reason for candidate in report.candidates if candidate.plan.engine == engine] if report else []
+    return str(reasons[0] if reasons else error)
 
 
 def keep(cell: Cell, verdict: Verdict) -> None:

@@ -127,6 +127,13 @@ def test_of_equal_configurations_only_the_best_choice_of_devices_is_reported() -
     assert pair.devices == ("GPU-0001", "GPU-0002")
 
 
+def test_slow_devices_with_memory_are_taken_where_the_fast_ones_have_none() -> None:
+    here = inventory(gpu(0, GIB), gpu(1, GIB), gpu(2, 60 * GIB, utilization=0.5), gpu(3, 50 * GIB, utilization=0.5))
+    found = report(here=here, allow=("ddp",))
+    assert found.best is not None
+    assert found.best.devices == ("GPU-0002", "GPU-0003")
+
+
 def test_the_best_plan_says_why_it_is_and_nothing_simpler() -> None:
     sizes = {"single": 5 * GIB, "fsdp ×2, reshard": 3 * GIB}
     found = report(predict=by_title(sizes))

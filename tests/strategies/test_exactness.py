@@ -63,3 +63,69 @@ def test_random_draws_in_the_data_are_those_of_one_device(engine: str, num_worke
     assert metrics == pytest.approx(expected_metrics, abs=1e-5)
     for weight, expected in zip(weights, expected_weights, strict=True):
         torch.testing.assert_close(weight, expected, atol=1e-5, rtol=1e-5)
+
+
+class Jittered(Regression):
+    """Augments on the device, in the hook that Lightning has for that."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x + 0.1 * torch.randn_like(x), y
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_random_draws_in_a_transfer_hook_are_those_of_one_device(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Regression", Jittered)
+    expected_metrics, expected_weights = train("auto", 0)
+    strategy = AutoParallelStrategy(allow=[engine], devices="2xcpu:1GiB")
+    metrics, weights = train(strategy, 0)
+    assert metrics == pytest.approx(expected_metrics, abs=1e-5)
+    for weight, expected in zip(weights, expected_weights, strict=True):
+        torch.testing.assert_close(weight, expected, atol=1e-5, rtol=1e-5)
+    assert strategy.report is not None
+    assert strategy.report.best_candidate.notes == ()
+
+
+class Sentences(Dataset[Tensor]):
+    """Samples of different lengths."""
+
+    def __len__(self) -> int:
+        return 19
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, 20, (3 + index % 5,), generator=generator)
+
+
+class Tagger(Regression):
+    """Its loss is the mean over samples of each sample's own mean over its tokens, with dropout on padded embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(20, 8, padding_idx=0), nn.Dropout(0.3), nn.Linear(8, 20))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        losses = nn.functional.cross_entropy(self.net(batch).transpose(1, 2), batch, ignore_index=0, reduction="none")
+        loss = (losses.sum(1) / (batch != 0).sum(1)).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_padded_batches_are_cut_into_rows_of_the_whole() -> None:
+    def fit(strategy: Any) -> tuple[dict[str, float], list[Tensor]]:
+        pl.seed_everything(3)
+        module = Tagger()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False,
+        )  # fmt: skip
+        pad = lambda parts: nn.utils.rnn.pad_sequence(parts, batch_first=True)  # noqa: E731
+        trainer.fit(module, DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=0))
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}, [p.detach() for p in module.parameters()]
+
+    expected_metrics, expected_weights = fit("auto")
+    metrics, weights = fit(AutoParallelStrategy(allow=["ddp"], devices="3xcpu:1GiB"))
+    assert metrics == pytest.approx(expected_metrics, abs=1e-5)
+    for weight, expected in zip(weights, expected_weights, strict=True):
+        torch.testing.assert_close(weight, expected, atol=1e-5, rtol=1e-5)

@@ -369,7 +369,7 @@ def test_infinite_losses_are_no_agreement() -> None:
 
 
 def test_hooks_and_loaders_of_a_trainer() -> None:
-    """With a trainer its transfer hooks belong to the batch; what they draw differs between parts."""
+    """With a trainer its transfer hooks belong to the step, and so does what they draw."""
 
     class Augmented(Dropout):
         def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
@@ -392,9 +392,8 @@ def test_hooks_and_loaders_of_a_trainer() -> None:
         trainer._data_connector.attach_data(module, train_dataloaders=DataLoader(samples(), batch_size=5))
         trainer.state.fn, trainer.training = TrainerFn.FITTING, True
         findings.append(probe_split(module, trainer, first_batch(module, trainer))[0])
-    assert (findings[0].difference, findings[0].reason, findings[0].probed) == (0.0, None, True)
-    assert findings[1].difference > 0
-    assert str(findings[1].reason).startswith("making the batch")
+    for finding in findings:
+        assert (finding.difference, finding.reason, finding.probed) == (0.0, None, True)
 
 
 def test_weights_and_random_state_stay() -> None:

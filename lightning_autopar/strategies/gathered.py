@@ -1,0 +1,118 @@
+"""When FSDP2's parameters are whole: in the user's steps, and in calls from hooks; everywhere else they are shards. Knows modules, no plan.
+
+FSDP2 gathers a unit's parameters for its ``forward`` and may leave them whole after it. What is changed in a whole parameter is lost, and what a
+whole one still holds after the optimizer has stepped on the shards is stale. Hence the rule that this module keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+#: How long a rank waits for the others where the user's code calls the module outside of a step.
+_PATIENCE = timedelta(minutes=5)
+
+
+class Gathered:
+    """Gathers the root's own parameters for calls from outside of a step, and puts all parameters back into shards where none should be whole.
+
+    A call from outside is one of a hook: ``self(batch)`` or ``self.decoder(latent)`` in ``on_train_epoch_end``, say, or Hugging Face's
+    ``generate``. Units gather their own parameters; what the root holds besides them is gathered when any module outside of the units is called.
+
+    Args:
+        root: the module, sharded.
+        optimizers: those that will step on its parameters.
+    """
+
+    def __init__(self, root: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._root = root
+        self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self._inside = False
+        self._visits = 0
+        self._meetings = 0
+        self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
+        if isinstance(root, FSDPModule):
+            # The root is what runs first, unless it is said before; and a hook may well call a part of it first.
+            root._get_fsdp_state()._lazy_init()
+            for module in (root, *_outside_units(root)):
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter, prepend=True),
+                    module.register_forward_hook(self._leave, always_call=True),
+                ]
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around a step or its backward pass, where FSDP2 itself knows when to gather."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def reshard(self) -> None:
+        """Put all parameters back into shards; no communication."""
+        for unit in self._units:
+            unit.reshard()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._inside:
+            return
+        self._visits += 1
+        if self._visits == 1:
+            self._meet(module)
+            root: Any = self._root
+            root.unshard()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside or not self._visits:
+            return
+        self._visits -= 1
+        differentiable = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+        if not self._visits and not differentiable:  # a backward pass may follow, and needs them
+            self.reshard()
+
+    def _meet(self, module: nn.Module) -> None:
+        """Wait for all ranks, so that a call on some of them only ends in a sentence rather than in a collective that never does."""
+        self._meetings += 1
+        store, key = dist.distributed_c10d._get_default_store(), f"autopar/outside/{self._meetings}"
+        if store.add(key, 1) == dist.get_world_size():
+            store.set(f"{key}/all", "")
+        try:
+            store.wait([f"{key}/all"], _PATIENCE)
+        except dist.DistStoreError as error:
+            raise RuntimeError(
+                f"{type(module).__name__} was called outside of a step on rank {dist.get_rank()}, but not on every rank within {_PATIENCE}; its "
+                "parameters are sharded, so that all ranks must call it: remove the condition on the rank around the call"
+            ) from error
+
+
+
+
+def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules under the root whose call needs parameters of the root's: the outermost ones, and those that hold such parameters."""
+
+    def walk(module: nn.Module, outermost: bool) -> Iterator[nn.Module]:
+        for child in module.children():
+            if isinstance(child, FSDPModule) or next(child.parameters(), None) is None:
+                continue
+            container = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            if (outermost and not container) or next(child.parameters(recurse=False), None) is not None:
+                yield child
+            yield from walk(child, outermost and container)
+
+    yield from dict.fromkeys(walk(root, True))

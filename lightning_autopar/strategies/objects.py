@@ -1,0 +1,394 @@
+"""What a run changed in Python objects: found in a forked worker, done again in the parent on the parent's own objects.
+
+A fork leaves every object where it is, so an object that was there before has the same number on both sides. Those that can change (containers,
+instances, tensors, generators) are surveyed before the fork; afterwards the worker sends what differs, in which an object from before is only its
+number. Identity, aliases and objects that can't be pickled survive that way. Knows nothing of Lightning.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import pickle
+import random
+import sys
+import types
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autopar.state import rng
+
+try:
+    import numpy
+except ImportError:  # torch runs without it
+    numpy = None  # type: ignore[assignment]
+
+#: A part (an attribute, a container's items) whose pickle is larger than this stays behind, and is named.
+LIMIT_BYTES = 64 * 1024**2
+#: Objects that one part may consist of to be looked through; a list of millions would cost seconds.
+_MOST_OBJECTS = 1_000_000
+#: What a container may hold for its items to be surveyed one by one, and how many objects may be surveyed in all.
+_MOST_ITEMS, _MOST_NODES = 10_000, 50_000
+#: Of larger buffers a sample is compared.
+_COMPARED_BYTES = 1024**3
+_BLOCK_BYTES = 4096
+#: Pickled chunks of at least this size are compared by a sum, which is as fast as memory.
+_CHUNK_BYTES = 1024**2
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), torch.dtype, torch.device})
+_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+_VALUES = frozenset({tuple, frozenset, bytearray, torch.Size, torch.UntypedStorage, torch.TypedStorage})
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class written in Python, or one that may as well be
+_GENERATORS: tuple[type, ...] = (torch.Generator, random.Random)
+if numpy is not None:
+    _GENERATORS += (numpy.random.Generator, numpy.random.RandomState)
+
+#: The part of a container or a tensor that isn't an attribute.
+_ITEMS = ""
+Part = tuple[int, str]
+Fields = Callable[[Any], Mapping[str, Any] | None]
+
+
+@dataclass(kw_only=True)
+class Changes:
+    """What differs in a worker: parts to set, parts that no longer exist, parts that can't travel."""
+
+    data: bytes
+    gone: list[Part] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+class TooLarge(pickle.PicklingError):
+    """The pickle would be larger than what may travel."""
+
+
+class Survey:
+    """The objects reachable from ``roots``, as they are now.
+
+    Args:
+        roots: objects by name, in an order that says by which name each is found.
+        fields: the attributes of an object that count; None for all of them.
+        references: objects that are to be known, but whose changes don't count.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], *, fields: Fields, references: Iterable[Any] = ()) -> None:
+        self._fields = fields
+        self._targets: list[Any] = []
+        self._paths: list[str] = []
+        self._index: dict[int, int] = {}
+        self._before: dict[Part, Any] = {}
+        self._pending: deque[int] = deque()
+        for target in references:
+            self._know(target, "")
+        for path, target in roots.items():
+            if id(target) not in self._index:
+                self._pending.append(self._know(target, path))
+        while self._pending:
+            number = self._pending.popleft()
+            for part, value in self._parts(number).items():
+                self._before[number, part] = self._digest(number, part, value, discover=True)
+
+    def number(self, target: Any) -> int | None:
+        """The number of an object from before."""
+        return self._index.get(id(target))
+
+    def changes(self, names: Mapping[int, Any], extra: Mapping[str, Any]) -> Changes:
+        """What differs now, in the worker.
+
+        Args:
+            names: for other objects that both sides have: ``id`` → what :meth:`apply`'s ``resolve`` takes, or a number from before.
+            extra: values to send along; those that can't be are named by their keys.
+        """
+        changes = Changes(data=b"")
+        parts: dict[Part, Any] = {}
+        seen: set[Part] = set()
+        for number in range(len(self._targets)):
+            for part, value in self._parts(number).items():
+                seen.add((number, part))
+                before = self._before.get((number, part))
+                if before == self._digest(number, part, value, names=names):
+                    continue
+                if _size_bytes(value) <= LIMIT_BYTES and self._travels(payload := self._payload(number, value), names):
+                    parts[number, part] = payload
+                elif not _dispensable(self._targets[number], part):
+                    changes.lost.append(self._name(number, part))
+        changes.gone = [key for key in self._before if key not in seen and key[1] != _ITEMS]
+        sent = {key: value for key, value in extra.items() if self._travels(value, names)}
+        changes.lost += [key for key in extra if key not in sent]
+        sink = _Sink(limit_bytes=None)
+        _Pickler(sink, self, names).dump((parts, sent))  # together, so that what two parts share stays one object
+        changes.data = sink.data()
+        return changes
+
+    def apply(self, changes: Changes, resolve: Callable[[Any], Any]) -> dict[str, Any]:
+        """Repeat a worker's changes here, in the process that the survey was made in; returns what was sent along."""
+        parts, sent = _Unpickler(changes.data, self._targets, resolve).load()
+        for number, part in changes.gone:
+            vars(self._targets[number]).pop(part, None)
+        for (number, part), payload in parts.items():
+            target = self._targets[number]
+            if part != _ITEMS:
+                vars(target)[part] = payload
+            else:
+                _set_items(target, payload)
+        extra: dict[str, Any] = sent
+        return extra
+
+    # -- parts -------------------------------------------------------------------------------------------------------------------------------
+
+    def _know(self, target: Any, path: str) -> int:
+        self._index[id(target)] = number = len(self._targets)
+        self._targets.append(target)
+        self._paths.append(path)
+        return number
+
+    def _name(self, number: int, part: str) -> str:
+        return f"{self._paths[number]}.{part}" if part != _ITEMS else self._paths[number]
+
+    def _parts(self, number: int) -> dict[str, Any]:
+        """What can change in an object, by attribute; nothing in one that is only known."""
+        target = self._targets[number]
+        if not self._paths[number]:
+            return {}
+        parts: dict[str, Any] = {}
+        if type(target) in _CONTAINERS or isinstance(target, (Tensor, dict, list, set, *_GENERATORS)) or _is_array(target):
+            parts[_ITEMS] = target
+        if type(target) not in _CONTAINERS and not isinstance(target, (Tensor, *_GENERATORS)):
+            fields = self._fields(target)
+            parts.update(getattr(target, "__dict__", {}) if fields is None else fields)
+        return parts
+
+    def _payload(self, number: int, value: Any) -> Any:
+        """A part's value as it travels: a container's items by value, and everything else as it is."""
+        if value is not self._targets[number]:
+            return value
+        return _get_items(value)
+
+    def _digest(self, number: int, part: str, value: Any, *, names: Mapping[int, Any] | None = None, discover: bool = False) -> Any:
+        """Something that is equal as long as the part is; may be equal for what can't be looked through."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return kind, repr(value)
+        if value is self._targets[number]:
+            if isinstance(value, Tensor):
+                return value.dtype, value.shape, value.requires_grad, _fingerprint(value.detach())
+            if _is_array(value):
+                return value.dtype.str, value.shape, _fingerprint(value)
+        sink = _Sink(limit_bytes=0)
+        few = value is not self._targets[number] or not hasattr(value, "__len__") or len(value) <= _MOST_ITEMS
+        path = f"{self._paths[number]}.{part}" if part else f"{self._paths[number]}[…]"
+        pickler = _Pickler(sink, self, names or {}, path=path if discover and few else None)
+        try:
+            pickler.dump(self._payload(number, value))
+        except Exception as error:  # whatever comes out of a stranger's __reduce__: up to there it can be compared
+            return sink.digest(), type(error).__name__, id(value), len(value) if hasattr(value, "__len__") else 0
+        return sink.digest()
+
+    def _travels(self, payload: Any, names: Mapping[int, Any]) -> bool:
+        try:
+            _Pickler(_Sink(limit_bytes=LIMIT_BYTES), self, names).dump(payload)
+        except Exception:  # as above: any exception means that it has no pickle
+            return False
+        return True
+
+    def discover(self, target: Any, path: str) -> int | None:
+        """The number of an object seen for the first time; None for one that is pickled as a value."""
+        kind = _kind(target)
+        if kind == "value" or (kind == "node" and len(self._targets) >= _MOST_NODES):
+            return None
+        number = self._know(target, path if kind == "node" else "")
+        self._pending.append(number)
+        return number
+
+
+def _kind(target: Any) -> str:
+    """``"node"``: changes are looked for in it. ``"opaque"``: can't be pickled, so it is only known. ``"value"``: travels by value."""
+    kind = type(target)
+    if kind in _VALUES:
+        return "value"
+    if kind in _CONTAINERS or isinstance(target, _GENERATORS) or _is_array(target):
+        return "node"
+    if kind in (Tensor, nn.Parameter):
+        return "node" if target.layout == torch.strided and not target.is_meta else "value"
+    if isinstance(target, (types.ModuleType, weakref.ref, *weakref.ProxyTypes)):
+        return "opaque"
+    if isinstance(target, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return "value" if _importable(target) else "opaque"
+    if _is_plain(target):
+        return "node"
+    try:
+        target.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    except Exception:  # a stranger's class may refuse in any way
+        return "opaque"
+    return "value"
+
+
+def _is_plain(target: Any) -> bool:
+    """Whether the object is its ``__dict__`` (and items), as far as anybody could tell from its class."""
+    kind = type(target)
+    return (
+        hasattr(target, "__dict__")
+        and kind not in copyreg.dispatch_table
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+        and all(base is object or base in _CONTAINERS or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    )
+
+
+def _importable(target: Any) -> bool:
+    """Whether a function or class can be pickled by its name."""
+    found: Any = sys.modules.get(getattr(target, "__module__", None) or "builtins")
+    for name in str(getattr(target, "__qualname__", "")).split("."):
+        found = getattr(found, name, None)
+    return found is target or isinstance(getattr(target, "__self__", None), (types.ModuleType, type))
+
+
+def _is_array(target: Any) -> bool:
+    return numpy is not None and type(target) is numpy.ndarray and not target.dtype.hasobject and target.flags.c_contiguous
+
+
+def _size_bytes(value: Any) -> int:
+    """Of a tensor or an array; 0 of what has to be pickled to know."""
+    return int(value.nbytes) if isinstance(value, Tensor) or _is_array(value) else 0
+
+
+def _dispensable(owner: Any, attribute: str) -> bool:
+    """Whether a class leaves this attribute out of its own pickles: then it makes it anew, and nothing is lost without it."""
+    if getattr(type(owner), "__getstate__", None) is getattr(object, "__getstate__", None):
+        return False
+    try:
+        state = owner.__getstate__()
+    except Exception:  # a stranger's
+        return False
+    return isinstance(state, dict) and state.get(attribute) is None
+
+
+def _get_items(target: Any) -> Any:
+    """What an object holds besides its attributes."""
+    if isinstance(target, Tensor):
+        return target.detach().cpu().clone()
+    if _is_array(target):
+        return target.copy()
+    if isinstance(target, _GENERATORS):
+        return rng.get_generator(target)
+    return tuple(target.items()) if isinstance(target, dict) else tuple(target)
+
+
+def _set_items(target: Any, items: Any) -> None:
+    if isinstance(target, Tensor):
+        if target.shape == items.shape and target.dtype == items.dtype:
+            target.data.copy_(items)
+        else:
+            target.data = items
+    elif _is_array(target):
+        if target.shape != items.shape:
+            target.resize(items.shape, refcheck=False)
+        target[...] = items
+    elif isinstance(target, _GENERATORS):
+        rng.set_generator(target, items)
+    else:
+        target.clear()
+        (target.update if isinstance(target, (dict, set)) else target.extend)(items if not isinstance(target, dict) else dict(items))
+
+
+def _fingerprint(buffer: Any) -> bytes:
+    """A number for the bytes of a tensor, an array or a buffer that differs where they do, at the speed of memory.
+
+    Sums along rows and columns of its words: a change that leaves all of them would have to be made for it. Of more than
+    ``_COMPARED_BYTES`` every n-th block counts.
+    """
+    if isinstance(buffer, Tensor):
+        data = buffer.contiguous().view(-1).view(torch.uint8) if buffer.numel() else torch.empty(0, dtype=torch.uint8)
+        data = data.cpu() if data.device.type != "cpu" else data
+    elif numpy is not None and isinstance(buffer, numpy.ndarray):
+        data = torch.frombuffer(memoryview(buffer).cast("B") if buffer.size else bytearray(1), dtype=torch.uint8)
+    else:
+        data = torch.frombuffer(buffer, dtype=torch.uint8)
+    if data.numel() < 2 * _BLOCK_BYTES:
+        return hashlib.blake2b(data.numpy().tobytes()).digest()
+    whole = data.numel() // _BLOCK_BYTES * _BLOCK_BYTES
+    rest = hashlib.blake2b(data[whole:].numpy().tobytes())
+    blocks = data[:whole].view(-1, _BLOCK_BYTES)[:: -(-whole // _COMPARED_BYTES)]
+    if data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0:
+        blocks = blocks.view(torch.int64)
+    for dim in (0, 1):
+        rest.update(blocks.sum(dim, dtype=torch.int64).numpy().tobytes())
+    return rest.digest()
+
+
+# -- pickles in which objects from before are numbers ------------------------------------------------------------------------------------------------
+
+
+class _Sink:
+    """A file for a pickler: hashes what it is given, and keeps it up to a limit."""
+
+    def __init__(self, *, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._hash = hashlib.blake2b()
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        size = data.nbytes if isinstance(data, memoryview) else len(data)
+        self._size += size
+        if self._limit_bytes == 0:
+            self._hash.update(data if size < _CHUNK_BYTES else _fingerprint(bytearray(0) if not size else memoryview(data).cast("B")))
+        elif self._limit_bytes is not None and self._size > self._limit_bytes:
+            raise TooLarge(f"more than {self._limit_bytes} bytes")
+        elif self._limit_bytes is None:
+            self._chunks.append(bytes(data))
+        return size
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+    def data(self) -> bytes:
+        return b"".join(self._chunks)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, sink: _Sink, survey: Survey, names: Mapping[int, Any], *, path: str | None = None) -> None:
+        super().__init__(sink, protocol=pickle.HIGHEST_PROTOCOL)
+        self._survey, self._names, self._path = survey, names, path
+        self._left = _MOST_OBJECTS
+
+    def persistent_id(self, target: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise TooLarge(f"more than {_MOST_OBJECTS} objects")
+        if type(target) in _ATOMS:
+            return None
+        number = self._survey.number(target)
+        if number is not None:
+            return number
+        if id(target) in self._names:
+            return self._names[id(target)]
+        return self._survey.discover(target, self._path) if self._path is not None else None
+
+    def reducer_override(self, target: Any) -> Any:
+        if isinstance(target, Tensor) and target.device.type not in ("cpu", "meta"):
+            return target.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if type(target) is weakref.ref and target() is not None:
+            return weakref.ref, (target(),)
+        if type(target) in weakref.ProxyTypes:
+            return weakref.proxy, (target.__repr__.__self__,)  # what it stands for: the one way to ask for it
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, targets: list[Any], resolve: Callable[[Any], Any]) -> None:
+        import io
+
+        super().__init__(io.BytesIO(data))
+        self._targets, self._resolve = targets, resolve
+
+    def persistent_load(self, name: Any) -> Any:
+        return self._targets[name] if isinstance(name, int) else self._resolve(name)

@@ -1,0 +1,457 @@
+"""What a script sees after ``fit``: the same under every engine as under plain Lightning."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MeanSquaredError
+
+from lightning_autopar import AutoParallelStrategy
+
+ENGINES = ("single", "ddp", "fsdp")
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8, bias=False)  # before a BatchNorm a bias has no gradient but noise, which AdamW blows up
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 1)
+        self.register_buffer("hidden", torch.zeros(1), persistent=False)
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.hidden += 1
+            self.calls.append(len(self.calls))
+        return self.second(torch.relu(self.norm(self.first(x))))
+
+
+class Memory(Logger):
+    """A logger that keeps its rows."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        super().__init__()
+        self.rows = rows
+
+    name = "memory"
+    version = 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        return
+
+
+@dataclass
+class Note:
+    text: str
+    values: list[int] = field(default_factory=list)
+
+
+class Keeper(pl.Callback):
+    """Keeps all sorts of things."""
+
+    def __init__(self, module: Any, rows: list[int]) -> None:
+        self.module = module
+        self.epochs = rows
+        self.mixed: list[Any] = [lambda: 1]
+        self.lock = threading.Lock()
+        self.note = Note("before")
+        self.alias = self.note
+        self.shadow = {name: value.detach().clone() for name, value in module.inner.named_parameters()}
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs.append(trainer.current_epoch)
+        self.mixed.append(trainer.current_epoch)
+        self.note.text = "after"
+        self.note.values.append(trainer.global_step)
+        self.seen = {"step": trainer.global_step, "note": self.note}
+        for value in self.shadow.values():
+            value.data.mul_(0.5)
+
+
+class Net(pl.LightningModule):
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.inner = Inner()
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.mine = list(self.parameters())
+        self.function = lambda x: x
+        self.error = MeanSquaredError()
+        self.mean = MeanMetric()
+        self.kept = MeanMetric()
+        self.epochs_seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        out = self.inner(self.frozen(x))
+        loss = mse_loss(out, y)
+        self.mean.update(loss.detach(), weight=len(x))
+        self.kept.update(out.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        out = self.inner(self.frozen(x))
+        self.error.update(out, y)
+        self.log("error", self.error)
+        self.log("val", mse_loss(out, y), prog_bar=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs_seen.append(self.current_epoch)
+        self.last = {"epoch": self.current_epoch}
+        self.mean_of_epoch = float(self.mean.compute())
+        self.mean.reset()
+
+    def configure_optimizers(self) -> Any:
+        used = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if self.hparams.optimizer == "adamw":
+            optimizer: Any = torch.optim.AdamW([{"params": used[:2], "weight_decay": 0.1}, {"params": used[2:], "weight_decay": 0.0}], 1e-2)
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}]
+        optimizer = torch.optim.SGD(used, 1e-2, momentum=0.9)
+        if self.hparams.optimizer == "lambda":
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+        if self.hparams.optimizer == "onecycle":
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=12)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        self.stages.append(stage)
+        x = torch.randn(20, 4, generator=torch.Generator().manual_seed(5))
+        self.data = TensorDataset(x, x.sum(1, keepdim=True))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=8)
+
+
+def make_strategy(engine: str) -> dict[str, Any]:
+    if engine == "plain":
+        return {"strategy": "auto", "devices": 1}
+    return {"strategy": AutoParallelStrategy(allow=[engine], devices="2xcpu:1GiB")}
+
+
+def train(engine: str, root: Path, *, optimizer: str = "adamw", module: Any = None, **options: Any) -> tuple[Any, Any, list[str]]:
+    """A Trainer after ``fit``, its module, and the warnings that ``fit`` gave."""
+    pl.seed_everything(3, verbose=False)
+    net = module or Net(optimizer)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        log_every_n_steps=1,
+        default_root_dir=root,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **make_strategy(engine),
+        **{"logger": False, "enable_checkpointing": False, **options},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(net, datamodule=Data())
+    return trainer, net, [str(warning.message) for warning in caught if "could not be brought back" in str(warning.message)]
+
+
+def script(engine: str, root: Path) -> dict[str, Any]:
+    """An ordinary script, and all that its author could look at after ``fit``."""
+    pl.seed_everything(3, verbose=False)
+    net, data = Net(), Data()
+    epochs: list[int] = []
+    rows: list[Any] = []
+    keeper = Keeper(net, epochs)
+    stop = EarlyStopping("val", patience=1, min_delta=1.0)
+    best = ModelCheckpoint(root, monitor="val", save_top_k=2, save_last=True)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=4,
+        log_every_n_steps=1,
+        default_root_dir=root,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=[CSVLogger(root, "csv"), Memory(rows)],
+        callbacks=[keeper, stop, best],
+        **make_strategy(engine),
+    )
+    parameters = dict(net.named_parameters())
+    shadow = keeper.shadow["first.weight"]
+    trainer.fit(net, datamodule=data)
+    after = torch.rand(()), random.random()
+    trainer.save_checkpoint(root / "after.ckpt")
+    saved = torch.load(root / "after.ckpt", weights_only=False)
+    saved.pop("callbacks")
+    csv: Any = trainer.loggers[0]
+    optimizer: Any = trainer.optimizers[0]
+    return {
+        "identity": {
+            "parameters": [value is parameters[name] for name, value in net.named_parameters()],
+            "module": [keeper.module is net, trainer.model is net, trainer.lightning_module is net, net.trainer is trainer],
+            "mine": [one is other for one, other in zip(net.mine, net.parameters(), strict=True)],
+            "script's": [keeper.epochs is epochs, trainer.loggers[1].rows is rows, keeper.shadow["first.weight"] is shadow],
+            "alias": [keeper.alias is keeper.note, keeper.seen["note"] is keeper.note],
+            "in the optimizer": [any(p is q for q in net.parameters()) for group in optimizer.param_groups for p in group["params"]],
+            "callbacks": [trainer.early_stopping_callback is stop, trainer.checkpoint_callback is best, keeper in trainer.callbacks],
+            "scheduler": trainer.lr_scheduler_configs[0].scheduler.optimizer is optimizer,
+            "data": [trainer.train_dataloader.dataset is data.data, trainer.val_dataloaders.dataset is data.data],
+        },
+        "weights": dict(net.state_dict()),
+        "buffers": dict(net.named_buffers()),
+        "calls": net.inner.calls,
+        "flags": [(p.requires_grad, p.dtype, p.device.type, type(p).__name__) for p in net.parameters()],
+        "training": [submodule.training for submodule in net.modules()],
+        "metrics": [dict(trainer.callback_metrics), dict(trainer.logged_metrics), dict(trainer.progress_bar_metrics)],
+        "best": [best.best_model_path, best.best_model_score, best.best_k_models, best.last_model_path, best.kth_best_model_path],
+        "stop": [stop.stopped_epoch, stop.best_score, stop.wait_count],
+        "counters": [trainer.current_epoch, trainer.global_step, trainer.num_training_batches, trainer.num_val_batches],
+        "state": [trainer.should_stop, trainer.state.status.value, str(trainer.state.fn), str(trainer.state.stage)],
+        "estimated": trainer.estimated_stepping_batches,
+        "csv": [csv.version, csv.log_dir, (Path(csv.log_dir) / "metrics.csv").read_text().splitlines()[0], len(csv.experiment.metrics)],
+        "rows": rows,
+        "kept": [epochs, keeper.mixed[1:], keeper.note.text, keeper.note.values, keeper.seen["step"], keeper.shadow],
+        "module's": [net.epochs_seen, net.last, net.mean_of_epoch],
+        "data's": [data.stages, len(data.data)],
+        "metric objects": [net.kept.compute(), net.error._update_count, net.mean._update_count],
+        "optimizers": [optimizer.state_dict(), type(optimizer).__name__],
+        "schedulers": [trainer.lr_scheduler_configs[0].scheduler.state_dict(), trainer.lr_scheduler_configs[0].interval],
+        "random": after,
+        "saved": saved,
+        "hyperparameters": dict(net.hparams),
+    }
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key in value:
+            yield from leaves(value[key], f"{name}.{key}")
+        yield f"{name} keys", list(value)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{name}[{index}]")
+        yield f"{name} length", len(value)
+    else:
+        yield name, value
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return False
+        return one.dtype == other.dtype and one.shape == other.shape and torch.allclose(one.float(), other.float(), rtol=1e-5, atol=1e-5)
+    if isinstance(one, float) and isinstance(other, float):
+        return one == pytest.approx(other, rel=1e-5, abs=1e-5)
+    return bool(one == other)
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    left, right = dict(leaves(one)), dict(leaves(other))
+    names = dict.fromkeys([*left, *right])
+    return [f"{name}: {left.get(name)!r} != {right.get(name)!r}" for name in names if not same(left.get(name), right.get(name))]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("plain")
+    return relative(script("plain", root), root)
+
+
+def relative(value: Any, root: Path) -> Any:
+    if isinstance(value, dict):
+        return {relative(key, root): relative(item, root) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [relative(item, root) for item in value]
+    return value.replace(str(root), "") if isinstance(value, str) else value
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_script_sees_after_fit_what_it_sees_after_plain_lightning(plain: dict[str, Any], engine: str, tmp_path: Path) -> None:
+    assert not differences(plain, relative(script(engine, tmp_path), tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("optimizer", ["onecycle", "plateau"])
+def test_schedulers_and_momentum_come_back(optimizer: str, engine: str, tmp_path: Path) -> None:
+    expected, _, _ = train("plain", tmp_path, optimizer=optimizer)
+    trainer, net, lost = train(engine, tmp_path, optimizer=optimizer)
+    assert not lost
+    for one, other in ((expected, trainer),):
+        states = [[each.optimizers[0].state_dict(), each.lr_scheduler_configs[0].scheduler.state_dict()] for each in (one, other)]
+        assert not differences(*states)
+    state = trainer.optimizers[0].state[net.inner.second.weight]
+    assert state["momentum_buffer"].shape == net.inner.second.weight.shape
+    scheduler = trainer.lr_scheduler_configs[0].scheduler
+    assert scheduler.optimizer is trainer.optimizers[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_scheduler_with_a_lambda_is_named_as_left_behind(engine: str, tmp_path: Path) -> None:
+    trainer, net, lost = train(engine, tmp_path, optimizer="lambda")
+    assert len(lost) == 1
+    assert "the learning-rate schedulers" in lost[0]
+    assert "optimizers" not in lost[0]
+    assert "momentum_buffer" in trainer.optimizers[0].state[net.inner.second.weight]
+    assert trainer.lr_scheduler_configs == []
+
+
+class Two(Net):
+    """Manual optimization with two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.steps: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(mse_loss(self.inner(self.frozen(x)), y))
+            optimizer.step()
+        self.mean.update(1.0)
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD(self.inner.first.parameters(), 1e-2, momentum=0.9)
+        self.own = torch.optim.AdamW([*self.inner.norm.parameters(), *self.inner.second.parameters()], 1e-3)
+        return [first, self.own]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_optimizers_come_back_and_the_modules_own_reference_with_them(engine: str, tmp_path: Path) -> None:
+    expected, _, _ = train("plain", tmp_path, module=pl.seed_everything(3, verbose=False) and Two())
+    trainer, net, lost = train(engine, tmp_path, module=pl.seed_everything(3, verbose=False) and Two())
+    assert not lost
+    assert not differences(*([optimizer.state_dict() for optimizer in each.optimizers] for each in (expected, trainer)))
+    assert net.own is trainer.optimizers[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ["plain", *ENGINES])
+def test_weights_of_bf16_true_come_back_in_bf16(engine: str, tmp_path: Path) -> None:
+    _, net, lost = train(engine, tmp_path, precision="bf16-true")
+    assert not lost
+    assert net.inner.first.weight.dtype == net.inner.hidden.dtype == net.dtype == torch.bfloat16
+
+
+class Hoarder(pl.Callback):
+    """Holds what no pickle takes, and much data."""
+
+    def __init__(self) -> None:
+        self.data = torch.zeros(500 * 2**18)
+        self.lock = threading.Lock()
+        self.file = open(__file__, encoding="utf-8")  # noqa: SIM115
+        self.function = lambda: None
+        self.stream = (index for index in range(3))
+        self.text = [f"{index}" for index in range(1000)]
+
+    def __del__(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_did_not_change_is_not_named_and_costs_little(tmp_path: Path) -> None:
+    _, _, lost = train("ddp", tmp_path, callbacks=[Keeper(Net(), [])])
+    begin = time.perf_counter()
+    train("ddp", tmp_path)
+    without = time.perf_counter() - begin
+    hoarder = Hoarder()
+    begin = time.perf_counter()
+    _, _, more = train("ddp", tmp_path, callbacks=[hoarder])
+    assert lost == more == []
+    assert time.perf_counter() - begin < without + 1.5
+
+
+class Breaker(Hoarder):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.data[7] = 1
+        self.function = lambda: 1
+        self.text.append("new")
+        self.stream = (index for index in range(4))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_can_not_come_back_is_named_in_one_warning(tmp_path: Path) -> None:
+    breaker = Breaker()
+    function = breaker.function
+    _, _, lost = train("ddp", tmp_path, callbacks=[breaker])
+    assert len(lost) == 1
+    assert "Breaker.data, Breaker.function, Breaker.stream (" in lost[0]
+    assert breaker.text[-1] == "new"
+    assert breaker.function is function
+
+
+class Tracker(Net):
+    def configure_callbacks(self) -> Any:
+        self.stop = EarlyStopping("val")
+        return [self.stop]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ["plain", "ddp"])
+def test_callbacks_of_the_module_are_the_trainers_afterwards(engine: str, tmp_path: Path) -> None:
+    trainer, net, lost = train(engine, tmp_path, module=Tracker())
+    assert not lost
+    assert trainer.early_stopping_callback is net.stop
+    assert net.stop.best_score == trainer.callback_metrics["val"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_second_fit_goes_on_as_under_plain_lightning(engine: str, tmp_path: Path) -> None:
+    results = []
+    for each in ("plain", engine):
+        trainer, net, _ = train(each, tmp_path)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(net, datamodule=trainer.datamodule)
+        validated = trainer.validate(net, datamodule=trainer.datamodule, verbose=False)
+        results.append([dict(net.state_dict()), trainer.global_step, trainer.current_epoch, validated, net.epochs_seen])
+    assert results[0][1] == 15
+    assert not differences(*results)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loaders_own_generator_and_the_global_ones_go_on(engine: str, tmp_path: Path) -> None:
+    results = []
+    for each in ("plain", engine):
+        pl.seed_everything(3, verbose=False)
+        net = Net()
+        data = Data()
+        data.setup("fit")
+        loader = DataLoader(data.data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+        trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, barebones=False, **make_strategy(each))
+        trainer.fit(net, loader)
+        results.append([torch.rand(3, generator=loader.generator), torch.rand(3), random.random(), dict(net.state_dict())])
+        assert trainer.train_dataloader is loader
+    assert not differences(*results)
