@@ -6,6 +6,7 @@ Each entry says which private name it stands for, so that a change in Lightning 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,6 +23,7 @@ from lightning.pytorch.accelerators.cpu import CPUAccelerator
 from lightning.pytorch.accelerators.cuda import CUDAAccelerator
 from lightning.pytorch.core.datamodule import LightningDataModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer import call
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Launcher",
     "LightningOptimizer",
+    "RestartStage",
     "SIGTERMException",
     "TrainerFn",
     "TunerExit",
@@ -50,6 +53,7 @@ __all__ = [
     "installed",
     "is_overridden",
     "loader_sources",
+    "make_result",
     "materialize_module",
     "optimizers_to_device",
     "progress_of",
@@ -59,6 +63,7 @@ __all__ = [
     "restore_progress",
     "run_arguments",
     "script_command",
+    "verify_configuration",
 ]
 
 _CONNECTOR_FIELDS = (
@@ -182,8 +187,7 @@ def restore_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
         loop.load_state_dict(state)
         for inner in (loop, getattr(loop, "epoch_loop", None), getattr(getattr(loop, "epoch_loop", None), "val_loop", None)):
             if inner is not None:
-                inner._restarting = False
-                inner._loaded_from_state_dict = False
+                inner._restarting = inner._loaded_from_state_dict = inner._resuming_from_checkpoint = False
     fit_loop = trainer.fit_loop
     fit_loop.epoch_loop.min_steps, fit_loop.epoch_loop.max_steps, fit_loop.min_epochs, fit_loop.max_epochs = progress["limits"]
     fit_loop.max_batches = progress["max_batches"]
@@ -235,6 +239,27 @@ def restore_loaders(trainer: Trainer, found: dict[str, tuple[Any, str, Any]]) ->
                 loop._max_batches = max_batches
 
 
+def verify_configuration(trainer: Trainer) -> None:
+    """Raise what Lightning raises for a module that lacks what the trainer's function needs (``_verify_loop_configurations``)."""
+    from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run itself warns
+        _verify_loop_configurations(trainer)
+
+
+def make_result(options: dict[str, Any], metric: Any | None, device: torch.device) -> Any:
+    """An entry of a result collection (``_ResultMetric``): for a logged tensor, or for a torchmetrics object."""
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+    meta = _Metadata(**options)
+    meta.sync = _Sync()
+    result = _ResultMetric(meta, metric is None).to(device)
+    if metric is not None:
+        result.value = metric
+    return result
+
+
 def run_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of ``_fit_impl`` and its siblings by name."""
     import inspect
@@ -250,8 +275,8 @@ def loader_source(trainer: Trainer, stage: str) -> Any:
     from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 
     source = getattr(trainer, f"{stage}_loop")._data_source
-    if source.instance is None or not source.is_defined():
-        return None
+    if source.instance is None or (stage != "fit" and not source.is_defined()):
+        return None  # without one for fit, Lightning's own default hook says so
     return _request_dataloader(source)
 
 

@@ -48,22 +48,24 @@ class FirstBatch:
     draws: tuple[str, ...] = ()
 
 
-def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit") -> FirstBatch:
+def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *, prepared: bool = False) -> FirstBatch:
     """Do what Lightning does up to a stage's first batch, and return that.
 
     Args:
         module: the user's module, attached to the trainer; its ``prepare_data`` and ``setup`` are called.
         trainer: with its loaders or DataModule attached.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        prepared: whether module and DataModule have been set up already.
 
     Raises:
         ValueError: if there is no loader for the stage, or it has no batch.
     """
     sources = [source for source in (getattr(trainer, "datamodule", None), module) if source is not None]
-    for source in sources:
-        source.prepare_data()
-    for source in sources:
-        source.setup(stage=stage)
+    if not prepared:
+        for source in sources:
+            source.prepare_data()
+        for source in sources:
+            source.setup(stage=stage)
     loader = loader_source(trainer, stage)
     if loader is None:
         raise ValueError(f"there is no data for the stage {stage!r}; pass loaders to the trainer or define the module's dataloader hook")

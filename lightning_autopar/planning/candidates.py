@@ -37,6 +37,8 @@ class SplitFinding:
     reason: str | None = None
     splittable: bool = True
     probed: bool = True
+    log_rules: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +218,8 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
     if not split.probed:
         return (f"whether splitting the batch changes its loss is not known ({split.reason})",) if split.reason else ()
     if not split.difference <= SPLIT_TOLERANCE:
-        return (f"{_difference_words(split)}; exact=True rules such plans out",)
-    return ()
+        return (f"{_difference_words(split)}; exact=True rules such plans out", *split.notes)
+    return split.notes
 
 
 def _difference_words(split: SplitFinding) -> str:

@@ -7,10 +7,11 @@ resume in the middle of an epoch) lies under a key of its own, which plain Light
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import Strategy
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
@@ -21,27 +22,12 @@ from lightning_autopar.state.loader import is_loader_state
 KEY = "lightning_autopar"
 
 
-class PlainCheckpoint(Strategy):
-    """A strategy's mixin: the loaders' states travel under :data:`KEY`, out of plain Lightning's sight.
+def set_loader_states_aside(checkpoint: dict[str, Any]) -> None:
+    """Move the exact loaders' states from Lightning's place for loader states (``_FitLoop.on_save_checkpoint``) to ours.
 
     Plain Lightning refuses a checkpoint that holds states for loaders which aren't stateful there (``CombinedLoader._load_state_dicts``).
     """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write one ordinary ``.ckpt``."""
-        set_loader_states_aside(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read one, written under any plan or by plain Lightning."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        put_loader_states_back(checkpoint)
-        return checkpoint
-
-
-def set_loader_states_aside(checkpoint: dict[str, Any]) -> None:
-    """Move the exact loaders' states from Lightning's place for loader states to ours."""
-    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    loop = _fit_state(checkpoint)
     states = loop.get("combined_loader")
     if states and all(is_loader_state(state) for state in states):
         checkpoint[KEY] = {"loaders": loop.pop("combined_loader")}
@@ -51,7 +37,27 @@ def put_loader_states_back(checkpoint: dict[str, Any]) -> None:
     """Undo :func:`set_loader_states_aside`; a checkpoint that has no states of ours stays as it is."""
     states = checkpoint.get(KEY, {}).get("loaders")
     if states and "fit_loop" in checkpoint.get("loops", {}):
-        checkpoint["loops"]["fit_loop"]["combined_loader"] = states
+        _fit_state(checkpoint)["combined_loader"] = states
+
+
+def _fit_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+def read_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """A checkpoint's dictionary; of a local file mapped rather than read, so that every rank may take its part without holding the whole.
+
+    Args:
+        io: the strategy's; anything but Lightning's own is asked to read the file itself.
+        path: of the file.
+        weights_only: as for ``Trainer.fit``.
+    """
+    if type(io) is not TorchCheckpointIO or not Path(str(path)).is_file():
+        checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only) if weights_only is not None else io.load_checkpoint(path)
+        return checkpoint
+    mapped: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    return mapped
 
 
 def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:

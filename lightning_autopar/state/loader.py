@@ -212,6 +212,11 @@ class ExactLoader(DataLoader[Any]):
         if len(self._unasked) > kept:
             self._unasked.popleft()
 
+    @property
+    def generators(self) -> Mapping[str, Any]:
+        """The generator objects that the user gave to the loader, its samplers or its dataset, by the names they have in a state."""
+        return dict(self._own)
+
     def _forget(self) -> None:
         """A new epoch begins."""
         for kept in (self._shares, self._indices, self._unasked):

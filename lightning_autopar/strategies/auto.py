@@ -77,7 +77,6 @@ class AutoParallelStrategy(ParallelStrategy):
         self.report: Optional[Report] = None
         self.plan: Optional[Plan] = self.settings.plan
         self.measured: dict[str, dict[str, Any]] = {}
-        self.peers: Any = None
         self._muted: Optional[tuple[list[Any], Any]] = None
 
     # -- what the launcher uses ----------------------------------------------------------------------------------------------------------------

@@ -5,15 +5,17 @@ It reads the trainer and changes nothing in it; it doesn't know how a plan is ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar._lightning_compat import is_overridden, verify_configuration
+from lightning_autopar.memory.batch import FirstBatch
 from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.guess import guess
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.trace import first_batch, trace
 from lightning_autopar.planning.candidates import Constraints, SplitFinding, shardable
@@ -23,15 +25,20 @@ from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.draws import DrawPlan
 from lightning_autopar.strategies.engine import Assignment, BatchRule
+from lightning_autopar.strategies.failure import Failure
 from lightning_autopar.strategies.features import exclusions
-from lightning_autopar.strategies.probe import pads, probe_split
+from lightning_autopar.strategies.probe import pads, probe_evaluation, probe_split
 from lightning_autopar.strategies.rehearse import rehearse_fsdp, unshardable
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
 
 #: Tracing and probing together may take so long; after that the estimate is coarse, and the report says so.
 _TRACE_SECONDS = 600.0
+#: What a guessed footprint may err by.
+_GUESS_MARGIN = 0.3
 #: From this size on, a module is built whole on rank 0 alone.
 _LARGE_BYTES = 1024**3
 
@@ -103,13 +110,15 @@ def decide(
         raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
     probe, gpu = _splits(inventory, settings, max_devices), any(device.kind == "cuda" for device in runnable)
     sharded = _several(inventory, max_devices) and "fsdp" in settings.allow
-    findings = run_forked(_find, trainer, probe, sharded, gpu, timeout_seconds=_TRACE_SECONDS)
+    verify_configuration(trainer)  # in Lightning's own words what it would say later
+    findings = _found(trainer, probe, sharded, gpu)
     excluded = exclusions(trainer, findings.footprint)
     if findings.unshardable is not None:
         excluded.setdefault("fsdp", findings.unshardable)
     constraints = Constraints(
         allow=settings.allow,
-        max_devices=max_devices,
+        max_devices=max_devices if world_size is None else world_size,
+        min_devices=world_size,
         memory_limit_bytes=settings.memory_limit_bytes,
         memory_margin=settings.memory_margin,
         objective="memory" if settings.objective == "memory" else "speed",
@@ -118,6 +127,7 @@ def decide(
         pinned=settings.plan,
         excluded=excluded,
         split=findings.split if settings.batch == "global" else None,
+        split_batch=settings.batch == "global",
     )
     report = make_report(findings.footprint, inventory, constraints)
     plan = report.best
@@ -130,10 +140,34 @@ def decide(
             batch=settings.batch,
             draws=findings.draws,
             data_draws=findings.data_draws,
+            log_rules=findings.split.log_rules if findings.split is not None else {},
             from_snapshot=is_snapshot(ckpt_path),
             large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
         ),
     )
+
+
+def _found(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> _Findings:
+    """What the forked child finds out; a coarse estimate where it takes too long or is killed.
+
+    Raises:
+        BaseException: what the user's own ``prepare_data``, ``setup`` or loader raised, with the child's traceback as its cause.
+        RuntimeError: if not even the first batch can be had.
+    """
+    try:
+        findings = run_forked(_find, trainer, probe, sharded, gpu, timeout_seconds=_TRACE_SECONDS)
+    except ChildFailed as error:
+        rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {error.reason}")
+        try:
+            findings = run_forked(_guess, trainer, error.reason, timeout_seconds=_TRACE_SECONDS)
+        except ChildFailed as again:
+            raise RuntimeError(
+                f"planning needs the run's first batch, and couldn't have it: {again.reason}; "
+                "look whether the loader gives a batch by itself, as in next(iter(loader))"
+            ) from again
+    if isinstance(findings, Failure):
+        raise findings.exception()
+    return findings
 
 
 def _splits(inventory: Inventory, settings: Settings, max_devices: int | None) -> bool:
@@ -145,11 +179,14 @@ def _several(inventory: Inventory, max_devices: int | None) -> bool:
     return min(len(inventory.devices), max_devices or len(inventory.devices)) > 1
 
 
-def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> _Findings:
+def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> _Findings | Failure:
     """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split."""
     module = trainer.lightning_module
     stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
-    batch = first_batch(module, trainer, stage)
+    try:
+        batch = first_batch(module, trainer, stage)
+    except Exception as error:  # the user's own code, which would raise it in the run as well
+        return Failure.of(error)
     footprint = trace(module, trainer, batch, stage=stage, precision=str(trainer.precision), target="cuda" if gpu else "cpu")
     refusal = None
     if sharded:
@@ -163,4 +200,34 @@ def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> _Findings:
         # Where collating draws random numbers or pads, ranks take their rows of the collated batch, and so does the probe.
         probed = replace(batch, samples=None, collate=None) if "collate" in batch.draws else batch
         split, draws = probe_split(module, trainer, probed, flops=footprint.flops)
+    if probe and stage != "predict":
+        split = _with_evaluation(split or SplitFinding(), module, trainer, None if stage == "fit" else batch, stage)
     return _Findings(footprint=footprint, split=split, draws=draws, data_draws=batch.draws, unshardable=refusal)
+
+
+def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trainer, batch: FirstBatch | None, stage: str) -> SplitFinding:
+    """The finding, with what was found out of the values that an evaluation step logs."""
+    hook = "test_step" if stage == "test" else "validation_step"
+    if not split.splittable or not is_overridden(hook, module):
+        return split
+    if batch is None:
+        try:
+            batch = first_batch(module, trainer, "validate", prepared=True)
+        except Exception:  # no validation data, or the user's loader fails: the run will say so
+            log.debug("there is no validation batch to look at", exc_info=True)
+            return split
+    compared = probe_evaluation(module, trainer, batch, hook)
+    return replace(split, log_rules={**split.log_rules, **compared.rules}, notes=(*split.notes, *compared.notes))
+
+
+def _guess(trainer: Trainer, reason: str) -> _Findings | Failure:
+    """In another forked child: a footprint from the parameters and the first batch alone. Nothing is known of a split, or of random draws."""
+    module = trainer.lightning_module
+    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    try:
+        batch = first_batch(module, trainer, stage)
+    except Exception as error:  # as above
+        return Failure.of(error)
+    footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason, margin=_GUESS_MARGIN)
+    split = SplitFinding(probed=False, reason=f"the step could not be looked at: {reason}")
+    return _Findings(footprint=footprint, split=split, draws=DrawPlan(), data_draws=batch.draws, unshardable=None)

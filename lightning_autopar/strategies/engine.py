@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,14 +16,17 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.memory.inventory import Device
 from lightning_autopar.plans import Plan
 from lightning_autopar.state.loader import BatchShare, ExactLoader, fit_progress, is_loader_state
 from lightning_autopar.state.snapshot import load_snapshot
+from lightning_autopar.strategies import resume
 from lightning_autopar.strategies.batchnorm import restore as restore_batch_norm
 from lightning_autopar.strategies.batchnorm import synchronise as synchronise_batch_norm
 from lightning_autopar.strategies.draws import DrawPlan, GlobalDraws
 from lightning_autopar.strategies.logged import GlobalLogging
+from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.measure import Meter
 from lightning_autopar.strategies.recompute import recomputed
 
@@ -43,6 +46,7 @@ class Assignment:
         batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning does.
         draws: what the probe learnt about the step's random draws; None where it draws nothing.
         find_unused_parameters: DDP only: whether some parameters may get no gradient.
+        log_rules: how the ranks' logged values make the whole batch's, where the probe found out.
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``), or pads to the longest sample
             (``"collate"``): there each rank must do all of it, to get what one process would.
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
@@ -55,6 +59,7 @@ class Assignment:
     draws: DrawPlan | None = None
     find_unused_parameters: bool = True
     data_draws: tuple[str, ...] = ()
+    log_rules: LogRules = field(default_factory=dict)
     large: bool = False
     from_snapshot: bool = False
 
@@ -87,6 +92,7 @@ class EngineMixin(Strategy):
         self._logging: GlobalLogging | None = None
         self._drawing = False
         self._resumed = 0
+        self._resumption: resume.Resumption | None = None
         self._positions: dict[int, int] = {}
         self._prediction_limit: float = float("inf")
 
@@ -178,7 +184,7 @@ class EngineMixin(Strategy):
             self._layer_sync = None  # Lightning's knows CUDA only; ours replaces it
             synchronise_batch_norm(module, self._share_for_draws)
             self._exit.callback(restore_batch_norm, module)
-            self._logging = GlobalLogging(trainer, self.share, device=self.root_device)
+            self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=self.assignment.log_rules)
             self._logging.install()
             self._exit.callback(self._logging.uninstall)
             if self.assignment.draws is not None:
@@ -263,9 +269,15 @@ class EngineMixin(Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a snapshot, or a checkpoint of Lightning's."""
-        if self.assignment.from_snapshot:
-            return load_snapshot(self, checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        snapshot = self.assignment.from_snapshot
+        checkpoint = load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
+        self._resumption = resume.take_up(checkpoint)
+        return checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write one ordinary ``.ckpt``, with what it takes to go on exactly where plain Lightning doesn't look."""
+        resume.lay_aside(self._trainer, checkpoint, splits=self.splits)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Of a snapshot the weights are loaded already."""
@@ -278,6 +290,19 @@ class EngineMixin(Strategy):
         """Measure time and memory at the boundary between two steps."""
         self.meter.boundary(self)
         super().on_train_batch_start(batch, batch_idx)
+
+    def on_train_start(self) -> None:
+        """The loops are about to go on where a checkpoint was saved, if the run is a resumed one."""
+        if self._resumption is not None:
+            self._exit.callback(resume.go_on(self._trainer, self._resumption))
+        super().on_train_start()
+
+    def on_validation_end(self) -> None:
+        """The first validation of a resumed run may be one that was due when the checkpoint was saved."""
+        if self._resumption is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            resume.validated(self._trainer, self._resumption)
+            self._resumption = None
+        super().on_validation_end()
 
     def on_validation_start(self) -> None:
         """An evaluation between two steps is no part of either."""

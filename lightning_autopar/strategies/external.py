@@ -1,16 +1,22 @@
-"""Processes that exist already: started by torchrun or SLURM, or reruns of the script where the parent has initialised CUDA. Rank 0 plans, all follow.
+"""Processes that exist already: started by torchrun or SLURM, or reruns of the script where the parent has initialised CUDA.
 
-They meet at a key-value store before any process group exists. This module knows ranks and messages, no plan's content.
+Rank 0 plans, all follow. They meet at a key-value store before any process group exists. This module knows ranks and messages, no plan's
+content.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,15 +28,24 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_autopar._lightning_compat import find_free_network_port, script_command
 from lightning_autopar.memory.host import host_memory
-from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.strategies.engine import Assignment
+from lightning_autopar.strategies.generation import die_with
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
 #: Where the reruns of a script meet the process that started them, as ``host:port``.
 STORE = "AUTOPAR_STORE"
+#: The process id of the one that started a rerun, without which the rerun has no reason to live.
+PARENT = "AUTOPAR_PARENT"
 _TIMEOUT = timedelta(minutes=30)
+#: How long this process may take to end by itself once a rerun has failed.
+_GRACE_SECONDS = 3.0
+#: How long the reruns may go on after this process's script has ended.
+_FAREWELL_SECONDS = 60.0
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -44,10 +59,20 @@ class Peers:
     environment: ClusterEnvironment
     messages: int = 0
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    running: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Around a run that takes all ranks: a rerun that fails ends this process while it is open."""
+        self.running.set()
+        try:
+            yield
+        finally:
+            self.running.clear()
 
     def tell(self, message: Any) -> None:
         """Rank 0: send a picklable object, or an exception, to all others."""
-        self.store.set(f"autopar/message/{self.messages}", pickle.dumps(message))
+        self.store.set(f"autopar/message/{self.messages}", _pickled(message))
         self.messages += 1
 
     def hear(self) -> Any:
@@ -67,21 +92,54 @@ class Peers:
         here, _ = strategy.inventory()
         if here.source == "spec":
             if len(here.devices) < self.world_size:
-                raise ValueError(f"{self.world_size} processes were started, but the devices given are {len(here.devices)}; give one for each")
+                raise ValueError(
+                    f"{self.world_size} processes were started, but the devices given are {len(here.devices)}; give one for each"
+                )
             return replace(here, devices=here.devices[: self.world_size]), None
-        devices = [pickle.loads(self.store.get(f"autopar/device/{self.messages}/{rank}")) for rank in range(self.world_size)]
+        devices = [self._introduced(rank) for rank in range(self.world_size)]
         total_bytes, free_bytes = host_memory()
         return Inventory(devices=tuple(devices), host_total_bytes=total_bytes, host_free_bytes=free_bytes, source="peers"), None
 
+    def _introduced(self, rank: int) -> Device:
+        found = pickle.loads(self.store.get(f"autopar/device/{self.messages}/{rank}"))
+        if isinstance(found, BaseException):
+            raise RuntimeError(f"rank {rank} has no device: {found}") from found
+        device: Device = found
+        return device
+
     def introduce(self, strategy: AutoParallelStrategy) -> None:
-        """Every rank: say which device is this process's."""
+        """Every rank: say which device is this process's, or what keeps it from having one."""
+        try:
+            word: Any = self._own_device(strategy)
+        except Exception as error:
+            word = error
+        self.store.set(f"autopar/device/{self.messages}/{self.rank}", _pickled(word))
+        if isinstance(word, Exception) and self.rank:
+            raise word
+
+    def _own_device(self, strategy: AutoParallelStrategy) -> Device:
         here, _ = strategy.inventory()
         local_rank = self.environment.local_rank()
         device = here.devices[min(local_rank, len(here.devices) - 1)]
         if device.kind == "cpu":
-            threads = torch.get_num_threads()
-            device = replace(device, id=f"cpu:{self.rank}", threads=threads)
-        self.store.set(f"autopar/device/{self.messages}/{self.rank}", pickle.dumps(replace(device, node=self.node)))
+            # Each process sees the whole host; on this node they share it.
+            share = 1 if here.source == "spec" else max(1, self.local_world_size // len(here.devices))
+            device = replace(
+                device,
+                id=f"cpu:{self.rank}",
+                threads=torch.get_num_threads(),
+                total_bytes=device.total_bytes // share,
+                free_bytes=device.free_bytes // share,
+            )
+        return replace(device, node=self.node)
+
+    @property
+    def local_world_size(self) -> int:
+        """How many of the processes are on this node, as torchrun and SLURM say; all of them where neither does."""
+        for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+            if os.environ.get(variable, "").isdigit():
+                return int(os.environ[variable])
+        return self.world_size
 
     def local_devices(self, assignment: Assignment) -> list[torch.device]:
         """The torch devices of this node's ranks, as Lightning's strategies want them."""
@@ -89,62 +147,101 @@ class Peers:
         return [torch_device for device, torch_device in devices if device.node == assignment.devices[self.rank].node]
 
 
+#: A process has the same peers for as long as it lives, whatever strategies it makes.
+_peers: Peers | None = None
+
+
 def under_external_launcher(strategy: AutoParallelStrategy) -> Peers | None:
     """This process's peers where somebody else has started several processes; None where it is alone."""
-    if strategy.peers is not None:
-        peers: Peers = strategy.peers
-    elif STORE in os.environ:
+    global _peers
+    if _peers is None:
+        _peers = _find_peers(strategy)
+    if _peers is not None:
+        _peers.introduce(strategy)
+    return _peers
+
+
+def _find_peers(strategy: AutoParallelStrategy) -> Peers | None:
+    if STORE in os.environ:
         host, _, port = os.environ[STORE].rpartition(":")
+        die_with(int(os.environ[PARENT]))
         world_size = int(os.environ["WORLD_SIZE"])
         store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=_TIMEOUT)
-        peers = Peers(store=store, rank=int(os.environ["LOCAL_RANK"]), world_size=world_size, node=0, environment=LightningEnvironment())
-    else:
-        environment = strategy.cluster_environment
-        if environment is None or not environment.creates_processes_externally or environment.world_size() == 1:
-            return None
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
-        rendezvous = dist.rendezvous("env://", rank=environment.global_rank(), world_size=environment.world_size(), timeout=_TIMEOUT)
-        store, rank, world_size = next(iter(rendezvous))
-        peers = Peers(store=store, rank=rank, world_size=world_size, node=environment.node_rank(), environment=environment)
-    strategy.peers = peers
-    peers.introduce(strategy)
-    return peers
+        return Peers(store=store, rank=int(os.environ["LOCAL_RANK"]), world_size=world_size, node=0, environment=LightningEnvironment())
+    environment = strategy.cluster_environment
+    if environment is None or not environment.creates_processes_externally or environment.world_size() == 1:
+        return None
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+    rendezvous = dist.rendezvous("env://", rank=environment.global_rank(), world_size=environment.world_size(), timeout=_TIMEOUT)
+    store, rank, world_size = next(iter(rendezvous))
+    return Peers(store=store, rank=rank, world_size=world_size, node=environment.node_rank(), environment=environment)
 
 
 def rerun_script(strategy: AutoParallelStrategy, world_size: int) -> Peers:
     """Start this very script once for each further rank, and become rank 0.
 
-    For the case that this process has initialised CUDA, after which a forked child can't use it. The children run the user's code up to ``fit``.
+    For the case that this process has initialised CUDA, after which a forked child can't use it. The children run the user's code up to
+    ``fit``.
 
     Args:
         world_size: how many processes the plan takes.
     """
     port = find_free_network_port()
     store = dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()), WORLD_SIZE=str(world_size), LOCAL_RANK="0", NODE_RANK="0")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()), WORLD_SIZE=str(world_size), LOCAL_RANK="0", NODE_RANK="0"
+    )
     peers = Peers(store=store, rank=0, world_size=world_size, node=0, environment=LightningEnvironment())
     rank_zero_info(f"autopar: CUDA is initialised in this process already, so the script is run again for {world_size - 1} further ranks")
     for rank in range(1, world_size):
-        environment = {**os.environ, "LOCAL_RANK": str(rank), STORE: f"127.0.0.1:{port}"}
+        environment = {**os.environ, "LOCAL_RANK": str(rank), STORE: f"127.0.0.1:{port}", PARENT: str(os.getpid())}
         peers.children.append(subprocess.Popen(script_command(), env=environment))
-    threading.Thread(target=_watch, args=(peers.children,), daemon=True, name="autopar-watch").start()
-    strategy.peers = peers
-    peers.introduce(strategy)
+    threading.Thread(target=_watch, args=(peers,), daemon=True, name="autopar-watch").start()
+    atexit.register(_see_off, peers.children)
+    global _peers
+    _peers = peers
     return peers
 
 
-def _watch(children: list[subprocess.Popen[bytes]]) -> None:
-    """End everything when one child fails: a rank that waits for it in a collective would wait for ever."""
+def _watch(peers: Peers) -> None:
+    """End everything when one child fails in a run: a rank that waits for it in a collective would wait for ever."""
     failed = threading.Event()
 
     def wait(child: subprocess.Popen[bytes]) -> None:
         if child.wait() != 0:
             failed.set()
 
-    waiters = [threading.Thread(target=wait, args=(child,), daemon=True) for child in children]
+    waiters = [threading.Thread(target=wait, args=(child,), daemon=True) for child in peers.children]
     for waiter in waiters:
         waiter.start()
-    if failed.wait():
-        for child in children:
-            child.kill()
-        os.kill(os.getpid(), signal.SIGTERM)
+    failed.wait()
+    peers.running.wait()  # one that failed after the run is missed by the next run only
+    _LOG.error("a rerun of the script for a further rank failed; this run ends with it")
+    for child in peers.children:
+        child.kill()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_SECONDS)  # Lightning leaves at a batch boundary, which a rank that waits for a dead one never reaches
+    os._exit(1)
+
+
+def _see_off(children: list[subprocess.Popen[bytes]]) -> None:
+    """At the end of this process: let the others finish what they do after the run, unless this one failed."""
+    deadline = time.monotonic() + (0.0 if hasattr(sys, "last_value") else _FAREWELL_SECONDS)
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=max(0.0, deadline - time.monotonic()))
+    for child in children:
+        child.kill()
+
+
+def _pickled(message: Any) -> bytes:
+    """The message; an exception that can't be pickled by its words."""
+    try:
+        data = pickle.dumps(message)
+        if isinstance(message, BaseException):
+            pickle.loads(data)
+    except Exception:
+        if not isinstance(message, BaseException):
+            raise
+        return pickle.dumps(RuntimeError(f"{type(message).__name__}: {message}"))
+    return data

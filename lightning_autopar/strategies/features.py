@@ -47,7 +47,8 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
     if "BatchSizeFinder" in kinds:
         excluded["multi"] = "the callback BatchSizeFinder runs on one device only, as in Lightning itself"
     for name, submodule in module.named_modules():
-        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None and trainer.state.fn == TrainerFn.FITTING:
+        rescales = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None
+        if rescales and trainer.state.fn == TrainerFn.FITTING:
             excluded["multi"] = f"{name!r} has max_norm, which rescales the rows of a batch in place: on each device others"
     stage = trainer.state.fn
     if stage == TrainerFn.FITTING and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):

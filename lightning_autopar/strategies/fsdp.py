@@ -5,17 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning_compat import (
     LightningOptimizer,
@@ -34,6 +36,11 @@ if TYPE_CHECKING:
 #: The methods of a LightningModule that use its parameters outside ``forward``.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
+#: The dimensions of the mesh that a user's ``configure_model`` finds in ``self.device_mesh``; the second is Lightning's, and 1 here.
+_DIMENSIONS = ("data_parallel", "tensor_parallel")
+#: What ``fully_shard`` leaves in a module's attributes begins with one of these.
+_TRACES = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
 
 class _ShardingStrategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy without its demand that the user shards the module, and with plain checkpoints."""
@@ -51,7 +58,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         join_group(self, self._process_group_backend)
-        self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=_DIMENSIONS)
         self._module._device_mesh = self._device_mesh
 
     @contextmanager
@@ -109,7 +116,7 @@ class _ShardingStrategy(ModelParallelStrategy):
                 buffer.copy_(self.broadcast(buffer.cpu() if self.global_rank == 0 else None))
         torch.set_rng_state(self.broadcast(torch.get_rng_state()))
 
-    # -- steps: the only time when parameters are whole -------------------------------------------------------------------------------------
+    # -- steps: the only time when parameters are whole --------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step; under automatic optimization its backward pass puts the parameters back into shards."""
@@ -149,7 +156,12 @@ class _ShardingStrategy(ModelParallelStrategy):
             self._gathered.close()
         super().teardown()
 
-    # -- checkpoints: whole, plain, one file -------------------------------------------------------------------------------------------------
+    def release(self) -> None:
+        """Make the module whole and plain again, for what comes after the run in this process; a collective."""
+        self._gathered.close()
+        unshard(self._module)
+
+    # -- checkpoints: whole, plain, one file -------------------------------------------------------------------------------------------
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -167,16 +179,12 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes one ordinary ``.ckpt``."""
-        whole.set_loader_states_aside(checkpoint)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Map the file, so that a rank reads no more of it than its part."""
-        path = Path(self.broadcast(checkpoint_path))
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=bool(weights_only))
-        whole.put_loader_states_back(checkpoint)
-        return checkpoint
+        """Map the file, so that a rank reads no more of it than its part; by the user's own CheckpointIO, if there is one."""
+        return whole.read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's part of the checkpoint's weights."""
@@ -191,8 +199,8 @@ class _ShardingStrategy(ModelParallelStrategy):
 class FSDPEngine(EngineMixin, _ShardingStrategy):
     """Executes an FSDP plan: each rank a shard of parameters, gradients and optimizer state.
 
-    The plan's blocks are units of their own; the root takes the rest. Where the user's ``configure_model`` has already sharded the module, it is
-    left as it is.
+    The plan's blocks are units of their own; the root takes the rest. Where the user's ``configure_model`` has already sharded the module,
+    it is left as it is.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -210,11 +218,14 @@ def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward:
         mesh: one-dimensional device mesh.
         reshard_after_forward: whether a unit's parameters are freed between forward and backward.
     """
-    for fqn in fqns:
-        fully_shard(module.get_submodule(fqn), mesh=mesh, reshard_after_forward=reshard_after_forward)
+    units = [module.get_submodule(fqn) for fqn in fqns]
+    for unit in units:
+        unit.register_forward_hook(_without_views)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
     if not module.automatic_optimization:
         # Each backward of a manual step frees the root's parameters again, so what a step calls more than once must be a unit of its own.
         for child in _callable_children(module):
+            child.register_forward_hook(_without_views)
             fully_shard(child, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(module, mesh=mesh)
     for name in _STEPS:
@@ -223,6 +234,11 @@ def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward:
         # functools.wraps on a bound method makes inspect take the first argument for self (torch 2.13).
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         getattr(module, name).__func__.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """A unit's output without views: where the step changes one in place, FSDP2's hook on it is gone, and the gradients are wrong."""
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
@@ -234,3 +250,43 @@ def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable_children(child)
         else:
             yield child
+
+
+def unshard(module: nn.Module) -> None:
+    """Undo :func:`shard`, or the user's ``fully_shard``: plain parameters on the CPU in a module of its own class; a collective.
+
+    PyTorch has no such function (2.13): the class, the hooks and the registered state are what ``fully_shard`` adds.
+
+    Args:
+        module: the root.
+    """
+    if not any(isinstance(child, FSDPModule) for child in module.modules()):
+        return
+    whole: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in whole:
+                    whole[id(parameter)] = nn.Parameter(parameter.detach().full_tensor().cpu(), requires_grad=parameter.requires_grad)
+                setattr(child, name, whole[id(parameter)])
+    for child in list(module.modules()):
+        if isinstance(child, FSDPModule):
+            for key in [key for key, hook in child._forward_hooks.items() if hook is _without_views]:
+                del child._forward_hooks[key]
+            state: Any = child._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            for group in state._fsdp_param_groups:
+                for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
+                    for handle in handles.values():
+                        handle.remove()
+                    handles.clear()
+            _module_state_mapping.pop(child, None)
+            child.__class__ = type(child).__bases__[1]
+        for name in [name for name in vars(child) if name.startswith(_TRACES)]:
+            del child.__dict__[name]
+    for name in _STEPS:
+        module.__dict__.pop(name, None)

@@ -1,7 +1,7 @@
 """When FSDP2's parameters are whole: in the user's steps, and in calls from hooks; everywhere else they are shards. Knows modules, no plan.
 
-FSDP2 gathers a unit's parameters for its ``forward`` and may leave them whole after it. What is changed in a whole parameter is lost, and what a
-whole one still holds after the optimizer has stepped on the shards is stale. Hence the rule that this module keeps.
+FSDP2 gathers a unit's parameters for its ``forward`` and may leave them whole after it. What is changed in a whole parameter is lost, and
+what a whole one still holds after the optimizer has stepped on the shards is stale. Hence the rule that this module keeps.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _PATIENCE = timedelta(minutes=5)
 
 
 class Gathered:
-    """Gathers the root's own parameters for calls from outside of a step, and puts all parameters back into shards where none should be whole.
+    """Gathers the root's own parameters for calls from outside of a step, and puts all back into shards where none should be whole.
 
     A call from outside is one of a hook: ``self(batch)`` or ``self.decoder(latent)`` in ``on_train_epoch_end``, say, or Hugging Face's
-    ``generate``. Units gather their own parameters; what the root holds besides them is gathered when any module outside of the units is called.
+    ``generate``. Units gather their own parameters; what the root holds besides them is gathered when any module outside of the units is
+    called.
 
     Args:
         root: the module, sharded.
@@ -94,13 +95,11 @@ class Gathered:
             store.set(f"{key}/all", "")
         try:
             store.wait([f"{key}/all"], _PATIENCE)
-        except dist.DistStoreError as error:
+        except RuntimeError as error:
             raise RuntimeError(
-                f"{type(module).__name__} was called outside of a step on rank {dist.get_rank()}, but not on every rank within {_PATIENCE}; its "
-                "parameters are sharded, so that all ranks must call it: remove the condition on the rank around the call"
+                f"{type(module).__name__} was called outside of a step on rank {dist.get_rank()}, but not on all ranks within {_PATIENCE}; "
+                "its parameters are sharded, so that all ranks must call it: remove the condition on the rank around the call"
             ) from error
-
-
 
 
 def _outside_units(root: nn.Module) -> Iterator[nn.Module]:

@@ -49,6 +49,8 @@ _HOOKS_SECONDS = 300.0
 #: A crash shows in no pipe while something that the worker started still holds it open, so we look ourselves so often.
 _LOOK_SECONDS = 0.05
 _LOCK_NAME = "in-use"
+#: Of the 107 bytes of a UNIX socket's name, less what multiprocessing appends.
+_LONGEST_SOCKET_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
 
 @dataclass(kw_only=True)
@@ -319,7 +321,7 @@ def _worker(rank: int, job: Job, brake: Brake, pipe: connection.Connection, pare
     """
     with suppress(OSError):
         os.setpgid(0, 0)
-    _die_with(parent_pid)
+    die_with(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_it_to_the_parent)
     for number in (signal.SIGTTIN, signal.SIGTTOU):
@@ -352,8 +354,10 @@ def _worker(rank: int, job: Job, brake: Brake, pipe: connection.Connection, pare
 def _make_scratch(folder: Path) -> None:
     """Give multiprocessing, in this process and its data loader workers, a place for sockets that goes with the run's folder.
 
-    Its own, in the system's temporary folder, stays behind when a process is killed.
+    Its own, in the system's temporary folder, stays behind when a process is killed. A socket's name must be short, hence not under a long path.
     """
+    if len(str(folder)) > _LONGEST_SOCKET_FOLDER:
+        return
     before = tempfile.tempdir
     tempfile.tempdir = str(folder)
     try:
@@ -428,7 +432,7 @@ def cap_allocator(assignment: Assignment, rank: int) -> None:
         torch.cuda.set_per_process_memory_fraction(share, assignment.torch_devices[rank])
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """Ask Linux to kill this process when its parent dies, however that comes about; elsewhere the closed pipe tells it too late."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

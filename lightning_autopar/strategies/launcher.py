@@ -184,11 +184,14 @@ class AutoLauncher(Launcher):
         devices = peers.local_devices(assignment)
         if isinstance(engine, ParallelStrategy):
             engine.parallel_devices = devices  # of this node, as Lightning counts them
-        with installed(
-            trainer, engine, trainer.lightning_module, devices, keep_sampler=assignment.batch == "per_device", external=peers.environment
+        keep_sampler = assignment.batch == "per_device"
+        with peers.run(), installed(
+            trainer, engine, trainer.lightning_module, devices, keep_sampler=keep_sampler, external=peers.environment
         ):
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
+                if isinstance(engine, FSDPEngine):
+                    engine.release()
             finally:
                 self._strategy.take_over(engine)
             meter = engine.meter

@@ -28,6 +28,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.state.share import BatchShare
+from lightning_autopar.strategies.logrules import LogRules
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -113,12 +114,16 @@ class GlobalLogging:
         trainer: whose module logs.
         share: gives this rank's part of the current batch, None where batches aren't split (each rank then weighs the same).
         device: where the default process group's collectives want their tensors.
+        rules: how the ranks' values make the whole batch's, where that was found out; elsewhere ``reduce_fx`` must tell.
     """
 
-    def __init__(self, trainer: Trainer, share: Callable[[], BatchShare | None], *, device: torch.device | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer, share: Callable[[], BatchShare | None], *, device: torch.device | None = None, rules: LogRules | None = None
+    ) -> None:
         self._trainer = trainer
         self._share = share
         self._device = device or torch.device("cpu")
+        self._rules = rules or {}
         self._host_group: dist.ProcessGroup | None = None
         self._installed = False
         self._undo: list[Callable[[], None]] = []
@@ -326,7 +331,7 @@ class GlobalLogging:
             if entry.is_metric:
                 exchanged.append((entry, None, 1))
                 continue
-            kind = _reduction(entry)
+            kind = self._rules.get((entry.fx, entry.name)) or _reduction(entry)
             if kind not in combined:
                 combined[kind] = _reduce(kind, values, weights, counts)
             sizes = [(int(row[column]), int(size[column])) for row, size in zip(row_lists, batch_sizes, strict=True) if row[column] > 0]
@@ -384,6 +389,8 @@ class GlobalLogging:
             # Past log(), whose moving of a result's every tensor costs more than the exchange.
             if value is not None:
                 logged = logged.to(results[entry.result].value.device)
+            if "begin" in vars(results):  # a resumed epoch's result begins with what was saved of it
+                results.begin(entry.result)
             type(results).update_metrics(results, entry.result, logged, batch_size)
         else:
             arguments = dict(zip(_OPTIONS, entry.options, strict=True), batch_size=batch_size)

@@ -77,7 +77,7 @@ class Meter:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # not in torch's stubs
             return
         self._resident_bytes = _storage_bytes(_resident(strategy))
-        self._quiet.enter_context(_without_noise())
+        self._quiet.enter_context(without_noise())
         self._profile = torch.autograd.profiler.profile(profile_memory=True)
         self._profile.__enter__()
 
@@ -102,8 +102,8 @@ class Meter:
 
 
 @contextmanager
-def _without_noise() -> Iterator[None]:
-    """While open, stderr goes to a file; what it holds then is passed on, without the profiler's own lines."""
+def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
+    """While open, stderr goes to a file; what it holds then is passed on, without the lines that hold any of these words."""
     sys.stderr.flush()
     real = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -114,7 +114,7 @@ def _without_noise() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(real, 2)
             file.seek(0)
-            kept = b"".join(line for line in file if not any(noise in line for noise in _NOISE))
+            kept = b"".join(line for line in file if not any(noise in line for noise in lines))
             if kept:
                 os.write(real, kept)
             os.close(real)

@@ -25,6 +25,7 @@ from lightning_autopar.memory.rehearsal import Rehearsal
 from lightning_autopar.planning.candidates import SplitFinding
 from lightning_autopar.state import rng
 from lightning_autopar.state.share import BatchShare, cut, share_rows, take_rows
+from lightning_autopar.strategies.logrules import Comparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.strategies.draws import Choice, Draw, DrawPlan, GlobalDraws, Rows, has_gaps, memory_order
 
 if TYPE_CHECKING:
@@ -96,6 +97,27 @@ def probe_split(
         rng.restore(state, {})
 
 
+def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str) -> Comparison:
+    """How the values that an evaluation step logs on parts of a batch make the whole batch's; empty where that can't be tried.
+
+    Args:
+        module: the user's module, set up; it is changed.
+        trainer: the trainer that it was passed to, read only.
+        first: a batch of that step.
+        hook: ``"validation_step"`` or ``"test_step"``.
+    """
+    if first.batch_size < 2:
+        return Comparison()
+    state = rng.capture({})
+    try:
+        return _Probe(module, trainer, _Batches(first, first.batch_size, hooks=trainer is not None)).evaluation(hook)
+    except Exception:  # the user's step, under circumstances that it isn't made for
+        _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
+        return Comparison()
+    finally:
+        rng.restore(state, {})
+
+
 def pads(first: FirstBatch) -> bool:
     """Whether collating a part of the batch gives other shapes than the part's rows of the whole, as when samples are padded to the longest one."""
     if first.samples is None or first.collate is None or len(first.samples) < 2:
@@ -153,6 +175,10 @@ class _Probe:
         self.rehearsal = Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.grad = not module.automatic_optimization
         self.buffers: dict[str, Tensor] = {}
+        self.logs: list[dict[str, Logged]] = []
+        self.moved: list[dict[str, Tensor]] = []
+        self.logged = Comparison()
+        self.drifting: tuple[float, str] | None = None
 
     def run(self, sizes: Sequence[int], time_limit_seconds: float) -> tuple[SplitFinding, DrawPlan]:
         try:
@@ -168,12 +194,45 @@ class _Probe:
         found, plan = SplitFinding(), DrawPlan()
         for size in sizes:
             finding, observed = self._split(size)
+            if finding.splittable:
+                self.logged = self._narrowed("training_step", self.losses, self.logged)
+            finding = replace(finding, log_rules=self.logged.rules, notes=tuple(self.logged.notes))
             plan = replace(observed, seeded=observed.seeded or plan.seeded)
             if not finding.splittable:
                 return finding, plan
-            if not finding.difference <= found.difference:
+            if not finding.difference <= found.difference or not found.log_rules:
                 found = finding
         return found, plan
+
+    def evaluation(self, hook: str) -> Comparison:
+        """How the values that an evaluation step logs on parts of the batch make the whole batch's."""
+        self.module.eval()
+
+        def step(batch: Any) -> list[Tensor]:
+            with torch.no_grad(), recorded_logs(self.module) as logged:
+                self.rehearsal._call(hook, transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
+            self.logs.append(logged)
+            return []
+
+        found = self._compare_logs(hook, step, 2)
+        return self._narrowed(hook, step, found)
+
+    def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> Comparison:
+        """What a step logs on the whole batch beside what it logs on ``size`` parts."""
+        shares = _shares(self.batches.count, size)
+        self.logs.clear()
+        observe(step, self.batches.part, shares)
+        return compare_logs(hook, self.logs[0], self.logs[1:], [share.rows for share in shares])
+
+    def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: Comparison) -> Comparison:
+        """Another division decides where the first one leaves several rules."""
+        if not found.ambiguous or self.batches.count < 3:
+            return found
+        try:
+            return found.narrowed(self._compare_logs(hook, step, 3))
+        except Exception:  # parts of a sample or two, which the user's step may not be made for
+            _LOG.debug("the %s can't be tried on three parts of a batch", hook, exc_info=True)
+            return found
 
     def _prepare(self) -> None:
         """Train mode, but with the statistics of BatchNorm layers fixed to the whole batch's."""
@@ -205,11 +264,15 @@ class _Probe:
     def losses(self, batch: Any) -> list[Tensor]:
         """The losses of one step: of each backward pass under manual optimization, else what the step returns."""
         recorded: list[Tensor] = []
-        with torch.set_grad_enabled(self.grad), _recorded_backward(recorded):
+        with torch.set_grad_enabled(self.grad), _recorded_backward(recorded), recorded_logs(self.module) as logged:
             # The engines count what the transfer hooks draw (augmentation on the device) as the step's, too.
             output = self.rehearsal._call("training_step", transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
+        self.logs.append(logged)
+        self.moved.append({})
         for name, buffer in self.module.named_buffers():
             if name in self.buffers:
+                if not torch.equal(buffer, self.buffers[name]):
+                    self.moved[-1][name] = buffer.detach().double()
                 buffer.data.copy_(self.buffers[name])
         self.module.zero_grad()
         if self.module.automatic_optimization:
@@ -239,6 +302,8 @@ class _Probe:
         uneven = self.batches.uneven(_shares(self.batches.count, size))
         if difference <= _EQUAL:
             difference, reason = 0.0, None
+            if self.drifting is not None:
+                difference, reason = self.drifting
         elif math.isnan(difference):
             reason = "a loss isn't finite"
         elif len({len(losses) for losses in (observed.whole, *observed.parts)}) > 1:
@@ -255,7 +320,12 @@ class _Probe:
 
     def _compare(self, size: int, *, groups_first: bool = False) -> tuple[float, Observation]:
         shares = _shares(self.batches.count, size)
+        self.logs.clear()
+        self.moved.clear()
         observed = observe(self.losses, self.batches.part, shares, groups_first=groups_first)
+        if not self.batches.double:
+            self.logged = compare_logs("training_step", self.logs[0], self.logs[1:], [share.rows for share in shares])
+            self.drifting = _drifting(self.moved[0], self.moved[1:])
         return _difference(observed, shares), observed
 
     def _compare_in_double(self, size: int, observed: Observation) -> float:
@@ -374,6 +444,20 @@ def _difference(observed: Observation, shares: Sequence[BatchShare]) -> float:
             return math.nan
         largest = max(largest, relative)
     return largest
+
+
+def _drifting(whole: dict[str, Tensor], parts: Sequence[dict[str, Tensor]]) -> tuple[float, str] | None:
+    """By how much a buffer that the step moves ends up elsewhere on a part of the batch (a codebook's averages, say), and the sentence for it."""
+    for name, expected in whole.items():
+        for part in parts:
+            got = part.get(name)
+            if got is None or got.shape != expected.shape:
+                return 1.0, f"its buffer {name!r} depends on the batch, and each rank would keep one of its own"
+            scale = float(expected.abs().max()) if expected.numel() else 0.0
+            distance = float((got - expected).abs().max()) / scale if scale else float((got - expected).abs().sum() > 0)
+            if not distance <= 1e-4:
+                return distance, f"its buffer {name!r} depends on the batch, and each rank would keep one of its own"
+    return None
 
 
 def _everything(count: int) -> BatchShare:

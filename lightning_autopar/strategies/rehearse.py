@@ -1,7 +1,8 @@
 """Whether FSDP2 can run a module's step, and runs it right: found out before any worker starts, on the first batch.
 
-Two forked ranks take a few real steps on shards, both on the same batch, which must give what one process gives without shards. FSDP2 refuses some
-modules, and with others what the step does to whole parameters is lost. Knows Lightning modules; nothing of devices or of how plans are chosen.
+Two forked ranks take a few real steps on shards, both on the same batch, which must give what one process gives without shards. FSDP2
+refuses some modules, and with others what the step does to whole parameters is lost. Knows Lightning modules; nothing of devices or of how
+plans are chosen.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: Whether a block's parameters are freed between forward and backward, for each step. Stale parameters show in the step after the one that left them.
+#: Whether a block's parameters are freed between forward and backward, for each step. Stale parameters show in the step after the one
+#: that left them.
 _RESHARD = (True, False, False)
 #: Of all steps on all ranks: about two seconds on a CPU core.
 _FLOPS = 4e10
@@ -50,6 +52,7 @@ _PARAMETER_BYTES = 64 << 20
 _TIMEOUT_SECONDS = 60.0
 #: The same arithmetic on the same numbers; what is lost or stale is off by as much as a step changes.
 _EQUAL = 1e-4
+_LOST = "what the step does to whole parameters is lost on shards"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,9 @@ class _Run:
     notes: tuple[str, ...]
 
 
-def rehearse_fsdp(module: LightningModule, trainer: Trainer | None, first: FirstBatch, shard_fqns: Sequence[str], *, flops: int = 0) -> str | None:
+def rehearse_fsdp(
+    module: LightningModule, trainer: Trainer | None, first: FirstBatch, shard_fqns: Sequence[str], *, flops: int = 0
+) -> str | None:
     """Why FSDP2 can't run the module's training step, in one sentence; None if it can, or if that is too long to try.
 
     Args:
@@ -76,7 +81,7 @@ def rehearse_fsdp(module: LightningModule, trainer: Trainer | None, first: First
         return refusal
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     count = _samples(first, flops)
-    if size_bytes > _PARAMETER_BYTES or count == 0:
+    if size_bytes > _PARAMETER_BYTES or count == 0 or dist.is_initialized():  # a process that is in a group can't join another
         return None
     try:
         return run_forked(_rehearse, module, trainer, first, count, tuple(shard_fqns), timeout_seconds=_TIMEOUT_SECONDS)
@@ -140,7 +145,8 @@ def _partner(writer: int, folder: Path, *args: Any) -> None:
 def _rank(
     rank: int, folder: Path, module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int, fqns: tuple[str, ...]
 ) -> _Run | None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2, timeout=timedelta(seconds=_TIMEOUT_SECONDS / 2))
+    timeout = timedelta(seconds=_TIMEOUT_SECONDS / 2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2, timeout=timeout)
     run = _steps(module, trainer, _batches(module, trainer, first, count), fqns, keep=rank == 0)
     return run if rank == 0 else None
 
@@ -157,7 +163,9 @@ def _batches(module: LightningModule, trainer: Trainer | None, first: FirstBatch
     return make
 
 
-def _steps(module: LightningModule, trainer: Trainer | None, batch: Callable[[], Any], fqns: tuple[str, ...] | None, *, keep: bool = True) -> _Run:
+def _steps(
+    module: LightningModule, trainer: Trainer | None, batch: Callable[[], Any], fqns: tuple[str, ...] | None, *, keep: bool = True
+) -> _Run:
     """A few training steps, on shards if units are named."""
     rehearsal = Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
     if fqns is not None:
@@ -180,8 +188,8 @@ def _steps(module: LightningModule, trainer: Trainer | None, batch: Callable[[],
     torch.autograd.backward = backward
     try:
         for index, reshard in enumerate(_RESHARD):
-            for unit in module.modules():
-                if isinstance(unit, FSDPModule) and unit is not module and fqns:
+            for name, unit in module.named_modules():
+                if isinstance(unit, FSDPModule) and name and fqns:
                     unit.set_reshard_after_forward(reshard, recurse=False)
             _step(rehearsal, gathered, batch(), index)
     finally:
@@ -195,7 +203,8 @@ def _step(rehearsal: Rehearsal, gathered: Gathered | None, batch: Any, index: in
     if gathered is None:
         rehearsal.training_step(batch, index)
         return
-    step, backward = rehearsal._call, rehearsal.module.backward
+    step: Any = rehearsal._call
+    backward = rehearsal.module.backward
 
     def call(*args: Any) -> Any:
         with gathered.inside():
@@ -205,12 +214,12 @@ def _step(rehearsal: Rehearsal, gathered: Gathered | None, batch: Any, index: in
         with gathered.inside():
             backward(*args, **kwargs)
 
-    rehearsal._call = call  # type: ignore[method-assign]
+    rehearsal.__dict__["_call"] = call
     rehearsal.module.__dict__["backward"] = inside
     try:
         rehearsal.training_step(batch, index)
     finally:
-        rehearsal._call = step  # type: ignore[method-assign]
+        rehearsal.__dict__.pop("_call")
         rehearsal.module.__dict__.pop("backward")
 
 
@@ -223,7 +232,7 @@ def _difference(plain: _Run, sharded: _Run) -> str | None:
         return f"on sharded parameters the step has {len(sharded.losses)} losses instead of {len(plain.losses)}"
     for ours, theirs in zip(sharded.losses, plain.losses, strict=True):
         if math.isfinite(theirs) and not abs(ours - theirs) <= _EQUAL * max(1.0, abs(theirs)):
-            return f"on sharded parameters the loss is {ours:.6g} instead of {theirs:.6g}: what the step does to whole parameters is lost on shards"
+            return f"on sharded parameters the loss is {ours:.6g} instead of {theirs:.6g}: {_LOST}"
     for name, theirs_ in plain.weights.items():
         if name not in sharded.weights:
             return f"on sharded parameters {name!r} is missing from the module's state"
@@ -231,7 +240,7 @@ def _difference(plain: _Run, sharded: _Run) -> str | None:
             continue
         ours_ = sharded.weights[name]
         if not torch.allclose(ours_.to(theirs_.dtype), theirs_, rtol=_EQUAL, atol=_EQUAL, equal_nan=True):
-            return f"on sharded parameters {name!r} has other values after {len(_RESHARD)} steps: what the step does to whole parameters is lost on shards"
+            return f"on sharded parameters {name!r} has other values after {len(_RESHARD)} steps: {_LOST}"
     return None
 
 
@@ -239,8 +248,8 @@ def _sentence(reason: str) -> str:
     """The cause in a user's words."""
     if "mixed torch.Tensor and DTensor" in reason:
         return (
-            "the step uses a block's parameters outside of the block's forward (a weight in the loss, or a method other than forward), and FSDP2 gathers "
-            "them in forward only"
+            "the step uses a block's parameters outside of the block's forward (a weight in the loss, or a method other than forward), and "
+            "FSDP2 gathers them in forward only"
         )
     if "uniform original parameter dtype" in reason:
         return "the parameters of a block have several dtypes, and FSDP2 needs one"

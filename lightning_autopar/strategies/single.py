@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_autopar.state.checkpoint import PlainCheckpoint
 from lightning_autopar.strategies.engine import Assignment, EngineMixin
 
 
-class SingleEngine(EngineMixin, PlainCheckpoint, SingleDeviceStrategy):
+class SingleEngine(EngineMixin, SingleDeviceStrategy):
     """Executes a plan of one device."""
 
     def __init__(self, assignment: Assignment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -51,6 +52,11 @@ def uninterrupted(name: str) -> Run:
     return run(ZOO[name], CHECKPOINT, module=STEADY[name])
 
 
+def without_position(part: Any) -> dict[str, Any]:
+    """Leaves less the loaders' position and random state, for which Lightning has a place that its own DataLoader leaves empty."""
+    return {name: value for name, value in leaves(part) if ".combined_loader." not in name}
+
+
 @pytest.mark.parametrize("name", STEADY)
 @pytest.mark.parametrize("writer", ENGINES)
 def test_a_checkpoint_is_the_one_that_plain_lightning_writes(writer: str, name: str) -> None:
@@ -59,7 +65,7 @@ def test_a_checkpoint_is_the_one_that_plain_lightning_writes(writer: str, name: 
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
     difference = Difference()
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch", "hyper_parameters"):
-        compare_leaves(dict(leaves(theirs[part])), dict(leaves(ours[part])), 1e-5, difference, part)
+        compare_leaves(without_position(theirs[part]), without_position(ours[part]), 1e-5, difference, part)
     assert not difference.beyond
 
 
@@ -91,7 +97,9 @@ module = ZOO[{name!r}].module.load_from_checkpoint({str(path)!r}, weights_only=F
 torch.save(dict(module.state_dict()), {str(weights)!r})
 """
     command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100, check=False)
+    # The hook that makes the strategy's name known is part of the package, too.
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     loaded = torch.load(weights, weights_only=True)
     difference = Difference()

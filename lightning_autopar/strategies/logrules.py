@@ -1,0 +1,119 @@
+"""How the parts' logged values make the whole batch's: found out by comparing them, since ``reduce_fx`` says only how steps make an epoch's.
+
+A mean loss logged with ``reduce_fx="max"`` is, over the parts of a batch, a mean; a count logged with the default is a sum. Knows numbers and
+``LightningModule.log``; nothing of ranks or communication.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+#: Hook and name of a logged value → ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+LogRules = Mapping[tuple[str, str], str]
+
+#: Relative; in single precision, with terms that cancel.
+_EQUAL = 1e-4
+_SIGNATURE = inspect.signature(LightningModule.log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged:
+    """A value that a step logged."""
+
+    value: float
+    reduce_fx: str
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """The rules that explain each value, likelier ones first, and a sentence for each value that none explains."""
+
+    matching: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def rules(self) -> dict[tuple[str, str], str]:
+        """The likeliest rule for each value."""
+        return {key: rules[0] for key, rules in self.matching.items()}
+
+    @property
+    def ambiguous(self) -> bool:
+        """Whether several rules explain a value: the sum and the maximum of a count and a zero, say."""
+        return any(len(rules) > 1 for rules in self.matching.values())
+
+    def narrowed(self, other: Comparison) -> Comparison:
+        """This one, less the rules that another division of the batch doesn't bear out."""
+        matching = {
+            key: tuple(rule for rule in rules if rule in other.matching.get(key, rules)) or rules for key, rules in self.matching.items()
+        }
+        return Comparison(matching=matching, notes=self.notes)
+
+
+@contextmanager
+def recorded_logs(module: LightningModule) -> Iterator[dict[str, Logged]]:
+    """While open, what the module logs is noted by name instead. torchmetrics objects, which synchronise by themselves, are left out."""
+    logged: dict[str, Logged] = {}
+    shadowed = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        given = _SIGNATURE.bind(module, *args, **kwargs).arguments
+        value, reduction = given["value"], given.get("reduce_fx", "mean")
+        name = str(getattr(reduction, "__name__", reduction)).lower()
+        if isinstance(value, Tensor):
+            logged[given["name"]] = Logged(value=float(value.detach().double().mean()), reduce_fx=name)
+        elif isinstance(value, (int, float)):
+            logged[given["name"]] = Logged(value=float(value), reduce_fx=name)
+
+    def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in dictionary.items():
+            log(name, value, *args, **kwargs)
+
+    module.__dict__.update(log=log, log_dict=log_dict)
+    try:
+        yield logged
+    finally:
+        for name in ("log", "log_dict"):
+            del module.__dict__[name]
+        module.__dict__.update(shadowed)
+
+
+def compare_logs(hook: str, whole: Mapping[str, Logged], parts: Sequence[Mapping[str, Logged]], rows: Sequence[int]) -> Comparison:
+    """Which of mean, sum, maximum and minimum over the parts gives the whole batch's value, for each logged name.
+
+    Args:
+        hook: which hook logged, as ``"training_step"``.
+        whole: what it logged on the whole batch.
+        parts: what it logged on each part.
+        rows: the parts' samples.
+    """
+    found = Comparison()
+    for name, logged in whole.items():
+        values = [part[name].value for part in parts if name in part]
+        if len(values) < len(parts) or not all(math.isfinite(value) for value in (logged.value, *values)):
+            continue
+        combined = {
+            "mean": sum(value * count for value, count in zip(values, rows, strict=True)) / sum(rows),
+            "sum": sum(values),
+            "max": max(values),
+            "min": min(values),
+        }
+        scale = max(abs(logged.value), *(abs(value) for value in values))
+        distance = {rule: abs(value - logged.value) / scale if scale else 0.0 for rule, value in combined.items()}
+        preferred = logged.reduce_fx if logged.reduce_fx in combined else "mean"
+        matching = tuple(dict.fromkeys(rule for rule in (preferred, *combined) if distance[rule] <= _EQUAL))
+        if matching:
+            found.matching[hook, name] = matching
+        else:
+            found.notes.append(
+                f"the value {name!r} logged in {hook} is no mean, sum, maximum or minimum over the parts of a batch: "
+                f"split, it differs by {distance[preferred]:.2g} of it"
+            )
+    return found

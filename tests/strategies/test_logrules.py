@@ -1,0 +1,90 @@
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.strategies.logrules import Logged, compare_logs, recorded_logs
+
+
+def logged(*values: float, reduce_fx: str = "mean") -> list[dict[str, Logged]]:
+    return [{"x": Logged(value=value, reduce_fx=reduce_fx)} for value in values]
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "reduce_fx", "rule"),
+    [
+        (1.6, (1.0, 2.5), "mean", "mean"),  # (3 × 1 + 2 × 2.5) / 5
+        (1.6, (1.0, 2.5), "max", "mean"),  # a mean loss whose maximum over steps is wanted
+        (3.5, (1.0, 2.5), "mean", "sum"),  # a count logged with the default
+        (2.5, (1.0, 2.5), "max", "max"),
+        (1.0, (1.0, 2.5), "min", "min"),
+        (4.0, (4.0, 4.0), "sum", "mean"),  # a constant
+        (0.0, (0.0, 0.0), "mean", "mean"),
+    ],
+)
+def test_the_rule_is_what_gives_the_whole_batchs_value(whole: float, parts: tuple[float, float], reduce_fx: str, rule: str) -> None:
+    found = compare_logs("training_step", logged(whole, reduce_fx=reduce_fx)[0], logged(*parts, reduce_fx=reduce_fx), [3, 2])
+    assert found.rules == {("training_step", "x"): rule}
+    assert not found.notes
+
+
+def test_a_value_that_no_rule_explains_is_named_with_the_difference() -> None:
+    found = compare_logs("validation_step", logged(10.0)[0], logged(1.0, 2.0), [3, 2])
+    assert not found.rules
+    assert "'x'" in found.notes[0]
+    assert "validation_step" in found.notes[0]
+
+
+def test_recording_takes_every_way_to_log_and_is_undone() -> None:
+    module = pl.LightningModule()
+    with recorded_logs(module) as found:
+        module.log("a", torch.tensor([1.0, 3.0]).mean(), reduce_fx=torch.max)
+        module.log_dict({"b": 1, "c": 2.5}, on_epoch=True)
+    assert found == {name: Logged(value=value, reduce_fx=fx) for name, value, fx in (("a", 2.0, "max"), ("b", 1.0, "mean"), ("c", 2.5, "mean"))}
+    assert not {"log", "log_dict"} & set(vars(module))
+
+
+class Verbose(pl.LightningModule):
+    """Logs one loss and one count in every way that Lightning reduces them over steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def step(self, batch: list[Tensor], prefix: str) -> Tensor:
+        error = (self.net(batch[0]) - batch[1]).abs()
+        for fx in ("mean", "max", "min", "sum"):
+            self.log(f"{prefix}_loss_{fx}", error.mean(), reduce_fx=fx, on_step=False, on_epoch=True)
+            self.log(f"{prefix}_bad_{fx}", (error > 1).float().sum(), reduce_fx=fx, on_step=False, on_epoch=True)
+        self.log(f"{prefix}_worst", error.max(), reduce_fx="max", on_step=False, on_epoch=True)
+        return error.mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.step(batch, "train")
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.step(batch, "val")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def fit(strategy: Any) -> dict[str, float]:
+    pl.seed_everything(5)
+    x = torch.randn(19, 4)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Verbose(), DataLoader(data, batch_size=5, shuffle=True), DataLoader(data, batch_size=4))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_every_reduction_of_every_kind_of_value_is_one_devices() -> None:
+    assert fit(AutoParallelStrategy(allow=["ddp"], devices="2xcpu:1GiB")) == pytest.approx(fit("auto"), abs=1e-5)
