@@ -39,6 +39,7 @@ class SplitFinding:
     probed: bool = True
     log_rules: Mapping[tuple[str, str], str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    uneven_calls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ from lightning_autopar.state.share import BatchShare, CollateAll, CollateRows, C
 
 __all__ = ["BatchShare", "ExactLoader", "Progress", "fit_progress", "is_loader_state", "unwrapped"]
 
+#: What Lightning asks a DataLoader for, of an iterable that is none.
+_WITHOUT_WORKERS: Mapping[str, Any] = {"num_workers": 0, "multiprocessing_context": None, "persistent_workers": False, "pin_memory": False}
 #: How many shares are remembered besides those of batches that workers have prefetched.
 SHARES_KEPT = 64
 
@@ -155,6 +157,8 @@ class ExactLoader(DataLoader[Any]):
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped" or (name.startswith("__") and name.endswith("__")):  # being copied or unpickled: there is no loader yet
             raise AttributeError(name)
+        if name in _WITHOUT_WORKERS and not isinstance(self.wrapped, DataLoader):
+            return getattr(self.wrapped, name, _WITHOUT_WORKERS[name])
         return getattr(self.wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

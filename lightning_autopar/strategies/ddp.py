@@ -5,6 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn import Module
@@ -50,6 +51,8 @@ class DDPEngine(EngineMixin, DDPStrategy):
         after_forward: Any = wrapped._post_forward
 
         def once(output: Any) -> Any:
+            if not (torch.is_grad_enabled() and wrapped.require_backward_grad_sync):
+                return after_forward(output)
             wrapped.__dict__["_post_forward"] = after_forward
             with without_noise(_ADVICE):
                 return after_forward(output)

@@ -6,6 +6,8 @@ It reads the trainer and changes nothing in it; it doesn't know how a plan is ex
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +90,13 @@ class _Findings:
 
 
 def decide(
-    trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], *, ckpt_path: object = None, world_size: int | None = None
+    trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], *, arguments: Mapping[str, Any] | None = None, world_size: int | None = None
 ) -> Decision:
     """The best plan for what the trainer is about to do.
 
     Args:
         trainer: with module and data attached.
-        ckpt_path: what the trainer will resume from, if anything.
+        arguments: those of the trainer's function, by name.
         settings: the strategy's.
         bound: the devices to choose from, and at most how many of them.
         world_size: the number of processes, where somebody else has started them: then a plan uses exactly as many devices.
@@ -104,6 +106,7 @@ def decide(
         ValueError: if the devices can only be planned for, or a pinned plan can't be run here.
     """
     inventory, max_devices = bound
+    arguments = arguments or {}
     runnable = [device for device in inventory.devices if device.kind != "catalogue"]
     if not runnable:
         names = ", ".join(device.id for device in inventory.devices) or "none"
@@ -141,7 +144,8 @@ def decide(
             draws=findings.draws,
             data_draws=findings.data_draws,
             log_rules=findings.split.log_rules if findings.split is not None else {},
-            from_snapshot=is_snapshot(ckpt_path),
+            from_snapshot=is_snapshot(arguments.get("ckpt_path")),
+            weights_only=arguments.get("weights_only"),
             large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
         ),
     )
@@ -200,9 +204,20 @@ def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> _Findings 
         # Where collating draws random numbers or pads, ranks take their rows of the collated batch, and so does the probe.
         probed = replace(batch, samples=None, collate=None) if "collate" in batch.draws else batch
         split, draws = probe_split(module, trainer, probed, flops=footprint.flops)
+        if refusal is None and sharded:
+            refusal = _routed(module, split.uneven_calls, units)
     if probe and stage != "predict":
         split = _with_evaluation(split or SplitFinding(), module, trainer, None if stage == "fit" else batch, stage)
     return _Findings(footprint=footprint, split=split, draws=draws, data_draws=batch.draws, unshardable=refusal)
+
+
+def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
+    """Why the module can't be sharded where the samples decide which of its blocks are called: all ranks must gather a block together."""
+    outermost = () if module.automatic_optimization else [name for name, _ in module.named_children()]
+    for name in uneven_calls:
+        if name in units or name in outermost:
+            return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call every block"
+    return None
 
 
 def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trainer, batch: FirstBatch | None, stage: str) -> SplitFinding:

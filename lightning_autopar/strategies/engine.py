@@ -50,6 +50,7 @@ class Assignment:
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``), or pads to the longest sample
             (``"collate"``): there each rank must do all of it, to get what one process would.
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
+        weights_only: as given to the trainer; Lightning 2.6 forgets it where a checkpoint is restored after setup (``Trainer._run``).
         large: whether the module is so large that no rank but the first should ever build all of it.
     """
 
@@ -62,6 +63,7 @@ class Assignment:
     log_rules: LogRules = field(default_factory=dict)
     large: bool = False
     from_snapshot: bool = False
+    weights_only: bool | None = None
 
     @property
     def torch_devices(self) -> list[torch.device]:
@@ -212,10 +214,12 @@ class EngineMixin(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step`` on this rank's share."""
-        with self._step():
-            output = super().training_step(*args, **kwargs)
         module = self.lightning_module
         assert module is not None
+        with self._step():
+            output = super().training_step(*args, **kwargs)
+            if self._logging is not None and module.automatic_optimization:
+                self._logging.note_loss(output)
         if not module.automatic_optimization:
             self._drawing = False  # its backward passes are over
         return output
@@ -270,6 +274,7 @@ class EngineMixin(Strategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a snapshot, or a checkpoint of Lightning's."""
         snapshot = self.assignment.from_snapshot
+        weights_only = self.assignment.weights_only if weights_only is None else weights_only
         checkpoint = load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
         self._resumption = resume.take_up(checkpoint)
         return checkpoint

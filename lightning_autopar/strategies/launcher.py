@@ -65,11 +65,10 @@ class AutoLauncher(Launcher):
         assert trainer is not None
         arguments = run_arguments(function, args, kwargs)
         attach_data(trainer, arguments)
-        ckpt_path = arguments.get("ckpt_path")
         peers = under_external_launcher(self._strategy)
         if peers is not None:
-            return self._run_with_peers(peers, ckpt_path, function, args, kwargs, trainer)
-        decision = decide(trainer, self._strategy.settings, self._strategy.inventory(), ckpt_path=ckpt_path)
+            return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
+        decision = decide(trainer, self._strategy.settings, self._strategy.inventory(), arguments=arguments)
         self._strategy.report = decision.report
         self._strategy.plan = decision.assignment.plan
         decision.announce()
@@ -159,13 +158,13 @@ class AutoLauncher(Launcher):
     # -- processes that somebody else started ------------------------------------------------------------------------------------------
 
     def _run_with_peers(
-        self, peers: Peers, ckpt_path: object, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+        self, peers: Peers, arguments: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
     ) -> Any:
         decision = None
         if peers.rank == 0:
             try:
                 decision = decide(
-                    trainer, self._strategy.settings, peers.inventory(self._strategy), ckpt_path=ckpt_path, world_size=peers.world_size
+                    trainer, self._strategy.settings, peers.inventory(self._strategy), arguments=arguments, world_size=peers.world_size
                 )
             except BaseException as error:
                 peers.tell(error)

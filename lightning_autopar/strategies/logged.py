@@ -12,23 +12,21 @@ from __future__ import annotations
 import hashlib
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.data import dim_zero_mean
-from torchmetrics.utilities.distributed import gather_all_tensors
+from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.state.share import BatchShare
 from lightning_autopar.strategies.logrules import LogRules
+from lightning_autopar.strategies.metrics import adopt, hold_metrics
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
 #: Values that one exchange carries without asking first how many there are.
 _SLOTS = 64
 _HEADER = 2
+#: Stands for a collection in the entry of the step's loss, which nobody logged.
+_LOSS = -1
 #: What can be logged while a batch is worked on, but outside its step.
 _BATCH_HOOKS = (
     "on_train_batch_start",
@@ -134,6 +134,7 @@ class GlobalLogging:
         #: Results as they were before the first value since the last exchange; None where that made them.
         self._before: dict[tuple[int, str], dict[str, Any] | None] = {}
         self._rows: defaultdict[int, int] = defaultdict(int)
+        self._loss: Tensor | None = None
         self._constant: dict[tuple[Any, ...], int] = {}
         self._hashes: dict[tuple[Any, ...], int] = {}
 
@@ -184,6 +185,36 @@ class GlobalLogging:
             self._rows[index] += 1 if share is None else share.rows
         self.flush()
 
+    def note_loss(self, output: Any) -> None:
+        """Have the next exchange bring the loss of ``training_step`` together, for those who get to see it: the optimizer, which may choose its
+        step's length by it, and the hooks at a batch's end.
+
+        Args:
+            output: of ``training_step``, under automatic optimization.
+        """
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        self._loss = None
+        if not self._installed or self._current is None or not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        value = loss.detach().reshape(())
+        rows, of = self._current.rows, self._current.of
+        options = (False, False, False, False, "mean", False, False, None)
+        self._pending.append(
+            _Entry(
+                collection=_LOSS,
+                fx="training_step",
+                name="loss",
+                options=options,
+                dataloader_idx=None,
+                is_metric=False,
+                value=value,
+                dtype=value.dtype,
+                batch_size=rows,
+                rows=rows,
+                of=of,
+            )
+        )
+
     def flush(self) -> None:
         """Exchange what was logged since the last time: one collective if all ranks logged the same names. Every rank calls this alike."""
         if not self._installed:
@@ -193,7 +224,11 @@ class GlobalLogging:
         agreed, exchanged = self._exchange(entries)
         self._take_back(before, keep=agreed)
         for entry, value, batch_size in exchanged:
-            self._log_again(entry, value, batch_size)
+            if entry.collection == _LOSS:
+                assert value is not None
+                self._loss = value.to(entry.dtype)
+            else:
+                self._log_again(entry, value, batch_size)
 
     # -- taking in -------------------------------------------------------------------------------------------------------------------------
 
@@ -421,6 +456,20 @@ class GlobalLogging:
             type(connector).on_epoch_end(connector)
 
         connector.on_batch_end, connector.on_epoch_end = on_batch_end, on_epoch_end  # type: ignore[method-assign]
+        optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
+
+        def _make_step_fn(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+            step = type(optimization)._make_step_fn(optimization, *args, **kwargs)
+
+            def with_global_loss() -> Any:
+                result = step()
+                if self._loss is not None and result.loss is not None:
+                    result.loss = (self._loss / self._trainer.accumulate_grad_batches).reshape(result.loss.shape)
+                return result
+
+            return with_global_loss
+
+        optimization.__dict__["_make_step_fn"] = _make_step_fn
         module = self._module
         shadowed = module.__dict__.get("on_train_epoch_end")
         logging = self
@@ -436,7 +485,7 @@ class GlobalLogging:
         module.__dict__["on_train_epoch_end"] = types.MethodType(on_train_epoch_end, module)
 
         def undo() -> None:
-            del connector.on_batch_end, connector.on_epoch_end
+            del connector.on_batch_end, connector.on_epoch_end, optimization.__dict__["_make_step_fn"]
             del module.__dict__["on_train_epoch_end"]
             if shadowed is not None:
                 module.__dict__["on_train_epoch_end"] = shadowed
@@ -459,92 +508,7 @@ class GlobalLogging:
             if not isinstance(metric, Metric) or id(metric) in self._adopted:
                 continue
             self._adopted.add(id(metric))
-            self._undo.append(_adopt(metric, self._host_group))
-
-
-def _adopt(metric: Metric, group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Prepare one metric; the returned function undoes it."""
-    on_step = metric.dist_sync_on_step
-    metric.dist_sync_on_step = True
-    replaced = type(metric)._sync_dist is Metric._sync_dist and "_sync_dist" not in metric.__dict__
-
-    def _sync_dist(self: Any, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
-        if dist_sync_fn is not gather_all_tensors or process_group is not None or self.process_group is not None:
-            Metric._sync_dist(self, dist_sync_fn, process_group=process_group)
-        else:
-            sync_states(self, group)
-
-    if replaced:
-        # A bound method of the method's own name: a copy of the metric gets its own, an unpickled one the class's.
-        metric.__dict__["_sync_dist"] = types.MethodType(_sync_dist, metric)
-
-    def undo() -> None:
-        metric.dist_sync_on_step = on_step
-        if replaced:
-            del metric.__dict__["_sync_dist"]
-
-    return undo
-
-
-def sync_states(metric: Metric, group: dist.ProcessGroup | None) -> None:
-    """``Metric._sync_dist`` for ranks that may have seen unequal numbers of samples.
-
-    torchmetrics gathers tensor by tensor, which needs equally many of one type on every rank, and lets a rank that saw nothing count as one
-    that did. Here each rank's states travel as a whole, and those of ranks without an update are left out.
-    """
-    states = {name: _to_host(getattr(metric, name)) for name in metric._reductions}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (metric._update_count, states), group=group)
-    updated = [each for each in gathered if each[0] > 0] or gathered
-    reductions: dict[str, Any] = metric._reductions
-    for name, reduction in reductions.items():
-        parts = [state[name] for _, state in updated]
-        own = getattr(metric, name)
-        lists = [part if isinstance(part, list) else [part] for part in parts]
-        if isinstance(own, list) or any(isinstance(part, list) for part in parts):
-            together = [tensor for tensor in chain.from_iterable(zip_longest(*lists)) if tensor is not None]
-            moved: Any = [tensor.to(metric.device) if isinstance(tensor, Tensor) else tensor for tensor in together]
-            if not moved:
-                setattr(metric, name, [])
-                continue
-        else:
-            moved = torch.stack(parts).to(metric.device)
-        if reduction is dim_zero_mean and isinstance(moved, Tensor):
-            counts = torch.tensor([count for count, _ in updated], dtype=torch.float64, device=metric.device)
-            shape = [-1] + [1] * (moved.dim() - 1)
-            moved = (moved * counts.view(shape)).sum(0).div(counts.sum()).to(moved.dtype) if counts.sum() else moved.mean(0)
-            setattr(metric, name, moved)
-        else:
-            setattr(metric, name, reduction(moved) if reduction is not None else moved)
-
-
-def _to_host(state: Any) -> Any:
-    return [_to_host(each) for each in state] if isinstance(state, list) else state.detach().cpu() if isinstance(state, Tensor) else state
-
-
-@contextmanager
-def hold_metrics(module: nn.Module) -> Iterator[None]:
-    """Leave the module's torchmetrics as they are: an update within counts for nothing, though they take part in what others exchange."""
-    metrics = [each for each in module.modules() if isinstance(each, Metric)]
-    updates = [metric.__dict__.get("update") for metric in metrics]
-    collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
-    # Which of a collection's metrics share their states is found out by comparing them after the first update; here there was none.
-    groups = [(dict(each._groups), each._groups_checked, each._state_is_copy) for each in collections]
-    for metric in metrics:
-        metric.__dict__["update"] = _no_update
-    try:
-        yield
-    finally:
-        for metric, update in zip(metrics, updates, strict=True):
-            del metric.__dict__["update"]
-            if update is not None:
-                metric.__dict__["update"] = update
-        for collection, (before, checked, is_copy) in zip(collections, groups, strict=True):
-            collection._groups, collection._groups_checked, collection._state_is_copy = before, checked, is_copy
-
-
-def _no_update(*_: Any, **__: Any) -> None:
-    """What a metric's ``update`` does on a rank whose row belongs to another rank."""
+            self._undo.append(adopt(metric, self._host_group))
 
 
 def _given(value: Any, *_: Any, **__: Any) -> Any:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,8 +25,9 @@ from lightning_autopar.memory.rehearsal import Rehearsal
 from lightning_autopar.planning.candidates import SplitFinding
 from lightning_autopar.state import rng
 from lightning_autopar.state.share import BatchShare, cut, share_rows, take_rows
+from lightning_autopar.strategies.draws import DrawPlan, Rows
 from lightning_autopar.strategies.logrules import Comparison, Logged, compare_logs, recorded_logs
-from lightning_autopar.strategies.draws import Choice, Draw, DrawPlan, GlobalDraws, Rows, has_gaps, memory_order
+from lightning_autopar.strategies.observe import Observation, everything, observe, shares_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -38,15 +39,6 @@ _T = TypeVar("_T")
 _FLOPS = 3e11
 #: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
 _EQUAL = 1e-5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """What a step gave on the whole batch and on its parts, and the draws that it made."""
-
-    whole: Any
-    parts: tuple[Any, ...]
-    draws: DrawPlan
 
 
 def probe_split(
@@ -119,7 +111,7 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
 
 
 def pads(first: FirstBatch) -> bool:
-    """Whether collating a part of the batch gives other shapes than the part's rows of the whole, as when samples are padded to the longest one."""
+    """Whether collating a part gives other shapes than the part's rows of the whole batch, as when samples are padded to the longest."""
     if first.samples is None or first.collate is None or len(first.samples) < 2:
         return False
     try:
@@ -160,7 +152,7 @@ class _Batches:
     def uneven(self, shares: Sequence[BatchShare]) -> bool:
         """Whether parts have other shapes than the rows of the whole batch, as when samples are padded to the longest one."""
         try:
-            whole = self.part(_everything(self.count))
+            whole = self.part(everything(self.count))
             return any(_shapes(take_rows(whole, share.rank, share.world_size)[1]) != _shapes(self.part(share)) for share in shares)
         except ValueError:  # no rows to compare with
             return False
@@ -177,14 +169,17 @@ class _Probe:
         self.buffers: dict[str, Tensor] = {}
         self.logs: list[dict[str, Logged]] = []
         self.moved: list[dict[str, Tensor]] = []
+        self.deeds: list[Deeds] = []
+        self.uneven_calls: tuple[str, ...] = ()
         self.logged = Comparison()
         self.drifting: tuple[float, str] | None = None
+        self.written: tuple[float, str] | None = None
 
     def run(self, sizes: Sequence[int], time_limit_seconds: float) -> tuple[SplitFinding, DrawPlan]:
         try:
             self._prepare()
             started = time.monotonic()
-            self.losses(self.batches.part(_everything(self.batches.count)))
+            self.losses(self.batches.part(everything(self.batches.count)))
             seconds = (time.monotonic() - started) * 6 * len(sizes)
         except Exception as error:
             _LOG.debug("the first batch's step can't be run", exc_info=True)
@@ -196,7 +191,7 @@ class _Probe:
             finding, observed = self._split(size)
             if finding.splittable:
                 self.logged = self._narrowed("training_step", self.losses, self.logged)
-            finding = replace(finding, log_rules=self.logged.rules, notes=tuple(self.logged.notes))
+            finding = replace(finding, log_rules=self.logged.rules, notes=tuple(self.logged.notes), uneven_calls=self.uneven_calls)
             plan = replace(observed, seeded=observed.seeded or plan.seeded)
             if not finding.splittable:
                 return finding, plan
@@ -219,7 +214,7 @@ class _Probe:
 
     def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> Comparison:
         """What a step logs on the whole batch beside what it logs on ``size`` parts."""
-        shares = _shares(self.batches.count, size)
+        shares = shares_of(self.batches.count, size)
         self.logs.clear()
         observe(step, self.batches.part, shares)
         return compare_logs(hook, self.logs[0], self.logs[1:], [share.rows for share in shares])
@@ -247,7 +242,7 @@ class _Probe:
                 norm.momentum = 1.0
                 if norm.running_mean is None and norm.running_var is None:
                     norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
-            self.losses(self.batches.part(_everything(self.batches.count)))
+            self.losses(self.batches.part(everything(self.batches.count)))
             for norm in norms:
                 norm.eval()
         self.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -255,7 +250,7 @@ class _Probe:
     def _allow_grad(self) -> None:
         """Find out whether the step differentiates by itself (a gradient penalty, forces)."""
         try:
-            self.losses(self.batches.part(_everything(self.batches.count)))
+            self.losses(self.batches.part(everything(self.batches.count)))
         except RuntimeError as error:
             if self.grad or "grad" not in str(error):
                 raise
@@ -264,16 +259,19 @@ class _Probe:
     def losses(self, batch: Any) -> list[Tensor]:
         """The losses of one step: of each backward pass under manual optimization, else what the step returns."""
         recorded: list[Tensor] = []
-        with torch.set_grad_enabled(self.grad), _recorded_backward(recorded), recorded_logs(self.module) as logged:
-            # The engines count what the transfer hooks draw (augmentation on the device) as the step's, too.
-            output = self.rehearsal._call("training_step", transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
+        moved: dict[str, Tensor] = {}
+        with undone(self.module) as deeds:
+            with torch.set_grad_enabled(self.grad), _recorded_backward(recorded), recorded_logs(self.module) as logged:
+                # The engines count what the transfer hooks draw (augmentation on the device) as the step's, too.
+                output = self.rehearsal._call("training_step", transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
+            for name, buffer in self.module.named_buffers():
+                if name in self.buffers:
+                    if not torch.equal(buffer, self.buffers[name]):
+                        moved[name] = buffer.detach().double()
+                    buffer.data.copy_(self.buffers[name])
         self.logs.append(logged)
-        self.moved.append({})
-        for name, buffer in self.module.named_buffers():
-            if name in self.buffers:
-                if not torch.equal(buffer, self.buffers[name]):
-                    self.moved[-1][name] = buffer.detach().double()
-                buffer.data.copy_(self.buffers[name])
+        self.deeds.append(deeds)
+        self.moved.append(moved)
         self.module.zero_grad()
         if self.module.automatic_optimization:
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -296,10 +294,12 @@ class _Probe:
             _LOG.debug("the step fails on a part of the first batch", exc_info=True)
             reason = f"the step fails on a part of a batch, though not on the whole ({_words(error)})"
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
+        if self.written is not None:
+            return SplitFinding(splittable=False, reason=f"the step writes to its own parameters: {self.written[1]}"), DrawPlan()
         if _EQUAL < difference < math.inf:  # which may still be rounding, where large terms cancel
             difference = min(difference, self._compare_in_double(size, observed))
         draws = observed.draws
-        uneven = self.batches.uneven(_shares(self.batches.count, size))
+        uneven = self.batches.uneven(shares_of(self.batches.count, size))
         if difference <= _EQUAL:
             difference, reason = 0.0, None
             if self.drifting is not None:
@@ -319,13 +319,16 @@ class _Probe:
         return SplitFinding(difference=difference, reason=reason), replace(draws, seeded=draws.seeded or uneven)
 
     def _compare(self, size: int, *, groups_first: bool = False) -> tuple[float, Observation]:
-        shares = _shares(self.batches.count, size)
+        shares = shares_of(self.batches.count, size)
         self.logs.clear()
         self.moved.clear()
+        self.deeds.clear()
         observed = observe(self.losses, self.batches.part, shares, groups_first=groups_first)
         if not self.batches.double:
             self.logged = compare_logs("training_step", self.logs[0], self.logs[1:], [share.rows for share in shares])
             self.drifting = _drifting(self.moved[0], self.moved[1:])
+            self.written = _drifting(*_apart([deeds.written for deeds in self.deeds]))
+            self.uneven_calls = _uneven([deeds.calls for deeds in self.deeds])
         return _difference(observed, shares), observed
 
     def _compare_in_double(self, size: int, observed: Observation) -> float:
@@ -345,91 +348,6 @@ class _Probe:
                 tensor.data = tensor.data.to(types[name])
 
 
-def observe(
-    step: Callable[[Any], Any],
-    part: Callable[[BatchShare], Any],
-    shares: Sequence[BatchShare],
-    *,
-    groups_first: bool = False,
-) -> Observation:
-    """Run a step on the whole batch and on the parts, all from the present random state, and relate their random draws.
-
-    Args:
-        step: of a batch.
-        part: makes the batch of a share; asked for the whole one as the share of a single rank.
-        shares: the parts, each with at least one sample.
-        groups_first: how samples are taken to lie in a dimension of k entries a sample; see :class:`Rows`.
-    """
-    state = rng.capture({})
-    whole = _Observer(_everything(shares[0].of), None, groups_first)
-    output = whole.run(step, part)
-    outputs, observers = [], []
-    for share in shares:
-        rng.restore(state, {})
-        observers.append(_Observer(share, whole.draws, groups_first))
-        outputs.append(observers[-1].run(step, part))
-    seeded = any(observer.irregular for observer in observers)
-    choices = [[draw.choice for draw in observer.draws] for observer in observers]
-    if any(other != choices[0] for other in choices) or len(choices[0]) != len(whole.draws):
-        seeded = True
-    draws = tuple(observers[0].draws) if not seeded else tuple(draw for draw in observers[0].draws if draw.choice != "own")
-    return Observation(whole=output, parts=tuple(outputs), draws=DrawPlan(draws=draws, batch_size=shares[0].of, seeded=seeded))
-
-
-class _Observer(GlobalDraws):
-    """Notes a step's draws on the whole batch; on a part, decides on each by comparing its shape with the whole batch's."""
-
-    def __init__(self, share: BatchShare, whole: list[Draw] | None, groups_first: bool) -> None:
-        super().__init__(lambda: share)
-        self.of = share
-        self.whole = whole
-        self.groups_first = groups_first
-        self.draws: list[Draw] = []
-        self.irregular = False
-        self._before: dict[tuple[str, tuple[int, ...]], Choice] = {}
-
-    def run(self, step: Callable[[Any], _T], part: Callable[[BatchShare], Any]) -> _T:
-        """The step on this share, its draws as one device would make them."""
-        state = rng.capture({})
-        batch = part(self.of)
-        rng.restore(state, {})
-        with self:
-            return step(batch)
-
-    def choose(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
-        """As :meth:`GlobalDraws.choose`, from what the whole batch's step drew."""
-        shape = tuple(tensor.shape) if shape is None else shape
-        if torch._C._current_graph_task_id() != -1:  # recomputation: not a draw of its own
-            return self._before.get((op, shape))
-        index = len(self.draws)
-        if self.whole is None:
-            # Which dimension runs over the samples shows on a part only, the layout in memory on the whole.
-            layout = Rows(dim=0, order=memory_order(tensor), gaps=has_gaps(tensor)) if shape == tuple(tensor.shape) else Rows(dim=0)
-            draw = Draw(op=op, shape=shape, choice=layout)
-        elif index < len(self.whole):
-            draw = self._relate(self.whole[index], op, shape)
-        else:
-            draw = Draw(op=op, shape=shape, choice="own")
-        self.irregular |= draw.choice == "own"
-        self.draws.append(draw)
-        self._before[op, shape] = draw.choice
-        return None if self.whole is None else draw.choice
-
-    def _relate(self, whole: Draw, op: str, shape: tuple[int, ...]) -> Draw:
-        """The whole batch's draw, with how a part makes it."""
-        samples, of = self.of.rows, self.of.of
-        if whole.op != op or len(whole.shape) != len(shape):
-            return Draw(op=op, shape=shape, choice="own")
-        scaled = [dim for dim, (ours, all_) in enumerate(zip(shape, whole.shape, strict=True)) if ours != all_]
-        if not scaled:
-            return replace(whole, choice=None)
-        dim = scaled[0]
-        if len(scaled) > 1 or whole.shape[dim] % of or shape[dim] * of != whole.shape[dim] * samples:
-            return replace(whole, choice="own")
-        assert isinstance(whole.choice, Rows)
-        return replace(whole, choice=replace(whole.choice, dim=dim, groups_first=self.groups_first and whole.shape[dim] > of))
-
-
 def _difference(observed: Observation, shares: Sequence[BatchShare]) -> float:
     """The largest relative difference between a loss of the whole batch and the parts' mean."""
     if any(len(losses) != len(observed.whole) for losses in observed.parts):
@@ -447,25 +365,17 @@ def _difference(observed: Observation, shares: Sequence[BatchShare]) -> float:
 
 
 def _drifting(whole: dict[str, Tensor], parts: Sequence[dict[str, Tensor]]) -> tuple[float, str] | None:
-    """By how much a buffer that the step moves ends up elsewhere on a part of the batch (a codebook's averages, say), and the sentence for it."""
+    """By how much a buffer that the step moves (a codebook's averages, say) ends up elsewhere on a part, and the sentence for it."""
     for name, expected in whole.items():
         for part in parts:
             got = part.get(name)
             if got is None or got.shape != expected.shape:
-                return 1.0, f"its buffer {name!r} depends on the batch, and each rank would keep one of its own"
+                return 1.0, f"{name!r} depends on the batch, and each rank would keep one of its own"
             scale = float(expected.abs().max()) if expected.numel() else 0.0
             distance = float((got - expected).abs().max()) / scale if scale else float((got - expected).abs().sum() > 0)
             if not distance <= 1e-4:
-                return distance, f"its buffer {name!r} depends on the batch, and each rank would keep one of its own"
+                return distance, f"{name!r} depends on the batch, and each rank would keep one of its own"
     return None
-
-
-def _everything(count: int) -> BatchShare:
-    return BatchShare(rows=count, of=count, rank=0, world_size=1)
-
-
-def _shares(count: int, size: int) -> list[BatchShare]:
-    return [BatchShare(rows=share_rows(count, rank, size), of=count, rank=rank, world_size=size) for rank in range(size)]
 
 
 def _tensors(module: torch.nn.Module) -> list[tuple[str, Tensor]]:

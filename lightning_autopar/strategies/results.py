@@ -34,7 +34,7 @@ from lightning_autopar._lightning_compat import (
 from lightning_autopar.state import rng
 from lightning_autopar.state.checkpoint import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
 from lightning_autopar.state.loader import unwrapped
-from lightning_autopar.strategies.logged import sync_states
+from lightning_autopar.strategies.metrics import sync_states
 from lightning_autopar.strategies.objects import LIMIT_BYTES, Changes, Survey
 from lightning_autopar.units import format_bytes
 

@@ -20,7 +20,7 @@ from lightning_autopar._lightning_compat import RestartStage, make_result
 from lightning_autopar.state import rng
 from lightning_autopar.state.checkpoint import KEY, put_loader_states_back, set_loader_states_aside
 from lightning_autopar.state.loader import ExactLoader
-from lightning_autopar.strategies.logged import sync_states
+from lightning_autopar.strategies.metrics import sync_states
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -64,10 +64,11 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool) -> 
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
         extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
-    extra["results"] = _plain_results(loop._results)
     extra["callback_metrics"] = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
-    module = trainer.lightning_module
-    extra["metrics"] = dict(_metric_states(module, splits))
+    epochs = trainer.fit_loop.epoch_progress.total
+    if epochs.processed < epochs.started:  # else what was logged has been read, and is about to be reset
+        extra["results"] = _plain_results(loop._results)
+        extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits))
 
 
 def take_up(checkpoint: dict[str, Any]) -> Resumption | None:

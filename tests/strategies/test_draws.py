@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.state.share import BatchShare, cut, share_rows
 from lightning_autopar.strategies.draws import Draw, DrawPlan, GlobalDraws, Rows, guess, memory_order
-from lightning_autopar.strategies.probe import observe
+from lightning_autopar.strategies.observe import observe
 from lightning_autopar.strategies.random_ops import _native_dropout
 
 Step = Callable[[Tensor], Tensor]

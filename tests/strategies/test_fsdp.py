@@ -74,10 +74,30 @@ class Recurrent(Fitted):
         (ids,) = batch
         hidden = self.embedding(ids[:, :-1])
         for layer in self.layers:
-            found, _ = layer(hidden)  # a view, if batch_first, and changed in place
+            hidden = hidden + layer(hidden)[0]
+        return cross_entropy(self.head(hidden).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Viewing(Fitted):
+    """The blocks return views, which the step changes in place."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(x.shape)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.layers = nn.ModuleList([self.Block(16, 16) for _ in range(3)])
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.first(batch[0])
+        for layer in self.layers:
+            found = layer(hidden)
             found += hidden
             hidden = found
-        return cross_entropy(self.head(hidden).flatten(0, 1), ids[:, 1:].flatten())
+        return mse_loss(self.last(hidden), batch[1])
 
 
 class Reused(Fitted):
@@ -164,6 +184,7 @@ class Late(Fitted):
         (Encoding, numbers(), ("encoder.layers.0", "encoder.layers.1")),
         (Parametrised, numbers(), BLOCKS),
         (Recurrent, tokens(), LAYERS),
+        (Viewing, numbers(), LAYERS),
         (Sharing, numbers(), BLOCKS),
     ],
 )

@@ -18,7 +18,8 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassPrecision
 
 from lightning_autopar.state.share import BatchShare, share_rows, take_rows
-from lightning_autopar.strategies.logged import GlobalLogging, hold_metrics
+from lightning_autopar.strategies.logged import GlobalLogging
+from lightning_autopar.strategies.metrics import hold_metrics
 from tests.ranks import run_ranks
 
 

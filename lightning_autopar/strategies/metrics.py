@@ -1,0 +1,101 @@
+"""torchmetrics over ranks that see unequal numbers of samples, none included. Knows metrics and a process group, nothing of logging."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_mean
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+
+def adopt(metric: Metric, group: dist.ProcessGroup | None) -> Callable[[], None]:
+    """Prepare one metric; the returned function undoes it."""
+    on_step = metric.dist_sync_on_step
+    metric.dist_sync_on_step = True
+    replaced = type(metric)._sync_dist is Metric._sync_dist and "_sync_dist" not in metric.__dict__
+
+    def _sync_dist(self: Any, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+        if dist_sync_fn is not gather_all_tensors or process_group is not None or self.process_group is not None:
+            Metric._sync_dist(self, dist_sync_fn, process_group=process_group)
+        else:
+            sync_states(self, group)
+
+    if replaced:
+        # A bound method of the method's own name: a copy of the metric gets its own, an unpickled one the class's.
+        metric.__dict__["_sync_dist"] = types.MethodType(_sync_dist, metric)
+
+    def undo() -> None:
+        metric.dist_sync_on_step = on_step
+        if replaced:
+            del metric.__dict__["_sync_dist"]
+
+    return undo
+
+
+def sync_states(metric: Metric, group: dist.ProcessGroup | None) -> None:
+    """``Metric._sync_dist`` for ranks that may have seen unequal numbers of samples.
+
+    torchmetrics gathers tensor by tensor, which needs equally many of one type on every rank, and lets a rank that saw nothing count as one
+    that did. Here each rank's states travel as a whole, and those of ranks without an update are left out.
+    """
+    states = {name: _to_host(getattr(metric, name)) for name in metric._reductions}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (metric._update_count, states), group=group)
+    updated = [each for each in gathered if each[0] > 0] or gathered
+    reductions: dict[str, Any] = metric._reductions
+    for name, reduction in reductions.items():
+        parts = [state[name] for _, state in updated]
+        own = getattr(metric, name)
+        lists = [part if isinstance(part, list) else [part] for part in parts]
+        if isinstance(own, list) or any(isinstance(part, list) for part in parts):
+            together = [tensor for tensor in chain.from_iterable(zip_longest(*lists)) if tensor is not None]
+            moved: Any = [tensor.to(metric.device) if isinstance(tensor, Tensor) else tensor for tensor in together]
+            if not moved:
+                setattr(metric, name, [])
+                continue
+        else:
+            moved = torch.stack(parts).to(metric.device)
+        if reduction is dim_zero_mean and isinstance(moved, Tensor):
+            counts = torch.tensor([count for count, _ in updated], dtype=torch.float64, device=metric.device)
+            shape = [-1] + [1] * (moved.dim() - 1)
+            moved = (moved * counts.view(shape)).sum(0).div(counts.sum()).to(moved.dtype) if counts.sum() else moved.mean(0)
+            setattr(metric, name, moved)
+        else:
+            setattr(metric, name, reduction(moved) if reduction is not None else moved)
+
+
+def _to_host(state: Any) -> Any:
+    return [_to_host(each) for each in state] if isinstance(state, list) else state.detach().cpu() if isinstance(state, Tensor) else state
+
+
+@contextmanager
+def hold_metrics(module: nn.Module) -> Iterator[None]:
+    """Leave the module's torchmetrics as they are: an update within counts for nothing, though they take part in what others exchange."""
+    metrics = [each for each in module.modules() if isinstance(each, Metric)]
+    updates = [metric.__dict__.get("update") for metric in metrics]
+    collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
+    # Which of a collection's metrics share their states is found out by comparing them after the first update; here there was none.
+    groups = [(dict(each._groups), each._groups_checked, each._state_is_copy) for each in collections]
+    for metric in metrics:
+        metric.__dict__["update"] = _no_update
+    try:
+        yield
+    finally:
+        for metric, update in zip(metrics, updates, strict=True):
+            del metric.__dict__["update"]
+            if update is not None:
+                metric.__dict__["update"] = update
+        for collection, (before, checked, is_copy) in zip(collections, groups, strict=True):
+            collection._groups, collection._groups_checked, collection._state_is_copy = before, checked, is_copy
+
+
+def _no_update(*_: Any, **__: Any) -> None:
+    """What a metric's ``update`` does on a rank whose row belongs to another rank."""

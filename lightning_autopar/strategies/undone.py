@@ -1,0 +1,72 @@
+"""Run a step of a module and undo what it did to the module: parameters that it wrote to, attributes that it set; and tell what that was.
+
+Knows modules, and nothing of batches, trainers or engines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Parameters are copied to see whether a step writes to them, but not more bytes of them than this.
+_PARAMETER_BYTES = 256 << 20
+
+
+@dataclass(kw_only=True)
+class Deeds:
+    """What a step did.
+
+    Args:
+        written: name → new value of each parameter that the step wrote to.
+        calls: how often each submodule was called, by name.
+    """
+
+    written: dict[str, Tensor] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+@contextmanager
+def undone(module: nn.Module) -> Iterator[Deeds]:
+    """Around a step: afterwards the module's parameters and the attributes of its submodules are as before.
+
+    What a step changes inside of an object that an attribute holds (a list that it appends to) stays changed. Buffers keep what was written to
+    them, but are the same tensors as before.
+
+    Args:
+        module: the root.
+    """
+    deeds = Deeds()
+    parameters = dict(module.named_parameters())
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+    copies = {name: parameter.detach().clone() for name, parameter in parameters.items()} if size_bytes <= _PARAMETER_BYTES else {}
+    attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            deeds.calls[name] += 1
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, child in module.named_modules():
+            if name:
+                hooks.callback(child.register_forward_pre_hook(count(name)).remove)
+        try:
+            yield deeds
+        finally:
+            for child, values, buffers in attributes:
+                child.__dict__.clear()
+                child.__dict__.update(values)
+                child._buffers.clear()
+                child._buffers.update(buffers)
+            for name, copy in copies.items():
+                parameter = parameters[name]
+                if parameter.shape == copy.shape and not torch.equal(parameter.detach(), copy):
+                    deeds.written[name] = parameter.detach().clone()
+                    parameter.data.copy_(copy)

@@ -1,0 +1,177 @@
+"""Processes that torchrun or SLURM started, and reruns of a script: rank 0 plans, all follow, and each has what plain Lightning has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+SCRIPT = """
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+import lightning.pytorch as pl, torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_autopar.strategies.auto import AutoParallelStrategy
+
+torch.set_num_threads(1)
+task = json.loads(sys.argv[1])
+if task.get("cuda"):
+    torch.cuda.is_initialized = lambda: sys._getframe(1).f_globals["__name__"] == "lightning_autopar.strategies.launcher"
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+
+    def training_step(self, batch, batch_idx):
+        if task.get("fail") == self.global_rank and batch_idx == 1:
+            raise ValueError(f"rank {self.global_rank} is unwell")
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+pl.seed_everything(1, verbose=False)
+x = torch.randn(42, 8, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, x.sum(1, keepdim=True))
+module, values = Module(), []
+for _ in range(task.get("fits", 1)):
+    strategy = AutoParallelStrategy(**task["strategy"]) if "strategy" in task else "auto"
+    trainer = pl.Trainer(accelerator="cpu", devices=task.get("devices", 1), strategy=strategy, max_epochs=1, logger=False,
+                         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True))
+    predicted = torch.cat(trainer.predict(module, DataLoader(data, batch_size=8)))
+    values += [len(predicted), float(predicted.sum()), sum(float(p.abs().sum()) for p in module.parameters())]
+plan = getattr(strategy, "plan", None)
+print("RESULT " + json.dumps([values, None if plan is None else [plan.engine, plan.world_size]]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def _environment(**more: str) -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **more}
+
+
+def _start(command: list[str], **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env=_environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _task(script: Path, task: dict[str, Any]) -> list[str]:
+    import json
+
+    return [str(script), json.dumps(task)]
+
+
+def _torchrun(script: Path, ranks: int, task: dict[str, Any], **more: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0", *_task(script, task)]
+    process = _start(command, **more)
+    output, _ = process.communicate(timeout=100)
+    return process.returncode, output
+
+
+def _results(output: str) -> list[Any]:
+    import json
+
+    return [json.loads(line.partition("RESULT ")[2]) for line in output.splitlines() if "RESULT " in line]
+
+
+@pytest.fixture(scope="session")
+def plain(script: Path) -> list[float]:
+    """What two fits of plain Lightning come to."""
+    process = _start([sys.executable, *_task(script, {"fits": 2})])
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    values: list[float] = _results(output)[0][0]
+    return values
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_torchrun_two_fits(script: Path, plain: list[float], engine: str) -> None:
+    code, output = _torchrun(script, 2, {"fits": 2, "strategy": {"allow": [engine]}})
+    assert code == 0, output
+    results = _results(output)
+    assert [plan for _, plan in results] == [[engine, 2]] * 2
+    for values, _ in results:
+        assert values == pytest.approx(plain, rel=1e-4, abs=1e-5)
+
+
+def test_torchrun_one_process_plans_for_the_devices_given(script: Path, plain: list[float]) -> None:
+    code, output = _torchrun(script, 1, {"strategy": {"allow": ["ddp"]}}, AUTOPAR_DEVICES="2xcpu:1GiB")
+    assert code == 0, output
+    assert _results(output)[0][1] == ["ddp", 2]
+    assert _results(output)[0][0] == pytest.approx(plain[:3], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [("1xcpu:1GiB", "2 processes were started, but the devices given are 1"), ("2xcpu:1MiB", None)],
+)
+def test_what_rank_0_cannot_plan_ends_all(script: Path, devices: str, message: str | None) -> None:
+    task: dict[str, Any] = {"strategy": {} if message else {"allow": ["single"]}}
+    started = time.monotonic()
+    code, output = _torchrun(script, 2, task, AUTOPAR_DEVICES=devices)
+    assert code != 0
+    assert (message or "NothingFits") in output
+    assert time.monotonic() - started < 60
+
+
+def test_slurm(script: Path, plain: list[float]) -> None:
+    slurm = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "NNODES": "1", "JOB_ID": "4711", "JOB_NAME": "train", "NODEID": "0", "NODELIST": "127.0.0.1"}
+    command = [sys.executable, *_task(script, {"devices": 2, "strategy": {"allow": ["ddp"]}})]
+    common = {f"SLURM_{name}": value for name, value in slurm.items()}
+    processes = [_start(command, **common, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+        assert _results(output)[0][1] == ["ddp", 2]
+        assert _results(output)[0][0] == pytest.approx(plain[:3], rel=1e-4, abs=1e-5)
+
+
+def test_the_script_is_run_again_where_cuda_is_initialised(script: Path, plain: list[float]) -> None:
+    command = [sys.executable, *_task(script, {"cuda": True, "fits": 2, "strategy": {"allow": ["fsdp"], "devices": "2xcpu:1GiB"}})]
+    process = _start(command)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    results = _results(output)
+    assert [plan for _, plan in results] == [["fsdp", 2]] * 2
+    for values, _ in results:
+        assert values == pytest.approx(plain, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rerun_that_fails_ends_everything(script: Path, rank: int) -> None:
+    task = {"cuda": True, "fail": rank, "strategy": {"allow": ["ddp"], "devices": "2xcpu:1GiB"}}
+    process = _start([sys.executable, *_task(script, task)])
+    children: set[psutil.Process] = set()
+    assert process.stdout is not None
+    output = ""
+    failed = None
+    for line in process.stdout:
+        output += line
+        children.update(psutil.Process(process.pid).children(recursive=True) if process.poll() is None else [])
+        if failed is None and f"rank {rank} is unwell" in line:
+            failed = time.monotonic()
+    assert process.wait(timeout=30) != 0
+    assert failed is not None, output
+    assert time.monotonic() - failed < 10
+    _, alive = psutil.wait_procs(list(children), timeout=3)
+    assert not alive
