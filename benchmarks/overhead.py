@@ -7,6 +7,9 @@ Three figures, each from fresh processes, by hand and with autopar in turns:
 - first_step: seconds from the call of ``fit`` to the start of the first step, autopar's planning included, against Lightning's DDP;
 - memory: host memory (sum of PSS over all processes) of four ranks around one model, at its peak before the first step.
 
+Steps are measured with and without dropout. Under several ranks autopar draws every random number of the whole batch on each rank, so
+that the run is that of one device; by hand each rank draws its own, which is less work and another run.
+
 On both sides the global batch is the same: by hand each rank loads batch / ranks samples. Each rank computes with one thread.
 
     python benchmarks/overhead.py                 # writes benchmarks/results/overhead.json
@@ -37,6 +40,7 @@ ENGINES = ("single", "ddp", "fsdp")
 SIDES = ("hand", "autopar")
 RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
 STEP_BOUNDS = {"single": 1.01, "ddp": 1.03, "fsdp": 1.03}
+DROPOUTS = {"no_dropout": 0.0, "dropout": 0.02}
 FIRST_STEP_BOUND = 1.0
 MEMORY_BOUND = 1.5
 MEMORY_RANKS = 4
@@ -119,7 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
     share = arguments.batch // ranks if by_hand else arguments.batch
     if arguments.model == "gpt":
         kind = HandSharded if by_hand and arguments.engine == "fsdp" else ByteGPT
-        model: L.LightningModule = kind(layers=arguments.layers, width=arguments.width, context=128)
+        model: L.LightningModule = kind(layers=arguments.layers, width=arguments.width, context=128, dropout=arguments.dropout)
         data = TensorDataset(*torch.randint(0, 256, (2, arguments.batch * arguments.steps, 128)).unbind(0))
     else:
         model = Wide(arguments.model_bytes)
@@ -349,9 +353,10 @@ def benchmark(quick: bool, only: str | None = None, engine: str | None = None) -
         runs = Runs(Path(folder), timeout_seconds=300)
         if only in (None, "step"):
             report["step"] = {}
-            for name in engines:
-                report["step"][name] = found = measure_steps(runs, name, repetitions, steps, warm_up, **model)
-                print(f"step, {name}: {line(found)}, CPU ratio {found['cpu_ratio']}", flush=True)
+            for name, (kind, dropout) in itertools.product(engines, DROPOUTS.items()):
+                found = measure_steps(runs, name, repetitions, steps, warm_up, dropout=dropout, **model)
+                report["step"].setdefault(name, {})[kind] = found
+                print(f"step, {name}, {kind}: {line(found)}, CPU ratio {found['cpu_ratio']}", flush=True)
         if only in (None, "first_step"):
             report["first_step"] = measure_first_step(runs, repetitions, **model)
             print(f"first step: {line(report['first_step'])}", flush=True)
@@ -383,6 +388,7 @@ def main() -> None:
     one.add_argument("--batch", type=int, default=16)
     one.add_argument("--layers", type=int, default=4)
     one.add_argument("--width", type=int, default=128)
+    one.add_argument("--dropout", type=float, default=0.0)
     one.add_argument("--model", choices=["gpt", "wide"], default="gpt")
     one.add_argument("--model-bytes", type=int, default=0)
     one.add_argument("--budget", default="4GiB")

@@ -59,6 +59,7 @@ __all__ = [
     "progress_of",
     "request_stop",
     "requested_devices",
+    "requested_nodes",
     "restore_loaders",
     "restore_progress",
     "run_arguments",
@@ -297,3 +298,11 @@ def parse_optimizers(conf: Any) -> tuple[list[Any], list[Any]]:
 
     optimizers, schedulers, _ = _configure_optimizers(conf)
     return optimizers, schedulers
+
+
+# -- for strategies/launcher.py --------------------------------------------------------------------------------------------------------------------
+
+
+def requested_nodes(trainer: Trainer) -> int:
+    """What the user passed as ``Trainer(num_nodes=…)`` (the connector's ``_num_nodes_flag``); our strategy has no ``num_nodes`` of its own."""
+    return int(trainer._accelerator_connector._num_nodes_flag)

@@ -31,6 +31,10 @@ class SplitFinding:
         splittable: whether the batch can be taken apart into samples.
         probed: whether the losses were compared. If not, the difference is unknown where there is a reason, and of no
             interest where there is none: the step has no loss to compare.
+        subject: what differs: the loss, or something that the step writes.
+        log_rules: how ranks' logged values make the whole batch's, by hook and name.
+        notes: further sentences for whoever reads of a plan that splits the batch.
+        uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
     """
 
     difference: float = 0.0
@@ -40,6 +44,7 @@ class SplitFinding:
     log_rules: Mapping[tuple[str, str], str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     uneven_calls: tuple[str, ...] = ()
+    subject: str = "loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +230,7 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
 
 def _difference_words(split: SplitFinding) -> str:
     """By how much the loss changes, and why if that is known."""
-    size = f"the split batch's loss differs from the whole batch's by {split.difference:.2g} of it"
+    size = f"the split batch's {split.subject} differs from the whole batch's by {split.difference:.2g} of it"
     if split.difference != split.difference:
         size = "the split batch's loss and the whole batch's can't be compared, as one isn't finite"
     return f"{size} ({split.reason})" if split.reason else size

@@ -194,6 +194,11 @@ class ExactLoader(DataLoader[Any]):
         """
         return self._shares[position]
 
+    @property
+    def has_share(self) -> bool:
+        """Whether a batch was handed out whose share wasn't asked for by :meth:`next_share`."""
+        return bool(self._unasked)
+
     def next_share(self) -> BatchShare:
         """The share of the earliest batch that was handed out and not asked for here: for a caller who sees each batch once, in order."""
         return self._unasked.popleft()

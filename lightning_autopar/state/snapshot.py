@@ -7,20 +7,27 @@ part; beside them Lightning's own checkpoint dictionary without them. Knows tens
 from __future__ import annotations
 
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _TENSORS, _REST = "tensors", "rest.pkl"
+#: The key of what belongs to the optimizers and is no tensor, in Lightning's dictionary.
+_OPTIMIZERS = "lightning_autopar_optimizers"
+#: Between the parts of a tensor's name; no FQN holds it.
+_SEPARATOR = "|"
 
 
 def is_snapshot(path: Any) -> bool:
@@ -37,9 +44,16 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
     """
     strategy: Any = trainer.strategy
     folder = Path(strategy.broadcast(str(path)))
-    tensors = _tensors(strategy.lightning_module, strategy.optimizers)
-    dcp.save(tensors, checkpoint_id=str(folder / _TENSORS), no_dist=not dist.is_initialized())
+    module, optimizers = strategy.lightning_module, [_bare(optimizer) for optimizer in strategy.optimizers]
+    tensors = _weights(module)
     rest = _rest(trainer)
+    rest[_OPTIMIZERS] = []
+    for index, optimizer in enumerate(optimizers):
+        own, others = _optimizer_state(index, optimizer, _names(module, optimizer))
+        tensors |= own
+        rest[_OPTIMIZERS].append(others)
+    with _alone():
+        dcp.save(tensors, checkpoint_id=str(folder / _TENSORS), no_dist=not dist.is_initialized())
     if strategy.is_global_zero:
         partial = folder / f"{_REST}.part"
         partial.write_bytes(pickle.dumps(rest))
@@ -53,17 +67,38 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
     Args:
         strategy: with module and optimizers as they will be trained.
         path: a folder of :func:`save_snapshot`.
+
+    Raises:
+        ValueError: if the snapshot has another number of optimizers than the run.
     """
     folder = Path(str(path))
     module, optimizers = strategy.lightning_module, [_bare(optimizer) for optimizer in strategy.optimizers]
-    tensors = _tensors(module, optimizers)
-    dcp.load(tensors, checkpoint_id=str(folder / _TENSORS), no_dist=not dist.is_initialized())
-    if optimizers:
-        set_state_dict(module, optimizers, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizers"])
-    else:
-        set_model_state_dict(module, tensors["model"])
     rest: dict[str, Any] = pickle.loads((folder / _REST).read_bytes())
+    saved = rest.pop(_OPTIMIZERS)
+    if optimizers and len(saved) != len(optimizers):
+        raise ValueError(f"the snapshot {folder} holds the states of {len(saved)} optimizers, but the module now configures {len(optimizers)}")
+    weights = _weights(module)
+    reader = dcp.FileSystemReader(str(folder / _TENSORS))
+    kinds = reader.read_metadata().state_dict_metadata
+    states = [_empty_state(index, optimizer, _names(module, optimizer), kinds) for index, optimizer in enumerate(optimizers)]
+    tensors = dict(weights)
+    for state in states:
+        tensors |= state
+    with _alone():
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    module.load_state_dict({name.partition(_SEPARATOR)[2]: tensors[name] for name in weights})
+    rest["state_dict"] = dict(module.state_dict())
+    for optimizer, state, others in zip(optimizers, states, saved, strict=False):  # none in a run that evaluates
+        _load_optimizer(optimizer, _names(module, optimizer), {name: tensors[name] for name in state}, others)
     return rest
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without torch's warning that a single process is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _bare(optimizer: Any) -> Optimizer:
@@ -71,22 +106,68 @@ def _bare(optimizer: Any) -> Optimizer:
     return bare
 
 
-def _tensors(module: nn.Module, optimizers: list[Any]) -> dict[str, Any]:
-    """Weights and optimizer states by name; an optimizer without state yet gets its empty one."""
-    if not optimizers:  # a run that evaluates
-        return {"model": get_model_state_dict(module)}
-    model, states = get_state_dict(module, [_bare(optimizer) for optimizer in optimizers])
-    return {"model": model, "optimizers": states}
+def _weights(module: nn.Module) -> dict[str, Any]:
+    return {f"model{_SEPARATOR}{name}": value for name, value in module.state_dict().items()}
+
+
+def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The FQN of each of an optimizer's parameters, in its order; of one that isn't the module's, its position."""
+    known = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [known.get(id(parameter), f"#{position}") for position, parameter in enumerate(parameters)]
+
+
+def _optimizer_state(index: int, optimizer: Optimizer, names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of an optimizer's state by name, and all the rest of it."""
+    state = optimizer.state_dict()
+    tensors: dict[str, Any] = {}
+    others: dict[str, Any] = {"param_groups": state["param_groups"], "names": names, "values": {}}
+    for position, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[_SEPARATOR.join(("optimizer", str(index), names[position], key))] = value
+            else:
+                others["values"].setdefault(names[position], {})[key] = value
+    return tensors, others
+
+
+def _empty_state(index: int, optimizer: Optimizer, names: list[str], kinds: dict[str, Any]) -> dict[str, Any]:
+    """Room for the tensors of an optimizer's saved state, sharded as its parameters are."""
+    parameters = dict(zip(names, (parameter for group in optimizer.param_groups for parameter in group["params"]), strict=True))
+    room: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        part, number, parameter, _ = (*name.split(_SEPARATOR), "", "", "")[:4]
+        if part != "optimizer" or number != str(index) or parameter not in parameters or not isinstance(kind, TensorStorageMetadata):
+            continue
+        like, dtype = parameters[parameter], kind.properties.dtype
+        room[name] = torch.zeros_like(like, dtype=dtype) if like.shape == kind.size else torch.zeros(kind.size, dtype=dtype)
+    return room
+
+
+def _load_optimizer(optimizer: Optimizer, names: list[str], tensors: dict[str, Any], others: dict[str, Any]) -> None:
+    """The saved state, by the positions that the parameters have now; the options of a group go with its place among the groups."""
+    state: dict[int, dict[str, Any]] = {}
+    positions = {name: position for position, name in enumerate(names)}
+    for name, value in tensors.items():
+        _, _, parameter, key = name.split(_SEPARATOR)
+        state.setdefault(positions[parameter], {})[key] = value
+    for parameter, values in others["values"].items():
+        if parameter in positions:
+            state.setdefault(positions[parameter], {}).update(values)
+    optimizer.load_state_dict({"state": state, "param_groups": others["param_groups"]})
 
 
 def _rest(trainer: Trainer) -> dict[str, Any]:
     """Lightning's checkpoint dictionary without weights and optimizer states."""
     strategy: Any = trainer.strategy
     before = strategy.__dict__.get("lightning_module_state_dict"), strategy.__dict__.get("optimizer_state")
-    strategy.__dict__.update(lightning_module_state_dict=dict, optimizer_state=lambda optimizer: {})
+    module = strategy.lightning_module  # hooks of the user's may look at the weights: each rank's own part of them
+    strategy.__dict__.update(lightning_module_state_dict=module.state_dict, optimizer_state=lambda optimizer: {})
     try:
-        rest = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        rest: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     finally:
         for name, value in zip(("lightning_module_state_dict", "optimizer_state"), before, strict=True):
             strategy.__dict__.pop(name) if value is None else strategy.__dict__.update({name: value})
-    return {**rest, "rng": torch.get_rng_state()}
+    rest["state_dict"] = {}
+    strategy.complete_checkpoint(rest)
+    return rest

@@ -31,6 +31,7 @@ class DDPEngine(EngineMixin, DDPStrategy):
     """Executes a DDP plan: each rank a whole copy of the module."""
 
     _advised = False
+    _trained: set[int] = set()
 
     def __init__(self, assignment: Assignment, *, forked: bool) -> None:
         super().__init__(
@@ -47,6 +48,7 @@ class DDPEngine(EngineMixin, DDPStrategy):
         """The processes are there already."""
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
+        self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         wrapped = super()._setup_model(model)
         after_forward: Any = wrapped._post_forward
 
@@ -60,6 +62,18 @@ class DDPEngine(EngineMixin, DDPStrategy):
         if self.assignment.find_unused_parameters:
             wrapped.__dict__["_post_forward"] = once
         return wrapped
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """DDP communicates the gradients of those parameters alone that were to be trained when it was set up."""
+        module = self.lightning_module
+        assert module is not None
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._trained:
+                raise ValueError(
+                    f"{name!r} was frozen when the run began and is to be trained now, which DDP doesn't notice: its replicas would part. "
+                    "Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'fsdp']"
+                )
+        super().on_train_batch_start(batch, batch_idx)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Under manual optimization DDP prepares for each backward here."""

@@ -6,8 +6,7 @@ It reads the trainer and changes nothing in it; it doesn't know how a plan is ex
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 

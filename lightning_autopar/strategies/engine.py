@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar._lightning_compat import TrainerFn, combined_mode
 from lightning_autopar.memory.inventory import Device
 from lightning_autopar.plans import Plan
 from lightning_autopar.state.loader import BatchShare, ExactLoader, fit_progress, is_loader_state
@@ -158,22 +158,31 @@ class EngineMixin(Strategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
         self._share, self._drawing = None, False
-        loader = self._loader(dataloader_idx) if self.splits else None
-        if loader is not None:
-            self._share = loader.next_share()
+        shares = [loader.next_share() for loader in self._loaders(dataloader_idx)] if self.splits else []
+        if shares:
+            self._share = shares[0]
+            if any(share.weight != self._share.weight for share in shares):
+                sizes = ", ".join(str(share.of) for share in shares)
+                raise ValueError(
+                    f"the loaders' batches of one step have {sizes} samples, so that their parts on each device weigh differently; set "
+                    "drop_last=True with batch sizes that the devices divide evenly, or run on one device (allow=['single'])"
+                )
             self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
             self._drawing = True
             if self._draws is not None:
                 self._draws.begin()
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _loader(self, dataloader_idx: int) -> ExactLoader | None:
-        """The loader that the current batch came from."""
+    def _loaders(self, dataloader_idx: int) -> list[ExactLoader]:
+        """The loaders that the current batch came from; of several at once those that aren't exhausted."""
         trainer = self._trainer
         loop = trainer.fit_loop if trainer.training else trainer._active_loop
         combined = getattr(loop, "_combined_loader", None)
-        loader = combined.flattened[dataloader_idx] if combined is not None else None
-        return loader if isinstance(loader, ExactLoader) else None
+        if combined is None:
+            return []
+        together = combined_mode(combined) != "sequential"
+        loaders = combined.flattened if together else [combined.flattened[dataloader_idx]]
+        return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.has_share]
 
     # -- the step --------------------------------------------------------------------------------------------------------------------------
 
@@ -279,9 +288,13 @@ class EngineMixin(Strategy):
         self._resumption = resume.take_up(checkpoint)
         return checkpoint
 
+    def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to Lightning's dictionary what it takes to go on exactly; every rank calls it."""
+        resume.lay_aside(self._trainer, checkpoint, splits=self.splits)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write one ordinary ``.ckpt``, with what it takes to go on exactly where plain Lightning doesn't look."""
-        resume.lay_aside(self._trainer, checkpoint, splits=self.splits)
+        self.complete_checkpoint(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Precisions with which FSDP2 runs under Lightning's ModelParallelStrategy, less 16-mixed, whose gradient scaler doesn't know sharded gradients.
 _FSDP_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 #: Callbacks that copy or regroup the module's own parameters, which shards don't survive.
-_UNSHARDED_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "LearningRateFinder", "BaseFinetuning")
+_UNSHARDED_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
 
 
 def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
@@ -44,8 +44,17 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
             excluded["fsdp"] = f"the callback {kinds[name]} works on whole parameters, and FSDP2 shards them"
     if any(isinstance(submodule, torch._dynamo.OptimizedModule) for submodule in module.modules()):
         excluded["fsdp"] = "a part of the module was compiled before sharding, and FSDP2 has to shard first"
+    if "BaseFinetuning" in kinds and trainer.state.fn == TrainerFn.FITTING:
+        excluded["multi"] = (
+            f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, and neither DDP nor FSDP2 communicates the gradients of those "
+            "that were frozen when it began"
+        )
     if "BatchSizeFinder" in kinds:
         excluded["multi"] = "the callback BatchSizeFinder runs on one device only, as in Lightning itself"
+    if "LearningRateFinder" in kinds and trainer.state.fn == TrainerFn.FITTING:
+        excluded["multi"] = (
+            "the callback LearningRateFinder judges by the loss that it sees on one device, which would be that of a part of the batch"
+        )
     for name, submodule in module.named_modules():
         rescales = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None
         if rescales and trainer.state.fn == TrainerFn.FITTING:

@@ -68,6 +68,11 @@ class AutoLauncher(Launcher):
         peers = under_external_launcher(self._strategy)
         if peers is not None:
             return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
+        if (nodes := requested_nodes(trainer)) > 1:
+            raise ValueError(
+                f"num_nodes={nodes} needs a process on each device of each node, and there is only this one; start the script with "
+                f"torchrun --nnodes={nodes} or srun, or leave num_nodes at 1"
+            )
         decision = decide(trainer, self._strategy.settings, self._strategy.inventory(), arguments=arguments)
         self._strategy.report = decision.report
         self._strategy.plan = decision.assignment.plan
@@ -184,8 +189,9 @@ class AutoLauncher(Launcher):
         if isinstance(engine, ParallelStrategy):
             engine.parallel_devices = devices  # of this node, as Lightning counts them
         keep_sampler = assignment.batch == "per_device"
-        with peers.run(), installed(
-            trainer, engine, trainer.lightning_module, devices, keep_sampler=keep_sampler, external=peers.environment
+        with (
+            peers.run(),
+            installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=keep_sampler, external=peers.environment),
         ):
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
@@ -244,7 +250,7 @@ def announce_measured(decision: Decision, measured: dict[str, dict[str, Any]]) -
             words.append(
                 f"memory {format_bytes(predicted_bytes)} predicted, {format_bytes(peak_bytes)} measured ({peak_bytes / predicted_bytes - 1:+.0%})"
             )
-        if step_seconds:
+        if step_seconds and candidate.seconds is not None:
             words.append(f"step {format_seconds(candidate.seconds.step)} predicted, {format_seconds(step_seconds)} measured")
         if words:
             lines.append(f"  {device}: {'; '.join(words)}")

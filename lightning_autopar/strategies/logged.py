@@ -186,8 +186,8 @@ class GlobalLogging:
         self.flush()
 
     def note_loss(self, output: Any) -> None:
-        """Have the next exchange bring the loss of ``training_step`` together, for those who get to see it: the optimizer, which may choose its
-        step's length by it, and the hooks at a batch's end.
+        """Have the next exchange bring the loss of ``training_step`` together, for those who get to see it: the optimizer, which may choose
+        its step's length by it, and the hooks at a batch's end.
 
         Args:
             output: of ``training_step``, under automatic optimization.

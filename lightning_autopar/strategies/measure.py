@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -24,7 +25,11 @@ _FIRST_PROFILED, _LAST_PROFILED = 2, 3
 #: Steps whose time says nothing: lazy initialisation, and those under the profiler.
 _WARM_UP = _LAST_PROFILED + 1
 #: What the profiler and the allocator write to stderr whenever memory is profiled, and nobody can turn off (torch 2.13, kineto).
-_NOISE = (b"USDT:", b"External init callback must run in same thread", b"Memory block of unknown size was allocated before the profiling started")
+_NOISE = (
+    b"USDT:",
+    b"External init callback must run in same thread",
+    b"Memory block of unknown size was allocated before the profiling started",
+)
 
 
 class Meter:
@@ -121,11 +126,15 @@ def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
 
 
 def _resident(strategy: Strategy) -> Iterator[Tensor]:
-    """Every tensor that lives from one step to the next. Gradients don't: they are freed and allocated anew."""
+    """Every tensor that lives from one step to the next. Gradients don't: they are freed and allocated anew, unless they are views of DDP's buckets."""
     module = strategy.lightning_module
     assert module is not None
+    model = strategy.model
+    in_buckets = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
     for parameter in module.parameters():
         yield parameter
+        if in_buckets and parameter.grad is not None:
+            yield parameter.grad
     yield from module.buffers()
     states = chain.from_iterable(optimizer.state.values() for optimizer in strategy.optimizers)
     for value in chain.from_iterable(state.values() for state in states):

@@ -28,6 +28,7 @@ from lightning_autopar.state.share import BatchShare, cut, share_rows, take_rows
 from lightning_autopar.strategies.draws import DrawPlan, Rows
 from lightning_autopar.strategies.logrules import Comparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.strategies.observe import Observation, everything, observe, shares_of
+from lightning_autopar.strategies.undone import Deeds, drifting, undone, uneven
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -281,6 +282,7 @@ class _Probe:
     def _split(self, size: int) -> tuple[SplitFinding, DrawPlan]:
         """Compare the whole batch with ``size`` parts of it."""
         reason: str | None
+        subject = "loss"
         try:
             difference, observed = self._compare(size)
             again = any(
@@ -304,6 +306,7 @@ class _Probe:
             difference, reason = 0.0, None
             if self.drifting is not None:
                 difference, reason = self.drifting
+                subject = "state"
         elif math.isnan(difference):
             reason = "a loss isn't finite"
         elif len({len(losses) for losses in (observed.whole, *observed.parts)}) > 1:
@@ -316,7 +319,7 @@ class _Probe:
             reason = "the shapes of its random draws depend on the data"
         else:
             reason = "it is no mean over the samples"
-        return SplitFinding(difference=difference, reason=reason), replace(draws, seeded=draws.seeded or uneven)
+        return SplitFinding(difference=difference, reason=reason, subject=subject), replace(draws, seeded=draws.seeded or uneven)
 
     def _compare(self, size: int, *, groups_first: bool = False) -> tuple[float, Observation]:
         shares = shares_of(self.batches.count, size)
@@ -326,9 +329,9 @@ class _Probe:
         observed = observe(self.losses, self.batches.part, shares, groups_first=groups_first)
         if not self.batches.double:
             self.logged = compare_logs("training_step", self.logs[0], self.logs[1:], [share.rows for share in shares])
-            self.drifting = _drifting(self.moved[0], self.moved[1:])
-            self.written = _drifting(*_apart([deeds.written for deeds in self.deeds]))
-            self.uneven_calls = _uneven([deeds.calls for deeds in self.deeds])
+            self.drifting = drifting(self.moved)
+            self.written = drifting([deeds.written for deeds in self.deeds])
+            self.uneven_calls = uneven([deeds.calls for deeds in self.deeds])
         return _difference(observed, shares), observed
 
     def _compare_in_double(self, size: int, observed: Observation) -> float:
@@ -362,20 +365,6 @@ def _difference(observed: Observation, shares: Sequence[BatchShare]) -> float:
             return math.nan
         largest = max(largest, relative)
     return largest
-
-
-def _drifting(whole: dict[str, Tensor], parts: Sequence[dict[str, Tensor]]) -> tuple[float, str] | None:
-    """By how much a buffer that the step moves (a codebook's averages, say) ends up elsewhere on a part, and the sentence for it."""
-    for name, expected in whole.items():
-        for part in parts:
-            got = part.get(name)
-            if got is None or got.shape != expected.shape:
-                return 1.0, f"{name!r} depends on the batch, and each rank would keep one of its own"
-            scale = float(expected.abs().max()) if expected.numel() else 0.0
-            distance = float((got - expected).abs().max()) / scale if scale else float((got - expected).abs().sum() > 0)
-            if not distance <= 1e-4:
-                return distance, f"{name!r} depends on the batch, and each rank would keep one of its own"
-    return None
 
 
 def _tensors(module: torch.nn.Module) -> list[tuple[str, Tensor]]:

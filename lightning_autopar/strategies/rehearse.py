@@ -96,7 +96,7 @@ def unshardable(module: nn.Module) -> str | None:
         if parameter.dim() == 0:
             return f"the parameter {name!r} is a scalar, which FSDP2 can't shard; make it a tensor of one element, torch.ones(1)"
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return f"the parameter {name!r} has a hook of its own (register_hook), which is lost where FSDP2 replaces the parameter by its shard"
+            return f"the parameter {name!r} has a hook of its own (register_hook), which is lost when FSDP2 replaces it by a shard"
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             return f"{name!r} has sparse gradients, which FSDP2 can't reduce; build it with sparse=False"

@@ -6,7 +6,7 @@ Knows modules, and nothing of batches, trainers or engines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+#: Relative difference up to which written values count as equal: rounding of float32 sums taken in another order, and some cancellation.
+_EQUAL = 1e-4
 #: Parameters are copied to see whether a step writes to them, but not more bytes of them than this.
 _PARAMETER_BYTES = 256 << 20
 
@@ -35,8 +37,8 @@ class Deeds:
 def undone(module: nn.Module) -> Iterator[Deeds]:
     """Around a step: afterwards the module's parameters and the attributes of its submodules are as before.
 
-    What a step changes inside of an object that an attribute holds (a list that it appends to) stays changed. Buffers keep what was written to
-    them, but are the same tensors as before.
+    What a step changes inside of an object that an attribute holds (a list that it appends to) stays changed. Buffers keep what was
+    written to them, but are the same tensors as before.
 
     Args:
         module: the root.
@@ -70,3 +72,34 @@ def undone(module: nn.Module) -> Iterator[Deeds]:
                 if parameter.shape == copy.shape and not torch.equal(parameter.detach(), copy):
                     deeds.written[name] = parameter.detach().clone()
                     parameter.data.copy_(copy)
+
+
+def drifting(written: Sequence[Mapping[str, Tensor]]) -> tuple[float, str] | None:
+    """By how much something that a step writes (a codebook's averages, say) comes out otherwise on a part of the batch, and the sentence.
+
+    Args:
+        written: of the step on the whole batch, then on each part of it.
+    """
+    names = sorted({name for values in written for name in values})
+    for name in names:
+        sentence = f"{name!r} depends on the batch, and each rank would keep one of its own"
+        values = [each[name].double() if name in each else None for each in written]
+        whole = values[0]
+        for part in values[1:]:
+            if whole is None or part is None or part.shape != whole.shape:
+                return 1.0, sentence
+            scale = float(whole.abs().max()) if whole.numel() else 0.0
+            distance = float((part - whole).abs().max()) / scale if scale else float((part - whole).abs().sum() > 0)
+            if not distance <= _EQUAL:
+                return distance, sentence
+    return None
+
+
+def uneven(calls: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
+    """The submodules that a step calls more or less often on a part of the batch than on the whole.
+
+    Args:
+        calls: of the step on the whole batch, then on each part of it.
+    """
+    names = {name for counts in calls for name in counts}
+    return tuple(sorted(name for name in names if len({counts.get(name, 0) for counts in calls}) > 1))

@@ -324,6 +324,17 @@ def test_ranks_parts_make_up_the_global_batches(name, world_size):
     assert all(state == runs[0][2] for _, _, state in runs)
 
 
+def test_an_iterable_that_is_no_dataloader_answers_what_lightning_asks():
+    class Batches:
+        def __iter__(self):
+            return iter([torch.zeros(4)])
+
+    loader = ExactLoader(Batches())
+    assert (loader.num_workers, loader.multiprocessing_context, loader.persistent_workers, loader.pin_memory) == (0, None, False, False)
+    with pytest.raises(AttributeError, match="batch_size"):
+        loader.batch_size  # noqa: B018
+
+
 def test_augmentation_leaves_the_ranks_random_state_equal_and_differs_between_them():
     def make():
         return DataLoader(Augmented(8), batch_size=4)

@@ -71,7 +71,9 @@ class _Losses(pl.Callback):
         self.losses += [float(metrics[name]) for name in ("loss_step", "loss") if name in metrics][:1]
 
 
-def fit(make: Callable[[], Any], data: Any, plan: Plan | None, *, draws: DrawPlan | None = None, large: bool = False, **options: Any) -> Any:
+def fit(
+    make: Callable[[], Any], data: Any, plan: Plan | None, *, draws: DrawPlan | None = None, large: bool = False, **options: Any
+) -> Any:
     """Train a module that ``make`` builds; under plain Lightning where there is no plan. Returns module, losses and trainer."""
     pl.seed_everything(3, verbose=False)
     module, losses = make(), _Losses()
@@ -118,6 +120,8 @@ def assert_same(make: Callable[[], Any], data: Any, under: Plan, *, tolerance: f
     assert len(our_losses) == len(their_losses) > 0
     torch.testing.assert_close(our_losses, their_losses, rtol=tolerance, atol=tolerance)
     metrics = {name: value.float() for name, value in their_trainer.callback_metrics.items()}
-    torch.testing.assert_close({name: value.float() for name, value in our_trainer.callback_metrics.items()}, metrics, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        {name: value.float() for name, value in our_trainer.callback_metrics.items()}, metrics, rtol=tolerance, atol=tolerance
+    )
     torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=tolerance, atol=tolerance)
     return ours, theirs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -75,31 +76,37 @@ def _start(command: list[str], **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=_environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _task(script: Path, task: dict[str, Any]) -> list[str]:
-    import json
+def _end(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str]:
+    """Wait for it; one that hangs is ended, with all that it started."""
+    family = [psutil.Process(process.pid)]
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for member in [*family[0].children(recursive=True), *family]:
+            member.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {seconds:g} s\n{output}") from None
+    return process.returncode, output
 
+
+def _task(script: Path, task: dict[str, Any]) -> list[str]:
     return [str(script), json.dumps(task)]
 
 
 def _torchrun(script: Path, ranks: int, task: dict[str, Any], **more: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0", *_task(script, task)]
-    process = _start(command, **more)
-    output, _ = process.communicate(timeout=100)
-    return process.returncode, output
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *_task(script, task)]
+    return _end(_start(command, **more))
 
 
 def _results(output: str) -> list[Any]:
-    import json
-
-    return [json.loads(line.partition("RESULT ")[2]) for line in output.splitlines() if "RESULT " in line]
+    return [json.JSONDecoder().raw_decode(part)[0] for part in output.split("RESULT ")[1:]]
 
 
 @pytest.fixture(scope="session")
 def plain(script: Path) -> list[float]:
     """What two fits of plain Lightning come to."""
-    process = _start([sys.executable, *_task(script, {"fits": 2})])
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    code, output = _end(_start([sys.executable, *_task(script, {"fits": 2})]))
+    assert code == 0, output
     values: list[float] = _results(output)[0][0]
     return values
 
@@ -135,22 +142,28 @@ def test_what_rank_0_cannot_plan_ends_all(script: Path, devices: str, message: s
 
 
 def test_slurm(script: Path, plain: list[float]) -> None:
-    slurm = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "NNODES": "1", "JOB_ID": "4711", "JOB_NAME": "train", "NODEID": "0", "NODELIST": "127.0.0.1"}
+    slurm = {
+        "NTASKS": "2",
+        "NTASKS_PER_NODE": "2",
+        "NNODES": "1",
+        "JOB_ID": "4711",
+        "JOB_NAME": "train",
+        "NODEID": "0",
+        "NODELIST": "127.0.0.1",
+    }
     command = [sys.executable, *_task(script, {"devices": 2, "strategy": {"allow": ["ddp"]}})]
     common = {f"SLURM_{name}": value for name, value in slurm.items()}
     processes = [_start(command, **common, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+    for code, output in [_end(process) for process in processes]:
+        assert code == 0, output
         assert _results(output)[0][1] == ["ddp", 2]
         assert _results(output)[0][0] == pytest.approx(plain[:3], rel=1e-4, abs=1e-5)
 
 
 def test_the_script_is_run_again_where_cuda_is_initialised(script: Path, plain: list[float]) -> None:
     command = [sys.executable, *_task(script, {"cuda": True, "fits": 2, "strategy": {"allow": ["fsdp"], "devices": "2xcpu:1GiB"}})]
-    process = _start(command)
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, output
+    code, output = _end(_start(command))
+    assert code == 0, output
     results = _results(output)
     assert [plan for _, plan in results] == [["fsdp", 2]] * 2
     for values, _ in results:
@@ -172,6 +185,7 @@ def test_a_rerun_that_fails_ends_everything(script: Path, rank: int) -> None:
             failed = time.monotonic()
     assert process.wait(timeout=30) != 0
     assert failed is not None, output
+    process.stdout.close()
     assert time.monotonic() - failed < 10
     _, alive = psutil.wait_procs(list(children), timeout=3)
     assert not alive

@@ -46,7 +46,9 @@ class SplitDDP(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.logging.step():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+            self.logging.note_loss(output)
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.logging.step():
@@ -111,6 +113,7 @@ class Module(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("mean_input", batch[0].mean(), on_step=True, on_epoch=True)
+        self.read.append(float(outputs["loss"]))
 
     def on_train_epoch_end(self) -> None:
         self.log("epoch", float(self.current_epoch))
@@ -135,7 +138,17 @@ class Module(pl.LightningModule):
         self.log("test_loss", loss, on_step=True, on_epoch=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return LossDriven(self.parameters(), lr=0.1)
+
+
+class LossDriven(torch.optim.SGD):
+    """Chooses its steps by the loss, as a line search does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        self.param_groups[0]["lr"] = 0.1 * float(loss)
+        super().step()
+        return loss
 
 
 class Recorder(pl.Callback):

@@ -1,0 +1,114 @@
+"""Each sentence that rules an engine out, from a trainer that has the option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from modules import Regression, trainer
+
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.strategies.features import exclusions
+
+FOOTPRINT = Footprint(
+    parameters=1,
+    trainable_parameters=1,
+    batch_size=8,
+    parameter_bytes=4,
+    gradient_bytes=4,
+    optimizer_bytes=8,
+    buffer_bytes=0,
+    activation_bytes=4,
+    temporary_bytes=0,
+    input_bytes=4,
+)
+
+
+class Iterates(Regression):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+def excluded(folder: Path, module: Regression | None = None, stage: TrainerFn = TrainerFn.FITTING, **options: Any) -> dict[str, str]:
+    run = trainer("single", folder, **options)
+    run.strategy._lightning_module = module or Regression()
+    run.state.fn = stage
+    return exclusions(run, FOOTPRINT)
+
+
+def test_nothing_is_ruled_out_by_what_works_everywhere(tmp_path: Path) -> None:
+    assert excluded(tmp_path, callbacks=[EarlyStopping("val_loss")], gradient_clip_val=1.0, accumulate_grad_batches=2) == {}
+    assert excluded(tmp_path, precision="bf16-mixed") == {}
+
+
+@pytest.mark.parametrize(
+    ("callback", "engine", "words"),
+    [
+        (StochasticWeightAveraging(1e-2), "fsdp", "StochasticWeightAveraging works on whole parameters"),
+        (BackboneFinetuning(), "multi", "BackboneFinetuning unfreezes parameters during the run"),
+        (LearningRateFinder(), "multi", "LearningRateFinder judges by the loss that it sees on one device"),
+        (BatchSizeFinder(), "multi", "BatchSizeFinder runs on one device only"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_callbacks(callback: Any, engine: str, words: str, tmp_path: Path) -> None:
+    found = excluded(tmp_path, callbacks=[callback])
+    assert list(found) == [engine]
+    assert words in found[engine]
+
+
+def test_weight_averaging(tmp_path: Path) -> None:
+    weight_averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    found = excluded(tmp_path, callbacks=[weight_averaging.WeightAveraging()])
+    assert list(found) == ["fsdp"]
+    assert "WeightAveraging works on whole parameters" in found["fsdp"]
+
+
+def test_callbacks_of_training_rule_nothing_out_of_an_evaluation(tmp_path: Path) -> None:
+    callbacks = [StochasticWeightAveraging(1e-2), LearningRateFinder()]
+    assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=callbacks) == {}
+
+
+def test_precisions(tmp_path: Path) -> None:
+    for precision in ("64-true", "transformer-engine"):
+        try:
+            found = excluded(tmp_path, precision=precision)
+        except ModuleNotFoundError:
+            continue
+        assert f"precision '{precision}' doesn't work on sharded parameters" in found["fsdp"]
+        assert "multi" not in found
+
+
+def test_an_iterator_in_training_step(tmp_path: Path) -> None:
+    assert "takes dataloader_iter" in excluded(tmp_path, Iterates())["multi"]
+    assert excluded(tmp_path, Iterates(), stage=TrainerFn.PREDICTING) == {}
+
+
+def test_an_embedding_that_rescales_its_rows(tmp_path: Path) -> None:
+    module = Regression()
+    module.words = torch.nn.Embedding(4, 2, max_norm=1.0)
+    assert "'words' has max_norm" in excluded(tmp_path, module)["multi"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # torch, on importing its compiler
+def test_a_part_compiled_before_sharding(tmp_path: Path) -> None:
+    module = Regression()
+    module.net = torch.compile(module.net)  # type: ignore[assignment]
+    assert "compiled before sharding" in excluded(tmp_path, module)["fsdp"]
+
+
+def test_a_prediction_writer(tmp_path: Path) -> None:
+    writer = BasePredictionWriter("epoch")
+    assert "BasePredictionWriter" in excluded(tmp_path, stage=TrainerFn.PREDICTING, callbacks=[writer])["multi"]
+    assert excluded(tmp_path, callbacks=[writer]) == {}

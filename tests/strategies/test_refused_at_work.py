@@ -1,0 +1,62 @@
+"""What shows only while a run is at work, and would part it from what one device computes, ends it with the cause."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_autopar import AutoParallelStrategy
+
+
+class Layers(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Unfreezing(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.first.requires_grad_(self.current_epoch > 0)
+
+
+class Two(Layers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch["a"]) + self.loss(batch["b"])
+
+
+def fit(module: pl.LightningModule, loaders: Any) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=AutoParallelStrategy(allow=["ddp"], devices="2xcpu:2GiB"), max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, loaders)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_parameters_that_are_unfrozen_under_ddp() -> None:
+    with pytest.raises(ValueError, match="'first.weight' was frozen when the run began"):
+        fit(Unfreezing(), DataLoader(torch.randn(8, 4), batch_size=4))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_loaders_whose_batches_weigh_differently() -> None:
+    loaders = {"a": DataLoader(torch.randn(7, 4), batch_size=4), "b": DataLoader(torch.randn(8, 4), batch_size=4)}
+    with pytest.raises(ValueError, match="of one step have 3, 4 samples"):
+        fit(Two(), CombinedLoader(loaders, "max_size_cycle"))
