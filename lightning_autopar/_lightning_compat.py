@@ -1,6 +1,6 @@
 """The one place that imports Lightning's private names. Everything here is a thin, named doorway; it decides nothing.
 
-Each entry says which private name it stands for, so that a change in Lightning is mended in this file alone. Tested against Lightning 2.5.3 to 2.6.6.
+Each entry says which private name it stands for, so that a change in Lightning is mended in this file alone. Tested with Lightning 2.6.6.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ _CONNECTOR_FIELDS = (
 def requested_devices() -> Any:
     """What the user passed as ``Trainer(devices=…)``, read while the Trainer is being built.
 
-    The connector keeps the parsed value only, in which ``devices=2`` (any two) and ``devices=[0, 1]`` (those two) look the same on CUDA. Its
-    constructor's own argument still tells; this can go when the connector keeps it.
+    The connector keeps the parsed value only, in which ``devices=2`` (any two) and ``devices=[0, 1]`` (those two) look the same on CUDA.
+    Its constructor's own argument still tells; this can go when the connector keeps it.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -107,8 +107,8 @@ def installed(
 ) -> Iterator[None]:
     """Make ``engine`` the trainer's strategy, with the accelerator and precision plugin that belong to it; undo it on leaving.
 
-    The connector does the same in its constructor (``_init_strategy``, ``_check_and_init_precision``, ``_lazy_init_strategy``). Swapped rather
-    than wrapped, since Lightning asks for the strategy's class in many places.
+    The connector does the same in its constructor (``_init_strategy``, ``_check_and_init_precision``, ``_lazy_init_strategy``). Swapped
+    rather than wrapped, since Lightning asks for the strategy's class in many places.
 
     Args:
         devices: the engine's torch devices in rank order.
@@ -156,7 +156,7 @@ def attach_data(trainer: Trainer, arguments: dict[str, Any]) -> None:
 
 
 def call_on_exception(trainer: Trainer, error: BaseException) -> None:
-    """Run what ``_call_and_handle_interrupt`` runs when a run ends by an exception: the ``on_exception`` hooks, the loggers' ``finalize``."""
+    """Run what ``_call_and_handle_interrupt`` runs when a run ends by an exception: ``on_exception`` hooks, the loggers' ``finalize``."""
     call._interrupt(trainer, error)
 
 
@@ -200,7 +200,7 @@ def restore_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
 
 
 def _data_loops(trainer: Trainer) -> dict[str, Any]:
-    """The loops that read data, each by the name of the trainer's property for its loaders; fitting has a validation loop of its own."""
+    """The loops that read data, by the names of the trainer's properties for their loaders; fitting has a validation loop of its own."""
     return {
         "train_dataloader": trainer.fit_loop,
         "fit's val_dataloaders": trainer.fit_loop.epoch_loop.val_loop,
@@ -213,7 +213,9 @@ def _data_loops(trainer: Trainer) -> dict[str, Any]:
 def loader_sources(trainer: Trainer) -> dict[str, Any]:
     """The loaders that the user passed to the trainer (``_DataLoaderSource.instance``), by property; hooks of module and DataModule left out."""
     sources = {name: loop._data_source for name, loop in _data_loops(trainer).items()}
-    return {f"trainer.{name}": source.instance for name, source in sources.items() if source.instance is not None and not source.is_module()}
+    return {
+        f"trainer.{name}": source.instance for name, source in sources.items() if source.instance is not None and not source.is_module()
+    }
 
 
 def combined_loaders(trainer: Trainer, unwrap: Callable[[Any], Any]) -> dict[str, tuple[Any, str, Any]]:
@@ -268,7 +270,7 @@ def run_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
-# -- for memory/batch.py and memory/rehearsal.py ---------------------------------------------------------------------------------------------------
+# -- for memory/batch.py and memory/rehearsal.py ---------------------------------------------------------------------------------------
 
 
 def loader_source(trainer: Trainer, stage: str) -> Any:
@@ -300,7 +302,7 @@ def parse_optimizers(conf: Any) -> tuple[list[Any], list[Any]]:
     return optimizers, schedulers
 
 
-# -- for strategies/launcher.py --------------------------------------------------------------------------------------------------------------------
+# -- for strategies/launcher.py --------------------------------------------------------------------------------------------------------
 
 
 def requested_nodes(trainer: Trainer) -> int:

@@ -39,7 +39,8 @@ def plan(
     Args:
         module: a LightningModule; it isn't changed, and no GPU is touched.
         batch: a batch as its ``training_step`` gets it, on the CPU.
-        devices: what there is, or would be: ``"2xcpu:4GiB"``, ``"8xH100-80GB"``; by default the variable AUTOPAR_DEVICES, or else this machine's GPUs, or its CPU.
+        devices: what there is, or would be: ``"2xcpu:4GiB"``, ``"8xH100-80GB"``; by default the variable AUTOPAR_DEVICES, or else this
+            machine's GPUs, or its CPU.
         precision: as the Trainer's.
         allow: the engines to choose from; all by default.
         memory_limit: the most to use of each device, in bytes or as ``"20GiB"``.
@@ -61,6 +62,8 @@ def plan(
     )
     inventory = probe(devices, accelerator=_accelerator())
     footprint = run_forked(_trace, module, batch, precision, inventory.devices[0].kind != "cpu", timeout_seconds=_TRACE_SECONDS)
+    if isinstance(footprint, ValueError):
+        raise footprint
     return make_report(footprint, inventory, constraints)
 
 
@@ -71,6 +74,9 @@ def _accelerator() -> Literal["cuda", "cpu"]:
     return "cuda" if num_cuda_devices() else "cpu"
 
 
-def _trace(module: LightningModule, batch: Any, precision: str | int | None, gpu: bool) -> Footprint:
+def _trace(module: LightningModule, batch: Any, precision: str | int | None, gpu: bool) -> Footprint | ValueError:
     first = FirstBatch(batch=batch, batch_size=batch_size_of(batch))
-    return trace(module, None, first, stage="fit", precision=precision, target="cuda" if gpu else "cpu")
+    try:
+        return trace(module, None, first, stage="fit", precision=precision, target="cuda" if gpu else "cpu")
+    except ValueError as error:  # what was asked for can't be: no failure of the child
+        return error

@@ -103,7 +103,9 @@ class Plan:
             try:
                 text = Path(source).read_text(encoding="utf-8")
             except OSError as error:
-                raise ValueError(f"the plan file {str(source)!r} can't be read ({error.strerror}); give the path of a plan's JSON") from error
+                raise ValueError(
+                    f"the plan file {str(source)!r} can't be read ({error.strerror}); give the path of a plan's JSON"
+                ) from error
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:

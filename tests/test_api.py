@@ -75,7 +75,7 @@ def test_the_json_has_the_shape_that_the_design_gives() -> None:
     ],
 )
 def test_a_bad_argument_is_told(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         lightning_autopar.plan(Net(), **{"batch": torch.randn(4, 64), "devices": "2xcpu:1GiB", **arguments})
     assert words in str(caught.value)
 

@@ -7,7 +7,12 @@ import pytest
 from lightning_autopar.plans import Plan
 
 PLAN = Plan(
-    engine="fsdp", devices=("GPU-a", "GPU-b"), reshard_after_forward=True, shard=("net.0", "net.1"), recompute=("net.1",), reasons=("it fits",)
+    engine="fsdp",
+    devices=("GPU-a", "GPU-b"),
+    reshard_after_forward=True,
+    shard=("net.0", "net.1"),
+    recompute=("net.1",),
+    reasons=("it fits",),
 )
 
 

@@ -1,7 +1,8 @@
 """Lightning's own single-file checkpoint under any plan: written whole by rank 0, read by every rank for its part.
 
-The file is an ordinary ``.ckpt``: plain Lightning reads it without this package. What the package adds (the loaders' positions and RNG states, for a
-resume in the middle of an epoch) lies under a key of its own, which plain Lightning passes over. Knows tensors and files, no plan.
+The file is an ordinary ``.ckpt``: plain Lightning reads it without this package. What the package adds (the loaders' positions and RNG
+states, for a resume in the middle of an epoch) lies under a key of its own, which plain Lightning passes over. Knows tensors and files, no
+plan.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def read_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None) -> d
         weights_only: as for ``Trainer.fit``.
     """
     if type(io) is not TorchCheckpointIO or not Path(str(path)).is_file():
-        checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only) if weights_only is not None else io.load_checkpoint(path)
+        checkpoint: dict[str, Any] = (
+            io.load_checkpoint(path, weights_only=weights_only) if weights_only is not None else io.load_checkpoint(path)
+        )
         return checkpoint
     mapped: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     return mapped
@@ -69,12 +72,14 @@ def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
         module: the root.
         keep: whether this rank wants the result; the others get an empty dict.
     """
-    return _whole(module.state_dict(), keep)
+    whole: dict[str, Any] = _whole(module.state_dict(), keep)
+    return whole
 
 
 def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
     """The optimizer's own state dict (keyed by position in its groups) with sharded tensors whole, on the CPU; a collective as above."""
-    return _whole(optimizer.state_dict(), keep)
+    whole: dict[str, Any] = _whole(optimizer.state_dict(), keep)
+    return whole
 
 
 def _whole(tree: Any, keep: bool) -> Any:
@@ -99,7 +104,9 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor], *
         RuntimeError: as ``Module.load_state_dict`` does, on missing or unexpected keys or shapes that differ, where ``strict``.
     """
     current = module.state_dict()
-    parts = {name: like(value, current[name]) if name in current and isinstance(value, Tensor) else value for name, value in state_dict.items()}
+    parts = {
+        name: like(value, current[name]) if name in current and isinstance(value, Tensor) else value for name, value in state_dict.items()
+    }
     module.load_state_dict(parts, strict=strict)
 
 

@@ -90,6 +90,7 @@ def from_plain(data: Mapping[str, Any]) -> RngState:
 
 
 def get_generator(generator: Any) -> Any:
+    """A generator object's state."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -100,6 +101,7 @@ def get_generator(generator: Any) -> Any:
 
 
 def set_generator(generator: Any, value: Any) -> None:
+    """Give a generator object the state that :func:`get_generator` gave."""
     if isinstance(generator, random.Random):
         generator.setstate(value)
     elif numpy is not None and isinstance(generator, numpy.random.Generator):

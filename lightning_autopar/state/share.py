@@ -164,7 +164,9 @@ class CollateAll:
         """Collate and cut one batch's samples."""
         rows, part = take_rows(self.collate(samples), self.rank, self.world_size)
         if rows != len(samples):
-            raise ValueError(f"the collate function draws random numbers and makes {rows} rows of {len(samples)} samples, which can't be split; {_REMEDY}")
+            raise ValueError(
+                f"the collate function draws random numbers and makes {rows} rows of {len(samples)} samples, which can't be split; {_REMEDY}"
+            )
         return rows, part
 
 

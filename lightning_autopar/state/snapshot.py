@@ -1,7 +1,7 @@
 """A snapshot: the training state at a step boundary, saved under one plan, loaded under any other.
 
-A folder: weights and optimizer states by torch.distributed.checkpoint, keyed by fully-qualified names, so that each rank writes and reads its own
-part; beside them Lightning's own checkpoint dictionary without them. Knows tensors, files and the trainer, no plan.
+A folder: weights and optimizer states by torch.distributed.checkpoint, keyed by fully-qualified names, so that each rank writes and reads
+its own part; beside them Lightning's own checkpoint dictionary without them. Knows tensors, files and the trainer, no plan.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
     rest: dict[str, Any] = pickle.loads((folder / _REST).read_bytes())
     saved = rest.pop(_OPTIMIZERS)
     if optimizers and len(saved) != len(optimizers):
-        raise ValueError(f"the snapshot {folder} holds the states of {len(saved)} optimizers, but the module now configures {len(optimizers)}")
+        raise ValueError(
+            f"the snapshot {folder} holds the states of {len(saved)} optimizers, but the module now configures {len(optimizers)}"
+        )
     weights = _weights(module)
     reader = dcp.FileSystemReader(str(folder / _TENSORS))
     kinds = reader.read_metadata().state_dict_metadata

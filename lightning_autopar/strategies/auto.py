@@ -4,7 +4,7 @@ No ``from __future__ import annotations`` here: jsonargparse reads the annotatio
 """
 
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -15,8 +15,8 @@ from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning.candidates import check_allow
 from lightning_autopar.planning.report import Report
 from lightning_autopar.plans import BUILT_ENGINES, Plan
-from lightning_autopar.strategies.decide import Settings
 from lightning_autopar.state.loader import unwrapped
+from lightning_autopar.strategies.decide import Settings
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.units import parse_memory
 
@@ -24,8 +24,8 @@ from lightning_autopar.units import parse_memory
 class AutoParallelStrategy(ParallelStrategy):
     """Chooses how to run a module on the devices that are free now, and runs it: one device, DDP, or FSDP2.
 
-    Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used: for each
-    device id ``peak_bytes`` and ``step_seconds``.
+    Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used:
+    for each device id ``peak_bytes`` and ``step_seconds``.
 
     Args:
         allow: The engines to choose from: "single", "ddp", "fsdp"; all by default.
@@ -45,12 +45,12 @@ class AutoParallelStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        allow: Optional[list[str]] = None,
-        devices: Optional[str] = None,
-        memory_limit: Union[int, str, None] = None,
+        allow: list[str] | None = None,
+        devices: str | None = None,
+        memory_limit: int | str | None = None,
         memory_margin: float = 0.05,
         batch: Literal["global", "per_device"] = "global",
-        plan: Union[Plan, str, Path, None] = None,
+        plan: Plan | str | Path | None = None,
         objective: Literal["speed", "memory"] = "speed",
         exact: bool = False,
     ) -> None:
@@ -74,18 +74,18 @@ class AutoParallelStrategy(ParallelStrategy):
         )
         self._devices_spec = devices
         self._requested: Any = "auto"
-        self.report: Optional[Report] = None
-        self.plan: Optional[Plan] = self.settings.plan
+        self.report: Report | None = None
+        self.plan: Plan | None = self.settings.plan
         self.measured: dict[str, dict[str, Any]] = {}
-        self._muted: Optional[tuple[list[Any], Any]] = None
+        self._muted: tuple[list[Any], Any] | None = None
 
-    # -- what the launcher uses ----------------------------------------------------------------------------------------------------------------
+    # -- what the launcher uses --------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
         self._requested = requested_devices()
         self._launcher = AutoLauncher(self)
 
-    def inventory(self) -> tuple[Inventory, Optional[int]]:
+    def inventory(self) -> tuple[Inventory, int | None]:
         """The devices to choose from now, and at most how many of them.
 
         Raises:
@@ -119,11 +119,11 @@ class AutoParallelStrategy(ParallelStrategy):
         """Lightning calls this after the callbacks' and the DataModule's hooks: give them back."""
         if self._muted is not None:
             assert self._lightning_module is not None
-            trainer = self._lightning_module.trainer
+            trainer: Any = self._lightning_module.trainer
             trainer.callbacks, trainer.datamodule = self._muted
             self._muted = None
 
-    # -- a strategy of one process, before and after a run -------------------------------------------------------------------------------------
+    # -- a strategy of one process, before and after a run -----------------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -142,18 +142,18 @@ class AutoParallelStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """The module stays where the run left it."""
 
-    def barrier(self, name: Optional[str] = None) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """One process waits for nobody."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """One process knows it already."""
         return obj
 
-    def all_gather(self, tensor: torch.Tensor, group: Optional[Any] = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
         """One process has all there is."""
         return tensor
 
-    def reduce(self, tensor: Any, group: Optional[Any] = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """One process's value is everybody's."""
         return tensor
 

@@ -89,7 +89,12 @@ class _Findings:
 
 
 def decide(
-    trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], *, arguments: Mapping[str, Any] | None = None, world_size: int | None = None
+    trainer: Trainer,
+    settings: Settings,
+    bound: tuple[Inventory, int | None],
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
 ) -> Decision:
     """The best plan for what the trainer is about to do.
 

@@ -1,7 +1,7 @@
 """What every engine adds to Lightning's own strategy: the global batch split exactly, and a record of what ran.
 
-A mixin, placed before the Lightning strategy in an engine's bases. It knows the plan and the batch's shares; it doesn't know how a plan was found,
-and it never touches how the Lightning strategy itself runs or shards the module.
+A mixin, placed before the Lightning strategy in an engine's bases. It knows the plan and the batch's shares; it doesn't know how a plan was
+found, and it never touches how the Lightning strategy itself runs or shards the module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Assignment:
     Args:
         plan: what to run.
         devices: the plan's devices, in rank order.
-        batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning does.
+        batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning
+            does.
         draws: what the probe learnt about the step's random draws; None where it draws nothing.
         find_unused_parameters: DDP only: whether some parameters may get no gradient.
         log_rules: how the ranks' logged values make the whole batch's, where the probe found out.
@@ -98,7 +99,7 @@ class EngineMixin(Strategy):
         self._positions: dict[int, int] = {}
         self._prediction_limit: float = float("inf")
 
-    # -- who and how many ------------------------------------------------------------------------------------------------------------------
+    # -- who and how many --------------------------------------------------------------------------------------------------------------
 
     @property
     def _rank(self) -> int:
@@ -113,7 +114,7 @@ class EngineMixin(Strategy):
         """This rank's part of the batch that is being worked on, None between batches and where batches aren't split."""
         return self._share
 
-    # -- data ------------------------------------------------------------------------------------------------------------------------------
+    # -- data --------------------------------------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
         """Hand out the user's own order: this rank's samples of each batch, resumable at any batch."""
@@ -184,7 +185,7 @@ class EngineMixin(Strategy):
         loaders = combined.flattened if together else [combined.flattened[dataloader_idx]]
         return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.has_share]
 
-    # -- the step --------------------------------------------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
@@ -268,7 +269,7 @@ class EngineMixin(Strategy):
             self._drawing = False
         return loss
 
-    # -- snapshots ---------------------------------------------------------------------------------------------------------------------------
+    # -- snapshots ---------------------------------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -302,7 +303,7 @@ class EngineMixin(Strategy):
         if not self.assignment.from_snapshot:
             super().load_model_state_dict(checkpoint, strict)
 
-    # -- what ran --------------------------------------------------------------------------------------------------------------------------
+    # -- what ran ----------------------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Measure time and memory at the boundary between two steps."""

@@ -63,7 +63,7 @@ class Failure:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The exception as it is, where its class can do that; otherwise its parts, where they can; otherwise its nearest base with its words."""
+    """The exception as it is, where its class can do that; else its parts, where they can; else its nearest base with its words."""
     whole = _dumped(error)
     if whole is not None and _same(error, whole, words=True):
         return whole

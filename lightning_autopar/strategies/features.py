@@ -16,7 +16,7 @@ from lightning_autopar.memory.footprint import Footprint
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: Precisions with which FSDP2 runs under Lightning's ModelParallelStrategy, less 16-mixed, whose gradient scaler doesn't know sharded gradients.
+#: Precisions with which FSDP2 runs under Lightning's ModelParallelStrategy, less 16-mixed: its gradient scaler doesn't know sharded gradients.
 _FSDP_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 #: Callbacks that copy or regroup the module's own parameters, which shards don't survive.
 _UNSHARDED_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
@@ -46,8 +46,8 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
         excluded["fsdp"] = "a part of the module was compiled before sharding, and FSDP2 has to shard first"
     if "BaseFinetuning" in kinds and trainer.state.fn == TrainerFn.FITTING:
         excluded["multi"] = (
-            f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, and neither DDP nor FSDP2 communicates the gradients of those "
-            "that were frozen when it began"
+            f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, and neither DDP nor FSDP2 communicates the gradients "
+            "of those that were frozen when it began"
         )
     if "BatchSizeFinder" in kinds:
         excluded["multi"] = "the callback BatchSizeFinder runs on one device only, as in Lightning itself"

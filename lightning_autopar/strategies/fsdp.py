@@ -27,7 +27,7 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.strategies.engine import Assignment, EngineMixin
-from lightning_autopar.strategies.gathered import Gathered
+from lightning_autopar.strategies.gathered import Gathered, numbers_of_whole_tensors
 from lightning_autopar.strategies.group import join_group
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         """Shard the module, then build the user's optimizers on the shards; the order is Lightning's."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        numbers_of_whole_tensors()
         if not any(isinstance(module, FSDPModule) for module in self._module.modules()):
             originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.assignment.large else {}
             plan = self.assignment.plan

@@ -15,11 +15,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 #: How long a rank waits for the others where the user's code calls the module outside of a step.
 _PATIENCE = timedelta(minutes=5)
+
+
+def numbers_of_whole_tensors() -> None:
+    """Make ``.item()`` and ``float()`` of a sharded tensor give the whole tensor's number, in this process, for good.
+
+    ``float(parameter.norm())`` in a hook would otherwise be this rank's shard's, without a word (torch 2.13, ``DTensor`` dispatches
+    ``_local_scalar_dense`` to the local tensor). It becomes a collective: whoever asks on one rank alone waits for the others.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]  # there is no public registry
+    handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
+
+
+def _whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].detach().full_tensor().item()
 
 
 class Gathered:

@@ -86,9 +86,9 @@ class Job:
 
 @contextmanager
 def run_folder(needed_bytes: int) -> Iterator[Path]:
-    """A folder for what passes between workers and parent: in memory where there is room for it twice, otherwise on disk; removed on leaving.
+    """A folder for what passes between workers and parent: in memory where there is room for it twice, else on disk; removed on leaving.
 
-    A lock in it, which the kernel lets go of when this process and its workers are gone, tells the folders of dead runs, which are removed, too.
+    A lock in it, which the kernel lets go of when this process and its workers are gone, tells the folders of dead runs; they are removed.
     """
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and os.access(shared, os.W_OK) and psutil.disk_usage(str(shared)).free > 2 * needed_bytes
@@ -141,7 +141,7 @@ class _Worker:
             self.open = False
 
     def look(self) -> None:
-        """Notice that it has ended. Data loader workers, which are in its process group, are ended before its id may be given to somebody else."""
+        """Notice that it has ended. Data loader workers, in its process group, are ended before its id may be given to somebody else."""
         pid = self.process.pid
         if self.gone or pid is None:
             return
@@ -177,8 +177,8 @@ class _Worker:
 def run_generation(job: Job) -> Outcome:
     """Fork one worker per rank, wait until all are gone, and return what they left, with the exception that ended the run, if one did.
 
-    That is the exception which a worker raised first, with that worker's traceback as its cause; :class:`WorkerFailed` if a worker died without a
-    word; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption isn't waited out but raised.
+    That is the exception which a worker raised first, with that worker's traceback as its cause; :class:`WorkerFailed` if a worker died
+    without a word; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption isn't waited out but raised.
     """
     world_size = job.assignment.plan.world_size
     brake = Brake(world_size)
@@ -354,7 +354,7 @@ def _worker(rank: int, job: Job, brake: Brake, pipe: connection.Connection, pare
 def _make_scratch(folder: Path) -> None:
     """Give multiprocessing, in this process and its data loader workers, a place for sockets that goes with the run's folder.
 
-    Its own, in the system's temporary folder, stays behind when a process is killed. A socket's name must be short, hence not under a long path.
+    Its own, in the system's temporary folder, stays behind when a process is killed. A socket's name must be short: not under a long path.
     """
     if len(str(folder)) > _LONGEST_SOCKET_FOLDER:
         return

@@ -9,14 +9,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_autopar._lightning_compat import Launcher, TunerExit, attach_data, call_on_exception, installed, run_arguments
+from lightning_autopar._lightning_compat import Launcher, TunerExit, attach_data, call_on_exception, installed, requested_nodes, run_arguments
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.ddp import DDPEngine
 from lightning_autopar.strategies.decide import Decision, decide
@@ -28,7 +27,7 @@ from lightning_autopar.strategies.single import SingleEngine
 from lightning_autopar.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
 class AutoLauncher(Launcher):
     """Plans in the parent process, then runs the trainer's function under the plan.
 
-    A plan of one device runs in this process; others in forked workers; where processes were started by torchrun or SLURM, in those; where this
-    process has initialised CUDA already, in reruns of the script.
+    A plan of one device runs in this process; others in forked workers; where processes were started by torchrun or SLURM, in those; where
+    this process has initialised CUDA already, in reruns of the script.
     """
 
     def __init__(self, strategy: AutoParallelStrategy) -> None:
@@ -103,7 +102,7 @@ class AutoLauncher(Launcher):
         return value
 
     def _function_with_hooks(self, engine: EngineMixin, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
-        """Run it; on an exception run the trainer's hooks while the engine is still in place, and keep Lightning from running them again."""
+        """Run it; on an exception run the trainer's hooks while the engine is in place, and keep Lightning from running them again."""
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -147,7 +146,7 @@ class AutoLauncher(Launcher):
         return outcome.results[0].value
 
     def _failed(self, outcome: Outcome, trainer: Trainer, job: Job) -> BaseException:
-        """Bring back what a failed run left, as it would be here after plain Lightning, or say that it couldn't be had; the exception to raise."""
+        """Bring back what a failed run left, as it would be here after plain Lightning, or say that it is lost; the exception to raise."""
         assert outcome.error is not None
         try:
             if outcome.results:

@@ -126,7 +126,7 @@ def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
 
 
 def _resident(strategy: Strategy) -> Iterator[Tensor]:
-    """Every tensor that lives from one step to the next. Gradients don't: they are freed and allocated anew, unless they are views of DDP's buckets."""
+    """Every tensor that lives from one step to the next. Gradients don't, being freed and allocated anew, unless they are views of DDP's buckets."""
     module = strategy.lightning_module
     assert module is not None
     model = strategy.model

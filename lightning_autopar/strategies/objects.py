@@ -1,8 +1,8 @@
 """What a run changed in Python objects: found in a forked worker, done again in the parent on the parent's own objects.
 
-A fork leaves every object where it is, so an object that was there before has the same number on both sides. Those that can change (containers,
-instances, tensors, generators) are surveyed before the fork; afterwards the worker sends what differs, in which an object from before is only its
-number. Identity, aliases and objects that can't be pickled survive that way. Knows nothing of Lightning.
+A fork leaves every object where it is, so an object that was there before has the same number on both sides. Those that can change
+(containers, instances, tensors, generators) are surveyed before the fork; afterwards the worker sends what differs, in which an object from
+before is only its number. Identity, aliases and objects that can't be pickled survive that way. Knows nothing of Lightning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +140,7 @@ class Survey:
         extra: dict[str, Any] = sent
         return extra
 
-    # -- parts -------------------------------------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------------------------------------------
 
     def _know(self, target: Any, path: str) -> int:
         self._index[id(target)] = number = len(self._targets)
@@ -235,9 +235,7 @@ def _is_plain(target: Any) -> bool:
     return (
         hasattr(target, "__dict__")
         and kind not in copyreg.dispatch_table
-        and kind.__reduce_ex__ is object.__reduce_ex__
-        and kind.__reduce__ is object.__reduce__
-        and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+        and all(getattr(kind, name, None) is getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
         and all(base is object or base in _CONTAINERS or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
         and not any(vars(base).get("__slots__") for base in kind.__mro__)
     )
@@ -309,7 +307,7 @@ def _fingerprint(buffer: Any) -> bytes:
         data = buffer.contiguous().view(-1).view(torch.uint8) if buffer.numel() else torch.empty(0, dtype=torch.uint8)
         data = data.cpu() if data.device.type != "cpu" else data
     elif numpy is not None and isinstance(buffer, numpy.ndarray):
-        data = torch.frombuffer(memoryview(buffer).cast("B") if buffer.size else bytearray(1), dtype=torch.uint8)
+        data = torch.frombuffer(memoryview(cast(Any, buffer)).cast("B") if buffer.size else bytearray(1), dtype=torch.uint8)
     else:
         data = torch.frombuffer(buffer, dtype=torch.uint8)
     if data.numel() < 2 * _BLOCK_BYTES:
@@ -324,7 +322,7 @@ def _fingerprint(buffer: Any) -> bytes:
     return rest.digest()
 
 
-# -- pickles in which objects from before are numbers ------------------------------------------------------------------------------------------------
+# -- pickles in which objects from before are numbers ----------------------------------------------------------------------------------
 
 
 class _Sink:

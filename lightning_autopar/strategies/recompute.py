@@ -18,8 +18,8 @@ def recomputed(module: nn.Module, fqns: Sequence[str]) -> Iterator[None]:
     """While open, the blocks of those names keep their input only and run their forward again in backward.
 
     The instance's ``forward`` is replaced, rather than the block wrapped: FQNs, classes and checkpoints stay as they are. The non-reentrant
-    variant preserves the RNG state, so that dropout draws the same mask twice. Buffers that a forward moves (BatchNorm's running statistics) are
-    put back after the second one, so that they move once.
+    variant preserves the RNG state, so that dropout draws the same mask twice. Buffers that a forward moves (BatchNorm's running statistics)
+    are put back after the second one, so that they move once.
 
     Args:
         module: the root.
@@ -80,7 +80,7 @@ def _statistics(block: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _put_back(buffers: list[Tensor]) -> Iterator[None]:
-    """Around the second forward. Only buffers that move are copied back: a write to another one would spoil what autograd has saved of it."""
+    """Around the second forward. Only buffers that move are copied back: a write to another would spoil what autograd has saved of it."""
     values = [(buffer, buffer.detach().clone()) for buffer in buffers]
     try:
         yield

@@ -35,7 +35,7 @@ from lightning_autopar.memory.rehearsal import Rehearsal
 from lightning_autopar.state import rng
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.fsdp import shard
-from lightning_autopar.strategies.gathered import Gathered
+from lightning_autopar.strategies.gathered import Gathered, numbers_of_whole_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -177,6 +177,7 @@ def _steps(
             module.configure_model()
             module.__dict__["configure_model"] = lambda: None
         if not any(isinstance(child, FSDPModule) for child in module.modules()):
+            numbers_of_whole_tensors()
             shard(module, fqns, mesh["data_parallel"], reshard_after_forward=True)
     rehearsal.build()
     gathered = None if fqns is None else Gathered(module, rehearsal.optimizers)

@@ -1,7 +1,7 @@
-"""What a run leaves behind, carried from the workers to the parent, so that code after ``fit`` sees what it would see after plain Lightning.
+"""What a run leaves behind, carried from the workers to the parent: code after ``fit`` sees what it would see after plain Lightning.
 
-Weights and optimizer states travel as files in the run's folder; what else a worker changed (counters, metrics, random states, attributes of module,
-callbacks, loggers, loaders and DataModule) as differences of Python objects. What can't travel is named, once.
+Weights and optimizer states travel as files in the run's folder; what else a worker changed (counters, metrics, random states, attributes
+of module, callbacks, loggers, loaders and DataModule) as differences of Python objects. What can't travel is named, once.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class Before:
 
 
 def survey(trainer: Trainer) -> Before:
-    """Look at everything that a run may change, in the process that will fork; about 5 µs an object, and the speed of memory for large arrays."""
+    """Look at everything that a run may change, in the process that will fork; some µs an object, the speed of memory for large arrays."""
     module: Any = trainer.lightning_module
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     strategy = trainer.strategy
     tensors = dict(_tensors(module))
     own = [value for value in vars(trainer).values() if type(value).__module__.startswith(_LIGHTNINGS_OWN)]
@@ -97,7 +98,7 @@ def survey(trainer: Trainer) -> Before:
     def fields(target: Any) -> dict[str, Any] | None:
         if target is trainer:
             return {"callbacks": trainer.callbacks}
-        if id(target) in inside or target is trainer.datamodule or isinstance(target, DataLoader):
+        if id(target) in inside or target is datamodule or isinstance(target, DataLoader):
             # fully_shard keeps its state in the module under keys of that prefix
             return {name: value for name, value in vars(target).items() if name not in _PRIVATE and not name.startswith("__composable_api")}
         return None
@@ -106,7 +107,12 @@ def survey(trainer: Trainer) -> Before:
     numbers = {name: found.number(tensor) for name, tensor in tensors.items()}
     number = found.number(strategy)
     assert number is not None
-    return Before(survey=found, tensors={name: each for name, each in numbers.items() if each is not None}, strategy=number, random=rng.capture({}, cuda=False))
+    return Before(
+        survey=found,
+        tensors={name: each for name, each in numbers.items() if each is not None},
+        strategy=number,
+        random=rng.capture({}, cuda=False),
+    )
 
 
 def _roots(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -134,7 +140,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-# -- in the worker -------------------------------------------------------------------------------------------------------------------------
+# -- in the worker ---------------------------------------------------------------------------------------------------------------------
 
 
 def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: int, *, apart: bool = False) -> Results:
@@ -204,7 +210,9 @@ def _merge_metrics(module: nn.Module) -> None:
 
 def _affordable(optimizers: list[torch.optim.Optimizer], results: Results) -> bool:
     """Whether the parent has room for the optimizer states; said by every rank alike, from their whole sizes."""
-    tensors = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    tensors = [
+        value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    ]
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     affordable = size_bytes <= _OPTIMIZER_SHARE * psutil.virtual_memory().total
     if not affordable:
@@ -216,7 +224,7 @@ def _on_cpu(tree: Any) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
-# -- in the parent -------------------------------------------------------------------------------------------------------------------------
+# -- in the parent ---------------------------------------------------------------------------------------------------------------------
 
 
 def restore(trainer: Trainer, before: Before, results: Results, folder: Path) -> None:
@@ -256,7 +264,11 @@ def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> 
     with torch.no_grad():
         for name, value in (saved["state_dict"] | saved["buffers"]).items():
             target = targets.get(name)
-            if target is not None and isinstance(value, Tensor) and (target.dtype != value.dtype or target.shape != value.shape or target.is_meta):
+            if (
+                target is not None
+                and isinstance(value, Tensor)
+                and (target.dtype != value.dtype or target.shape != value.shape or target.is_meta)
+            ):
                 target.data = torch.empty_like(value)
         for name, value in saved["buffers"].items():
             if name in targets:

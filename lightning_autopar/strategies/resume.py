@@ -1,9 +1,9 @@
 """Going on exactly where a checkpoint was saved: what plain Lightning's file has no place for, and what its loops get wrong.
 
-A checkpoint saved after a step, in ``on_train_batch_end``, is one before the validation that may be due and before the epoch's end. Plain Lightning
-leaves both out when it goes on from there, begins the epoch's means anew and doesn't step a plateau scheduler at that epoch's end
-(Lightning 2.6, ``_TrainingEpochLoop.reset``, ``advance``, ``_FitLoop.reset``, ``on_advance_end``). What is needed for better lies in the file
-under a key of its own, which plain Lightning passes over. Knows Lightning's loops and the loaders; no plan and no shards.
+A checkpoint saved after a step, in ``on_train_batch_end``, is one before the validation that may be due and before the epoch's end. Plain
+Lightning leaves both out when it goes on from there, begins the epoch's means anew and doesn't step a plateau scheduler at that epoch's end
+(Lightning 2.6, ``_TrainingEpochLoop.reset``, ``advance``, ``_FitLoop.reset``, ``on_advance_end``). What is needed for better lies in the
+file under a key of its own, which plain Lightning passes over. Knows Lightning's loops and the loaders; no plan and no shards.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool) -> 
         return  # no training is going on
     extra = checkpoint[KEY]
     loop = trainer.fit_loop.epoch_loop
-    batches = loop.batch_progress
+    batches: Any = loop.batch_progress
     if batches.total.completed == batches.total.processed - 1 and batches.total.ready == batches.total.processed:
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
         extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
     extra["callback_metrics"] = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
-    epochs = trainer.fit_loop.epoch_progress.total
+    epochs: Any = trainer.fit_loop.epoch_progress.total
     if epochs.processed < epochs.started:  # else what was logged has been read, and is about to be reset
         extra["results"] = _plain_results(loop._results)
         extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits))
@@ -137,7 +137,7 @@ def _train_loaders(trainer: Trainer) -> list[ExactLoader]:
     return [] if combined is None else [loader for loader in combined.flattened if isinstance(loader, ExactLoader)]
 
 
-# -- what was logged in the epoch so far ---------------------------------------------------------------------------------------------------
+# -- what was logged in the epoch so far -----------------------------------------------------------------------------------------------
 
 
 def _plain_results(results: Any) -> dict[str, dict[str, Any]]:
@@ -158,8 +158,8 @@ def _plain_results(results: Any) -> dict[str, dict[str, Any]]:
 class _Carried:
     """Lets each name that is logged in the rest of an epoch go on from what it had.
 
-    Lightning compares a name's arguments with those it was first logged with, functions among them. So an entry that was saved only keeps the
-    place until the user's own call of ``log`` makes the entry anew; that one then begins with the saved sum.
+    Lightning compares a name's arguments with those it was first logged with, functions among them. So an entry that was saved only keeps
+    the place until the user's own call of ``log`` makes the entry anew; that one then begins with the saved sum.
     """
 
     def __init__(self, trainer: Trainer, saved: dict[str, dict[str, Any]]) -> None:
@@ -215,11 +215,11 @@ class _Carried:
         result.value = saved["value"].to(result.value.device)
 
 
-# -- torchmetrics objects --------------------------------------------------------------------------------------------------------------------
+# -- torchmetrics objects --------------------------------------------------------------------------------------------------------------
 
 
 def _metric_states(module: nn.Module, splits: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The states of metrics that have seen something since their last reset, as of all ranks together; a collective where ranks share batches."""
+    """The states of metrics that saw something since their last reset, as of all ranks together; a collective where batches are split."""
     metrics = [(name, each) for name, each in module.named_modules() if isinstance(each, Metric) and not each._is_synced]
     counts: list[Any] = [[metric._update_count for _, metric in metrics]]
     if splits:
@@ -244,7 +244,8 @@ def _restore_metric_states(module: nn.Module, saved: dict[str, Any], *, rank: in
         if metric is None or not set(state["states"]) <= set(metric._defaults) or rank != 0:
             continue
         for key, value in state["states"].items():
-            setattr(metric, key, [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device))
+            moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
+            setattr(metric, key, moved)
         metric._update_count, metric._computed = state["updates"], None
 
 

@@ -305,7 +305,9 @@ for path in sys.argv[1:]:
 
 
 def test_plain_lightning_goes_on_where_this_package_is_missing() -> None:
-    paths = [str(steps(engine) / f"step={step}.ckpt") for engine in ENGINES for step in (3, 8)] + [str(epochs(engine)) for engine in ENGINES]
+    paths = [str(steps(engine) / f"step={step}.ckpt") for engine in ENGINES for step in (3, 8)] + [
+        str(epochs(engine)) for engine in ENGINES
+    ]
     command = [sys.executable, "-c", SCRIPT, *paths]
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
@@ -365,7 +367,7 @@ def test_weights_only_refuses_what_plain_refuses(engine: str, tmp_path: Path) ->
     saved["something"] = Path("x")
     path = tmp_path / "odd.ckpt"
     torch.save(saved, path)
-    with pytest.raises(Exception, match="weights_only|Weights only"):
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
         fit(engine, tmp_path, ckpt_path=path, weights_only=True)
     trainer, _ = fit(engine, tmp_path, ckpt_path=path, weights_only=False)
     assert trainer.global_step == 2 * BATCHES

@@ -101,7 +101,7 @@ PINNED = Plan(engine="ddp", devices=("cpu:0", "cpu:7"))
     ],
 )
 def test_a_bad_argument_is_told_with_value_and_remedy(arguments: dict[str, Any], value: str, remedy: str) -> None:
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         AutoParallelStrategy(**arguments)
     assert value in str(caught.value)
     assert remedy in str(caught.value)
@@ -233,5 +233,5 @@ def test_the_help_tells_each_argument(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_bad_value_in_a_file_is_our_own_words(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'much'.*GiB"):
+    with pytest.raises(ValueError, match=r"'much'.*GiB"):
         cli(OPTIONS + BY_CLASS.replace("900MiB", "much"), tmp_path, "fit")

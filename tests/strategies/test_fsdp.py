@@ -354,3 +354,18 @@ def _there_and_back(rank: int, world_size: int) -> list[Any]:
 
 def test_a_module_is_whole_again_after_unshard() -> None:
     assert run_ranks(_there_and_back, 2) == [[True], [True]]
+
+
+class Watchful(Fitted):
+    """Looks at whole-tensor numbers in hooks, as people do to watch their weights."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("weights", sum(float(parameter.norm()) for parameter in self.parameters()))
+        self.log("slope", self.net[0].weight.grad.abs().sum().item())
+
+
+def test_a_number_asked_of_a_shard_is_the_whole_tensors() -> None:
+    ours, theirs = assert_same(Watchful, numbers(), plan("fsdp", shard=BLOCKS))
+    metrics, expected = ours.trainer.callback_metrics, theirs.trainer.callback_metrics
+    assert float(metrics["weights"]) == pytest.approx(float(expected["weights"]), rel=1e-5)
+    assert float(metrics["slope"]) == pytest.approx(float(expected["slope"]), rel=1e-5)

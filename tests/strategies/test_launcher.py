@@ -224,7 +224,7 @@ def test_the_tuner_runs_on_one_device_of_several(tmp_path: Path) -> None:
 
 
 def test_several_nodes_need_an_external_launcher(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="num_nodes=2 needs a process on each device of each node.*torchrun --nnodes=2"):
+    with pytest.raises(ValueError, match=r"num_nodes=2 needs a process on each device of each node.*torchrun --nnodes=2"):
         trainer("ddp", tmp_path, num_nodes=2).fit(Regression(), loader(), loader())
 
 

@@ -44,7 +44,9 @@ def test_recording_takes_every_way_to_log_and_is_undone() -> None:
     with recorded_logs(module) as found:
         module.log("a", torch.tensor([1.0, 3.0]).mean(), reduce_fx=torch.max)
         module.log_dict({"b": 1, "c": 2.5}, on_epoch=True)
-    assert found == {name: Logged(value=value, reduce_fx=fx) for name, value, fx in (("a", 2.0, "max"), ("b", 1.0, "mean"), ("c", 2.5, "mean"))}
+    assert found == {
+        name: Logged(value=value, reduce_fx=fx) for name, value, fx in (("a", 2.0, "max"), ("b", 1.0, "mean"), ("c", 2.5, "mean"))
+    }
     assert not {"log", "log_dict"} & set(vars(module))
 
 

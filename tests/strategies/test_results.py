@@ -450,7 +450,9 @@ def test_a_loaders_own_generator_and_the_global_ones_go_on(engine: str, tmp_path
         data = Data()
         data.setup("fit")
         loader = DataLoader(data.data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
-        trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, barebones=False, **make_strategy(each))
+        trainer = pl.Trainer(
+            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, barebones=False, **make_strategy(each)
+        )
         trainer.fit(net, loader)
         results.append([torch.rand(3, generator=loader.generator), torch.rand(3), random.random(), dict(net.state_dict())])
         assert trainer.train_dataloader is loader
