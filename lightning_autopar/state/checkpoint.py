@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -84,12 +84,14 @@ def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> di
 
 def _whole(tree: Any, keep: bool) -> Any:
     """The tree with each DTensor gathered; one that occurs twice (a tied weight) stays one."""
-    seen: dict[int, Tensor | None] = {}
+    seen: dict[tuple[Any, ...], Tensor | None] = {}
 
     def gather(tensor: Tensor) -> Tensor | None:
-        key = id(tensor) if not isinstance(tensor, DTensor) else tensor.to_local().data_ptr() or id(tensor)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # By the storage itself: of an empty shard every address is 0, and all ranks must gather equally often.
+        key = (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, tensor.stride())
         if key not in seen:
-            whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            whole = cast(Any, tensor.detach()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
             seen[key] = whole.cpu() if keep else None
         return seen[key]
 

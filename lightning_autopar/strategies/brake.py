@@ -18,12 +18,12 @@ _SETTLE_SECONDS = 0.01
 class Brake:
     """Counts each rank's batches in memory that parent and workers share.
 
-    Lightning's own way (``received_sigterm``) is a flag in each process, read at places that ranks reach at different times: one rank leaves
-    while another waits for it in a collective, and a checkpoint written then is no rank's truth.
+    Lightning's own way (``received_sigterm``) is a flag in each process, read at places that ranks reach at different times: one
+    rank leaves while another waits for it in a collective, and a checkpoint written then is no rank's truth.
 
     To stop, the parent first raises *hold*: from then on a rank that comes to a boundary waits there. A rank whose count was ``n`` when the
-    parent read it can't pass boundary ``n + 1`` any more, so the highest count plus one is a boundary that nobody has passed and everybody can
-    reach: the ranks behind it go on until they are there.
+    parent read it can't pass boundary ``n + 1`` any more, so the highest count plus one is a boundary that nobody has passed and
+    everybody can reach: the ranks behind it go on until they are there.
 
     Args:
         world_size: how many ranks there are.

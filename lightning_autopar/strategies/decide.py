@@ -240,7 +240,7 @@ def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trai
 
 
 def _guess(trainer: Trainer, reason: str) -> _Findings | Failure:
-    """In another forked child: a footprint from the parameters and the first batch alone. Nothing is known of a split, or of random draws."""
+    """In another forked child: a footprint from the parameters and the first batch alone; nothing is known of a split or of draws."""
     module = trainer.lightning_module
     stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
     try:

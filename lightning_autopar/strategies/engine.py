@@ -97,7 +97,8 @@ class EngineMixin(Strategy):
         self._resumed = 0
         self._resumption: resume.Resumption | None = None
         self._positions: dict[int, int] = {}
-        self._prediction_limit: float = float("inf")
+        self._prediction_limits: list[float] = []
+        self._asked_predictions: int | float | None = None
 
     # -- who and how many --------------------------------------------------------------------------------------------------------------
 
@@ -148,13 +149,15 @@ class EngineMixin(Strategy):
         self._resumed += 1
 
     def _limit_predictions(self, trainer: Trainer, dataloader: object) -> None:
-        """Read ``limit_predict_batches`` as batches of all ranks together."""
-        limit = trainer.limit_predict_batches
+        """Read ``limit_predict_batches`` as batches of all ranks together, for each loader anew: the loop applies it right after this."""
+        if self._asked_predictions is None:
+            self._asked_predictions = trainer.limit_predict_batches
+            self._exit.callback(setattr, trainer, "limit_predict_batches", self._asked_predictions)
+        limit = self._asked_predictions
         if isinstance(limit, float) and isinstance(dataloader, Sized):
             limit = int(len(dataloader) * limit)
-        if isinstance(limit, int):
-            self._prediction_limit = limit
-            trainer.limit_predict_batches = -(-limit // self.assignment.plan.world_size)
+        self._prediction_limits.append(limit if isinstance(limit, int) else float("inf"))
+        trainer.limit_predict_batches = -(-limit // self.assignment.plan.world_size) if isinstance(limit, int) else limit
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
@@ -247,10 +250,10 @@ class EngineMixin(Strategy):
         if self._share is None:
             return super().predict_step(*args, **kwargs)
         share, self._share = self._share, None  # the batch is whole: nothing in it is split
-        position = self._positions[args[2] if len(args) > 2 else 0]
-        index = position * self.assignment.plan.world_size + self._rank
+        loader = args[2] if len(args) > 2 else 0
+        index = self._positions[loader] * self.assignment.plan.world_size + self._rank
         output = super().predict_step(args[0], *([index] if len(args) > 1 else []), *args[2:], **kwargs)
-        return output if share.rows and index < self._prediction_limit else Dropped()
+        return output if share.rows and index < self._prediction_limits[loader] else Dropped()
 
     def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._step():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import callbacks
@@ -16,7 +16,7 @@ from lightning_autopar.memory.footprint import Footprint
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: Precisions with which FSDP2 runs under Lightning's ModelParallelStrategy, less 16-mixed: its gradient scaler doesn't know sharded gradients.
+#: Precisions with which FSDP2 runs under Lightning's ModelParallelStrategy, less 16-mixed: its gradient scaler doesn't know shards.
 _FSDP_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 #: Callbacks that copy or regroup the module's own parameters, which shards don't survive.
 _UNSHARDED_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
@@ -34,7 +34,8 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
     """
     excluded: dict[str, str] = {}
     module = trainer.lightning_module
-    kinds = {base.__name__: type(callback).__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+    present: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    kinds = {base.__name__: type(callback).__name__ for callback in present for base in type(callback).__mro__}
     if trainer.precision not in _FSDP_PRECISIONS:
         excluded["fsdp"] = f"precision {trainer.precision!r} doesn't work on sharded parameters; FSDP2 takes {', '.join(_FSDP_PRECISIONS)}"
     if isinstance(trainer.precision_plugin, BitsandbytesPrecision):
@@ -46,8 +47,8 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
         excluded["fsdp"] = "a part of the module was compiled before sharding, and FSDP2 has to shard first"
     if "BaseFinetuning" in kinds and trainer.state.fn == TrainerFn.FITTING:
         excluded["multi"] = (
-            f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, and neither DDP nor FSDP2 communicates the gradients "
-            "of those that were frozen when it began"
+            f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, and neither DDP nor FSDP2 communicates the "
+            "gradients of those that were frozen when it began"
         )
     if "BatchSizeFinder" in kinds:
         excluded["multi"] = "the callback BatchSizeFinder runs on one device only, as in Lightning itself"
@@ -62,6 +63,6 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
     stage = trainer.state.fn
     if stage == TrainerFn.FITTING and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         excluded["multi"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't be split"
-    if stage == TrainerFn.PREDICTING and any(isinstance(callback, callbacks.BasePredictionWriter) for callback in trainer.callbacks):
+    if stage == TrainerFn.PREDICTING and any(isinstance(callback, callbacks.BasePredictionWriter) for callback in present):
         excluded["multi"] = "a BasePredictionWriter writes batches by their index in this process, which several devices don't share"
     return excluded

@@ -178,7 +178,7 @@ def run_generation(job: Job) -> Outcome:
     """Fork one worker per rank, wait until all are gone, and return what they left, with the exception that ended the run, if one did.
 
     That is the exception which a worker raised first, with that worker's traceback as its cause; :class:`WorkerFailed` if a worker died
-    without a word; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption isn't waited out but raised.
+    without a word; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption isn't waited for.
     """
     world_size = job.assignment.plan.world_size
     brake = Brake(world_size)

@@ -15,7 +15,15 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_autopar._lightning_compat import Launcher, TunerExit, attach_data, call_on_exception, installed, requested_nodes, run_arguments
+from lightning_autopar._lightning_compat import (
+    Launcher,
+    TunerExit,
+    attach_data,
+    call_on_exception,
+    installed,
+    requested_nodes,
+    run_arguments,
+)
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.ddp import DDPEngine
 from lightning_autopar.strategies.decide import Decision, decide
@@ -247,7 +255,8 @@ def announce_measured(decision: Decision, measured: dict[str, dict[str, Any]]) -
         if peak_bytes is not None and device in candidate.bytes:
             predicted_bytes = candidate.bytes[device].allocated
             words.append(
-                f"memory {format_bytes(predicted_bytes)} predicted, {format_bytes(peak_bytes)} measured ({peak_bytes / predicted_bytes - 1:+.0%})"
+                f"memory {format_bytes(predicted_bytes)} predicted, {format_bytes(peak_bytes)} measured "
+                f"({peak_bytes / predicted_bytes - 1:+.0%})"
             )
         if step_seconds and candidate.seconds is not None:
             words.append(f"step {format_seconds(candidate.seconds.step)} predicted, {format_seconds(step_seconds)} measured")

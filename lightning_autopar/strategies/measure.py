@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
-#: The steps whose memory is measured on CPU devices: optimizer state is there, and the second one frees the gradients of the first in the profile's
-#: sight. What was allocated before the profile began is freed unseen.
+#: The steps whose memory is measured on CPU devices: optimizer state is there, and the second one frees the gradients of the first in the
+#: profile's sight. What was allocated before the profile began is freed unseen.
 _FIRST_PROFILED, _LAST_PROFILED = 2, 3
 #: Steps whose time says nothing: lazy initialisation, and those under the profiler.
 _WARM_UP = _LAST_PROFILED + 1
@@ -35,9 +35,9 @@ _NOISE = (
 class Meter:
     """Collects the times of step boundaries and one step's peak memory.
 
-    A GPU's peak is the caching allocator's ``max_memory_allocated``. A CPU device has no such counter: there it is what is resident at a step's
-    start (parameters, buffers, optimizer state) plus the running sum of the profiler's memory events over two steps. Where the user profiles
-    already, or the run is shorter, there is no such figure.
+    A GPU's peak is the caching allocator's ``max_memory_allocated``. A CPU device has no such counter: there it is what is resident at a
+    step's start (parameters, buffers, optimizer state) plus the running sum of the profiler's memory events over two steps. Where the user
+    profiles already, or the run is shorter, there is no such figure.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Meter:
             self.peak_bytes = torch.cuda.max_memory_allocated(device)
 
     def _open_profile(self, strategy: Strategy) -> None:
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # not in torch's stubs
+        if torch.autograd._profiler_enabled():
             return
         self._resident_bytes = _storage_bytes(_resident(strategy))
         self._quiet.enter_context(without_noise())
@@ -126,7 +126,7 @@ def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
 
 
 def _resident(strategy: Strategy) -> Iterator[Tensor]:
-    """Every tensor that lives from one step to the next. Gradients don't, being freed and allocated anew, unless they are views of DDP's buckets."""
+    """Every tensor that lives from one step to the next. Gradients are freed and allocated anew, unless they are views of DDP's buckets."""
     module = strategy.lightning_module
     assert module is not None
     model = strategy.model

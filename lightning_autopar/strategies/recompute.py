@@ -18,8 +18,8 @@ def recomputed(module: nn.Module, fqns: Sequence[str]) -> Iterator[None]:
     """While open, the blocks of those names keep their input only and run their forward again in backward.
 
     The instance's ``forward`` is replaced, rather than the block wrapped: FQNs, classes and checkpoints stay as they are. The non-reentrant
-    variant preserves the RNG state, so that dropout draws the same mask twice. Buffers that a forward moves (BatchNorm's running statistics)
-    are put back after the second one, so that they move once.
+    variant preserves the RNG state, so that dropout draws the same mask twice. Buffers that a forward moves (BatchNorm's running
+    statistics) are put back after the second one, so that they move once.
 
     Args:
         module: the root.

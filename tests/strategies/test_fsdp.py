@@ -360,7 +360,7 @@ class Watchful(Fitted):
     """Looks at whole-tensor numbers in hooks, as people do to watch their weights."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("weights", sum(float(parameter.norm()) for parameter in self.parameters()))
+        self.log("weights", sum(float(parameter.detach().norm()) for parameter in self.parameters()))
         self.log("slope", self.net[0].weight.grad.abs().sum().item())
 
 

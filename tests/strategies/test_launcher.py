@@ -107,6 +107,7 @@ def test_metrics_counters_and_weights_are_plain_lightnings(features: tuple[str, 
         assert_same(found[1], found[0])
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_fit_evaluate_the_best_and_fit_on(engine: str, tmp_path: Path) -> None:
     found = []
@@ -150,6 +151,7 @@ class Words(Regression):
         ]
 
 
+@pytest.mark.filterwarnings("ignore:predict returned None")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", ["dict", "tuple", "none", "scalar"])
 def test_predictions_of_any_form_in_order(form: str, engine: str, tmp_path: Path) -> None:

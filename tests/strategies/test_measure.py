@@ -51,11 +51,11 @@ def test_the_peak_is_what_was_predicted(kind: type[Regression], engine: str, tmp
     run.fit(kind(), data, data)
     measured, predicted = run.strategy.measured, run.strategy.report.best_candidate.bytes
     assert list(measured) == list(run.strategy.plan.devices)
-    for values in measured.values():
+    for device, values in measured.items():
         assert 0 < values["step_seconds"] < 5
-    # Shards are gathered by threads of gloo's, whose buffers may be freed a moment later on one of the ranks.
-    best = min(abs(values["peak_bytes"] / predicted[device].allocated - 1) for device, values in measured.items())
-    assert best < 0.1
+        # Shards are gathered by threads of gloo's, whose buffers may be freed a moment later, when the next ones are there.
+        more = values["peak_bytes"] / predicted[device].allocated - 1
+        assert -0.1 < more < (0.35 if engine == "fsdp" else 0.1)
 
 
 def test_a_run_too_short_to_measure_says_none(tmp_path: Path) -> None:
@@ -64,6 +64,7 @@ def test_a_run_too_short_to_measure_says_none(tmp_path: Path) -> None:
     assert run.strategy.measured == {"cpu:0": {"peak_bytes": None, "step_seconds": None}}
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_the_users_own_profiler_is_left_alone(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile", profile_memory=True, export_to_chrome=False)
     run = trainer("single", tmp_path, max_epochs=1, profiler=profiler)
