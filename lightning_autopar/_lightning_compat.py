@@ -211,7 +211,7 @@ def _data_loops(trainer: Trainer) -> dict[str, Any]:
 
 
 def loader_sources(trainer: Trainer) -> dict[str, Any]:
-    """The loaders that the user passed to the trainer (``_DataLoaderSource.instance``), by property; hooks of module and DataModule left out."""
+    """The loaders that the user passed to the trainer (``_DataLoaderSource.instance``), by property; not those of hooks."""
     sources = {name: loop._data_source for name, loop in _data_loops(trainer).items()}
     return {
         f"trainer.{name}": source.instance for name, source in sources.items() if source.instance is not None and not source.is_module()
@@ -306,5 +306,5 @@ def parse_optimizers(conf: Any) -> tuple[list[Any], list[Any]]:
 
 
 def requested_nodes(trainer: Trainer) -> int:
-    """What the user passed as ``Trainer(num_nodes=…)`` (the connector's ``_num_nodes_flag``); our strategy has no ``num_nodes`` of its own."""
+    """What the user passed as ``Trainer(num_nodes=…)`` (``_num_nodes_flag``); our strategy has no ``num_nodes`` of its own."""
     return int(trainer._accelerator_connector._num_nodes_flag)

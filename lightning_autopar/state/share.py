@@ -154,7 +154,7 @@ class CollateSamples:
 
 @dataclass(frozen=True)
 class CollateAll:
-    """Collates the whole batch and cuts a rank's rows out of it: for a collate function that draws random numbers, as one that masks tokens."""
+    """Collates the whole batch and cuts a rank's rows out of it: for a collate function that draws random numbers or pads."""
 
     collate: Callable[[Any], Any]
     rank: int
@@ -165,7 +165,8 @@ class CollateAll:
         rows, part = take_rows(self.collate(samples), self.rank, self.world_size)
         if rows != len(samples):
             raise ValueError(
-                f"the collate function draws random numbers and makes {rows} rows of {len(samples)} samples, which can't be split; {_REMEDY}"
+                f"the collate function draws random numbers or pads, and makes {rows} rows of {len(samples)} samples: they can't be split; "
+                f"{_REMEDY}"
             )
         return rows, part
 

@@ -31,7 +31,7 @@ class DDPEngine(EngineMixin, DDPStrategy):
     """Executes a DDP plan: each rank a whole copy of the module."""
 
     _advised = False
-    _trained: set[int] = set()
+    _trained: frozenset[int] = frozenset()
 
     def __init__(self, assignment: Assignment, *, forked: bool) -> None:
         super().__init__(
@@ -48,7 +48,7 @@ class DDPEngine(EngineMixin, DDPStrategy):
         """The processes are there already."""
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        self._trained = frozenset(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
         wrapped = super()._setup_model(model)
         after_forward: Any = wrapped._post_forward
 

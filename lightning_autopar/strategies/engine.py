@@ -84,6 +84,7 @@ class EngineMixin(Strategy):
 
     assignment: Assignment
     meter: Meter
+    _layer_sync: Any
 
     def attach(self, assignment: Assignment) -> None:
         """Give the engine its assignment; called once, before the trainer sees the engine."""

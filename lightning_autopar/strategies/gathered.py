@@ -29,7 +29,7 @@ def numbers_of_whole_tensors() -> None:
     ``float(parameter.norm())`` in a hook would otherwise be this rank's shard's, without a word (torch 2.13, ``DTensor`` dispatches
     ``_local_scalar_dense`` to the local tensor). It becomes a collective: whoever asks on one rank alone waits for the others.
     """
-    handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]  # there is no public registry
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # there is no public registry
     handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
 
 

@@ -1,7 +1,7 @@
-"""How the parts' logged values make the whole batch's: found out by comparing them, since ``reduce_fx`` says only how steps make an epoch's.
+"""How the parts' logged values make the whole batch's: found out by comparing them, as ``reduce_fx`` only says how steps make an epoch's.
 
-A mean loss logged with ``reduce_fx="max"`` is, over the parts of a batch, a mean; a count logged with the default is a sum. Knows numbers and
-``LightningModule.log``; nothing of ranks or communication.
+A mean loss logged with ``reduce_fx="max"`` is, over the parts of a batch, a mean; a count logged with the default is a sum. Knows numbers
+and ``LightningModule.log``; nothing of ranks or communication.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Comparison:
 def recorded_logs(module: LightningModule) -> Iterator[dict[str, Logged]]:
     """While open, what the module logs is noted by name instead. torchmetrics objects, which synchronise by themselves, are left out."""
     logged: dict[str, Logged] = {}
-    shadowed = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
+    shadowed: dict[str, Any] = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
 
     def log(*args: Any, **kwargs: Any) -> None:
         given = _SIGNATURE.bind(module, *args, **kwargs).arguments
@@ -76,7 +76,7 @@ def recorded_logs(module: LightningModule) -> Iterator[dict[str, Logged]]:
         for name, value in dictionary.items():
             log(name, value, *args, **kwargs)
 
-    module.__dict__.update(log=log, log_dict=log_dict)
+    module.__dict__["log"], module.__dict__["log_dict"] = log, log_dict
     try:
         yield logged
     finally:

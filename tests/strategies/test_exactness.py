@@ -1,4 +1,4 @@
-"""Random draws anywhere (dataset, collate function, dropout), with and without worker processes: every plan computes what one device does."""
+"""Random draws anywhere (dataset, collate function, dropout), with and without worker processes: every plan computes one device's run."""
 
 from typing import Any
 
@@ -117,8 +117,8 @@ def test_padded_batches_are_cut_into_rows_of_the_whole() -> None:
         pl.seed_everything(3)
         module = Tagger()
         trainer = pl.Trainer(
-            accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False,
+            accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False,
         )  # fmt: skip
         pad = lambda parts: nn.utils.rnn.pad_sequence(parts, batch_first=True)  # noqa: E731
         trainer.fit(module, DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=0))

@@ -51,7 +51,7 @@ def fit(module: pl.LightningModule, loaders: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_parameters_that_are_unfrozen_under_ddp() -> None:
-    with pytest.raises(ValueError, match="'first.weight' was frozen when the run began"):
+    with pytest.raises(ValueError, match=r"'first\.weight' was frozen when the run began"):
         fit(Unfreezing(), DataLoader(torch.randn(8, 4), batch_size=4))
 
 

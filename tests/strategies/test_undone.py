@@ -106,10 +106,15 @@ def test_an_exception_is_undone_too() -> None:
     module: Any = nn.Linear(2, 2)
     module.note = 1
     weight = module.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="broken"), undone(module):
-        module.note = 2
-        with torch.no_grad():
-            module.weight.add_(1)
-        raise RuntimeError("broken")
+
+    def change() -> None:
+        with undone(module):
+            module.note = 2
+            with torch.no_grad():
+                module.weight.add_(1)
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        change()
     assert module.note == 1
     assert torch.equal(module.weight, weight)
