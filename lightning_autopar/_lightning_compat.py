@@ -57,7 +57,6 @@ __all__ = [
     "materialize_module",
     "optimizers_to_device",
     "progress_of",
-    "request_stop",
     "requested_devices",
     "requested_nodes",
     "restore_loaders",
@@ -158,11 +157,6 @@ def attach_data(trainer: Trainer, arguments: dict[str, Any]) -> None:
 def call_on_exception(trainer: Trainer, error: BaseException) -> None:
     """Run what ``_call_and_handle_interrupt`` runs when a run ends by an exception: ``on_exception`` hooks, the loggers' ``finalize``."""
     call._interrupt(trainer, error)
-
-
-def request_stop(trainer: Trainer) -> None:
-    """Ask the loops to leave at the next batch boundary, on every rank at the same one (``_SignalConnector.received_sigterm``)."""
-    trainer._signal_connector.received_sigterm = True
 
 
 def progress_of(trainer: Trainer) -> dict[str, Any]:

@@ -41,16 +41,6 @@ def recomputed(module: nn.Module, fqns: Sequence[str]) -> Iterator[None]:
                 block.__dict__["forward"] = forward
 
 
-def check_blocks(module: nn.Module, fqns: Sequence[str]) -> None:
-    """Whether a plan's blocks are there, before any process starts.
-
-    Raises:
-        ValueError: if there is no block of a name.
-    """
-    for fqn in fqns:
-        _block(module, fqn)
-
-
 def _block(module: nn.Module, fqn: str) -> nn.Module:
     try:
         return module.get_submodule(fqn)

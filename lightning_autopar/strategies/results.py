@@ -98,6 +98,8 @@ def survey(trainer: Trainer) -> Before:
     def fields(target: Any) -> dict[str, Any] | None:
         if target is trainer:
             return {"callbacks": trainer.callbacks}
+        if isinstance(target, Callback):  # Lightning binds its logging to the module that it last ran with
+            return {name: value for name, value in vars(target).items() if name not in ("log", "log_dict")}
         if id(target) in inside or target is datamodule or isinstance(target, DataLoader):
             # fully_shard keeps its state in the module under keys of that prefix
             return {name: value for name, value in vars(target).items() if name not in _PRIVATE and not name.startswith("__composable_api")}

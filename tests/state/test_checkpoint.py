@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -112,16 +114,23 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def scratch() -> Path:
+    """A folder for the session; workers and planning children leave without Python's exit, so only this process removes it."""
+    path = Path(mkdtemp(prefix="autopar-test-"))
+    atexit.register(shutil.rmtree, path, True)
+    return path
+
+
 @cache
 def whole() -> dict[str, Any]:
     """The uninterrupted run of plain Lightning."""
-    return outcome(*fit("plain", Path(mkdtemp(prefix="autopar-test-"))))
+    return outcome(*fit("plain", scratch()))
 
 
 @cache
 def steps(engine: str) -> Path:
     """A folder with a checkpoint after each training step."""
-    root = Path(mkdtemp(prefix="autopar-test-"))
+    root = scratch()
     every = ModelCheckpoint(root, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(engine, root, callbacks=[every], max_epochs=2)
     return root
@@ -130,7 +139,7 @@ def steps(engine: str) -> Path:
 @cache
 def epochs(engine: str) -> Path:
     """A checkpoint at the end of the first epoch, after its validation."""
-    root = Path(mkdtemp(prefix="autopar-test-"))
+    root = scratch()
     every = ModelCheckpoint(root, filename="{epoch}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
     fit(engine, root, callbacks=[every], max_epochs=2)
     return root / "epoch=0.ckpt"
@@ -187,7 +196,7 @@ OPTIONS = {"val_check_interval": 2, "max_epochs": 3}
 
 @cache
 def plateau(engine: str) -> tuple[Path, dict[str, Any], list[Any]]:
-    root, recorder = Path(mkdtemp(prefix="autopar-test-")), Recorder()
+    root, recorder = scratch(), Recorder()
     every = ModelCheckpoint(root, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     pl.seed_everything(11, verbose=False)
     trainer, net = fit(engine, root, module=Plateau(), callbacks=[recorder, every], **OPTIONS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from lightning_autopar.state.snapshot import is_snapshot, save_snapshot
-from tests.state.test_checkpoint import BATCHES, ENGINES, EPOCHS, Tied, assert_same, data, fit, outcome, strategy, whole
+from tests.state.test_checkpoint import BATCHES, ENGINES, EPOCHS, Tied, assert_same, data, fit, outcome, scratch, strategy, whole
 
 
 class Snapshots(pl.Callback):
@@ -28,7 +27,7 @@ class Snapshots(pl.Callback):
 
 @cache
 def saved(engine: str) -> Path:
-    root = Path(mkdtemp(prefix="autopar-test-"))
+    root = scratch()
     trainer, net = fit(engine, root, callbacks=[Snapshots(root, (3, 5, 8))], enable_checkpointing=False)
     assert_same(whole(), outcome(trainer, net))  # saving changes nothing
     return root
