@@ -76,6 +76,7 @@ class TrainerView:
     def __init__(self, trainer: Trainer | None) -> None:
         object.__setattr__(self, "_real", trainer)
         object.__setattr__(self, "_own", {"optimizers": [], "lr_scheduler_configs": [], "precision_plugin": Precision()})
+        object.__setattr__(self, "asked_for_world", False)
 
     def give(self, **values: Any) -> None:
         """Answer with these values instead of the trainer's."""
@@ -104,6 +105,8 @@ class TrainerView:
         """Prints nothing."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("world_size", "num_devices"):
+            object.__setattr__(self, "asked_for_world", True)
         own = object.__getattribute__(self, "_own")
         if name in own:
             return own[name]
@@ -172,6 +175,11 @@ class Rehearsal:
         self._enter = enter
         self._kept: Any = None
         self._attach()
+
+    @property
+    def asked_for_world(self) -> bool:
+        """Whether the module has asked its trainer for the number of devices."""
+        return bool(self._trainer.asked_for_world)
 
     @property
     def accumulate(self) -> int:

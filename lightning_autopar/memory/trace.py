@@ -251,6 +251,7 @@ class _Tracing:
             moments=moments,
             traced=note is None,
             margin=0.0 if note is None else _MARGIN_REAL,
+            asks_for_world=rehearsal.asked_for_world,
             assumptions=tuple(assumptions),
         )
 

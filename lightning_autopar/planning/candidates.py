@@ -155,7 +155,7 @@ def enumerate_candidates(
                 yield Option(plan=_widest(engine, footprint, inventory, constraints), rejection=refusal)
             continue
         sets = single_sets(inventory, constraints, speed) if engine == "single" else device_sets(footprint, inventory, constraints, speed)
-        notes = () if engine == "single" else split_notes(constraints)
+        notes = () if engine == "single" else (*split_notes(constraints), *_world_notes(footprint, constraints))
         for devices in sets:
             for reshard in (True, False) if engine == "fsdp" else (None,):
                 plan = build_plan(engine, devices, footprint, inventory, constraints, reshard=reshard)
@@ -226,6 +226,16 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
     if not split.difference <= SPLIT_TOLERANCE:
         return (f"{_difference_words(split)}; exact=True rules such plans out", *split.notes)
     return split.notes
+
+
+def _world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
+    """What a reader should know where the module computes with the number of devices."""
+    if not footprint.asks_for_world or not constraints.split_batch:
+        return ()
+    return (
+        "the module asks its trainer for world_size or num_devices, which is 1 on one device and not here; the batch is split, not multiplied, "
+        "so that a learning rate needs no scaling by it",
+    )
 
 
 def _difference_words(split: SplitFinding) -> str:

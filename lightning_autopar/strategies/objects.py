@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
+import marshal
 import pickle
 import random
 import sys
@@ -374,11 +375,37 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, target: Any) -> Any:
         if isinstance(target, Tensor) and target.device.type not in ("cpu", "meta"):
             return target.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if type(target) is types.FunctionType and not _importable(target) and _globals(target.__module__) is target.__globals__:
+            return _function, _parts_of_function(target)
         if type(target) is weakref.ref and target() is not None:
             return weakref.ref, (target(),)
         if type(target) in weakref.ProxyTypes:
             return weakref.proxy, (target.__repr__.__self__,)  # what it stands for: the one way to ask for it
         return NotImplemented
+
+
+def _parts_of_function(target: types.FunctionType) -> tuple[Any, ...]:
+    """A local function, such as a scheduler's lambda, by value. Both processes run the same interpreter, so its code travels as it is."""
+    cells = tuple(cell.cell_contents for cell in target.__closure__ or ())
+    return marshal.dumps(target.__code__), target.__module__, target.__qualname__, target.__defaults__, target.__kwdefaults__, cells
+
+
+def _function(
+    code: bytes, module: str, qualname: str, defaults: tuple[Any, ...] | None, keywords: dict[str, Any] | None, cells: tuple[Any, ...]
+) -> types.FunctionType:
+    """Undo :func:`_parts_of_function`."""
+    namespace = _globals(module)
+    assert namespace is not None, module
+    closure = tuple(types.CellType(cell) for cell in cells)
+    function = types.FunctionType(marshal.loads(code), namespace, qualname.rpartition(".")[2], defaults, closure)
+    function.__qualname__, function.__module__, function.__kwdefaults__ = qualname, module, keywords
+    return function
+
+
+def _globals(module: str | None) -> dict[str, Any] | None:
+    """A module's names; None where there is no such module."""
+    found = sys.modules.get(module or "")
+    return None if found is None else vars(found)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -612,3 +612,26 @@ def test_no_data_is_refused() -> None:
         first_batch(module, attached(module), "fit")
     with pytest.raises(ValueError, match="has no batch"):
         first_batch(module, attached(module, train_dataloaders=DataLoader(Squares(), 20, drop_last=True)), "fit")
+
+
+class Scaling(pl.LightningModule):
+    """Scales its learning rate by the number of devices."""
+
+    def __init__(self, *, scales: bool) -> None:
+        super().__init__()
+        self.scales = scales
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1 * (self.trainer.world_size if self.scales else 1))
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_asking_for_the_number_of_devices_is_noticed(scales: bool) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
+    module = Scaling(scales=scales)
+    module.trainer = trainer
+    assert trace(module, trainer, torch.randn(3, 4)).asks_for_world is scales
