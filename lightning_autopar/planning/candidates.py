@@ -233,8 +233,8 @@ def _world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, .
     if not footprint.asks_for_world or not constraints.split_batch:
         return ()
     return (
-        "the module asks its trainer for world_size or num_devices, which is 1 on one device and not here; the batch is split, not multiplied, "
-        "so that a learning rate needs no scaling by it",
+        "the module asks its trainer for world_size or num_devices, which is 1 on one device and not here; the batch is split, not "
+        "multiplied, so that a learning rate needs no scaling by it",
     )
 
 

@@ -631,7 +631,6 @@ class Scaling(pl.LightningModule):
 
 @pytest.mark.parametrize("scales", [True, False])
 def test_asking_for_the_number_of_devices_is_noticed(scales: bool) -> None:
-    trainer = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
     module = Scaling(scales=scales)
-    module.trainer = trainer
+    trainer = attached(module, train_dataloaders=DataLoader(torch.randn(6, 4), batch_size=3))
     assert trace(module, trainer, torch.randn(3, 4)).asks_for_world is scales
