@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -608,8 +609,10 @@ def test_first_batch_goes_through_the_hooks_of_a_datamodule() -> None:
 
 def test_no_data_is_refused() -> None:
     module = Module(mlp())
-    with pytest.raises(ValueError, match="no data for the stage"):
+    with pytest.raises(MisconfigurationException, match="train_dataloader"):  # Lightning's own words
         first_batch(module, attached(module), "fit")
+    with pytest.raises(ValueError, match="no data for the stage"):
+        first_batch(module, attached(module), "predict")
     with pytest.raises(ValueError, match="has no batch"):
         first_batch(module, attached(module, train_dataloaders=DataLoader(Squares(), 20, drop_last=True)), "fit")
 
