@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -387,7 +388,7 @@ PATTERNS = (
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_of_users(pattern: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer = make_trainer(logger=True)
+    trainer = make_trainer(logger=CSVLogger("unused"))
     before = dict(vars(trainer))
     footprint = trace(Patterns(pattern), trainer, [torch.randn(8, 32), torch.arange(8)])
     assert footprint.traced, footprint.assumptions
