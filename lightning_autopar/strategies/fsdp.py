@@ -280,7 +280,9 @@ def unshard(module: nn.Module) -> None:
             state: Any = child._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
-            for group in state._fsdp_param_groups:
+            # torch 2.11 has one group or None there, 2.13 a list
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            for group in filter(None, groups):
                 for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
                     for handle in handles.values():
                         handle.remove()
