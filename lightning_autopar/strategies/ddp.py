@@ -36,7 +36,7 @@ class DDPEngine(EngineMixin, DDPStrategy):
     def __init__(self, assignment: Assignment, *, forked: bool) -> None:
         super().__init__(
             parallel_devices=assignment.torch_devices,
-            find_unused_parameters=assignment.find_unused_parameters,
+            find_unused_parameters=True,
             gradient_as_bucket_view=True,
             # Forked workers hold the very pages of the parent's module: equal already, and a broadcast would copy every page of them.
             init_sync=not forked,
@@ -59,8 +59,7 @@ class DDPEngine(EngineMixin, DDPStrategy):
             with without_noise(_ADVICE):
                 return after_forward(output)
 
-        if self.assignment.find_unused_parameters:
-            wrapped.__dict__["_post_forward"] = once
+        wrapped.__dict__["_post_forward"] = once
         return wrapped
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

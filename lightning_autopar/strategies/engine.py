@@ -46,7 +46,6 @@ class Assignment:
         batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning
             does.
         draws: what the probe learnt about the step's random draws; None where it draws nothing.
-        find_unused_parameters: DDP only: whether some parameters may get no gradient.
         log_rules: how the ranks' logged values make the whole batch's, where the probe found out.
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``), or pads to the longest sample
             (``"collate"``): there each rank must do all of it, to get what one process would.
@@ -59,7 +58,6 @@ class Assignment:
     devices: tuple[Device, ...]
     batch: BatchRule = "global"
     draws: DrawPlan | None = None
-    find_unused_parameters: bool = True
     data_draws: tuple[str, ...] = ()
     log_rules: LogRules = field(default_factory=dict)
     large: bool = False
