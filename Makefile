@@ -31,5 +31,5 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,hf,report,bench]"
 	@touch $@

@@ -27,6 +27,7 @@ from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -59,6 +60,7 @@ __all__ = [
     "progress_of",
     "requested_devices",
     "requested_nodes",
+    "requests_changed",
     "restore_loaders",
     "restore_progress",
     "run_arguments",
@@ -92,6 +94,27 @@ def requested_devices() -> Any:
             return frame.f_locals.get("devices", "auto")
         frame = frame.f_back
     return "auto"
+
+
+@contextmanager
+def requests_changed(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """While open, every Trainer that is built takes other values for what it was asked to run on.
+
+    Args:
+        change: gets the arguments of ``_AcceleratorConnector`` by name (``devices``, ``accelerator``, ``strategy``, ``num_nodes``, …) and
+            gives those to take instead.
+    """
+
+    class Changed(_AcceleratorConnector):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**change(arguments))
+
+    before = trainer_module._AcceleratorConnector
+    trainer_module._AcceleratorConnector = Changed  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        trainer_module._AcceleratorConnector = before  # type: ignore[misc]
 
 
 @contextmanager

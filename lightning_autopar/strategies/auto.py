@@ -79,6 +79,15 @@ class AutoParallelStrategy(ParallelStrategy):
         self.measured: dict[str, dict[str, Any]] = {}
         self._muted: tuple[list[Any], Any] | None = None
 
+    def plan_for(self, devices: str) -> None:
+        """Plan for these devices from now on, whatever there is.
+
+        Raises:
+            ValueError: if the spec is malformed.
+        """
+        parse_spec(devices)
+        self._devices_spec = devices
+
     # -- what the launcher uses --------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:

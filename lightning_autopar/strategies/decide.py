@@ -79,7 +79,9 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Findings:
+class Findings:
+    """What the forked child found out about the module."""
+
     footprint: Footprint
     split: SplitFinding | None
     draws: DrawPlan | None
@@ -108,13 +110,41 @@ def decide(
         NothingFits: if no plan fits.
         ValueError: if the devices can only be planned for, or a pinned plan can't be run here.
     """
-    inventory, max_devices = bound
+    inventory = bound[0]
     arguments = arguments or {}
-    runnable = [device for device in inventory.devices if device.kind != "catalogue"]
-    if not runnable:
+    if all(device.kind == "catalogue" for device in inventory.devices):
         names = ", ".join(device.id for device in inventory.devices) or "none"
         raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
-    probe, gpu = _splits(inventory, settings, max_devices), any(device.kind == "cuda" for device in runnable)
+    report, findings = survey(trainer, settings, bound, world_size=world_size)
+    plan = report.best
+    assert plan is not None, "make_report raises where nothing fits"
+    return Decision(
+        report=report,
+        assignment=Assignment(
+            plan=plan,
+            devices=tuple(inventory.device(device) for device in plan.devices),
+            batch=settings.batch,
+            draws=findings.draws,
+            data_draws=findings.data_draws,
+            log_rules=findings.split.log_rules if findings.split is not None else {},
+            from_snapshot=is_snapshot(arguments.get("ckpt_path")),
+            weights_only=arguments.get("weights_only"),
+            large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
+        ),
+    )
+
+
+def survey(
+    trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], *, world_size: int | None = None
+) -> tuple[Report, Findings]:
+    """Every plan for what the trainer is about to do, also on devices that can only be planned for. Arguments as :func:`decide`'s.
+
+    Raises:
+        NothingFits: if no plan fits.
+        ValueError: if a pinned plan can't be run on these devices.
+    """
+    inventory, max_devices = bound
+    probe, gpu = _splits(inventory, settings, max_devices), any(device.kind != "cpu" for device in inventory.devices)
     sharded = _several(inventory, max_devices) and "fsdp" in settings.allow
     verify_configuration(trainer)  # in Lightning's own words what it would say later
     findings = _found(trainer, probe, sharded, gpu)
@@ -135,26 +165,10 @@ def decide(
         split=findings.split if settings.batch == "global" else None,
         split_batch=settings.batch == "global",
     )
-    report = make_report(findings.footprint, inventory, constraints)
-    plan = report.best
-    assert plan is not None, "make_report raises where nothing fits"
-    return Decision(
-        report=report,
-        assignment=Assignment(
-            plan=plan,
-            devices=tuple(inventory.device(device) for device in plan.devices),
-            batch=settings.batch,
-            draws=findings.draws,
-            data_draws=findings.data_draws,
-            log_rules=findings.split.log_rules if findings.split is not None else {},
-            from_snapshot=is_snapshot(arguments.get("ckpt_path")),
-            weights_only=arguments.get("weights_only"),
-            large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
-        ),
-    )
+    return make_report(findings.footprint, inventory, constraints), findings
 
 
-def _found(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> _Findings:
+def _found(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings:
     """What the forked child finds out; a coarse estimate where it takes too long or is killed.
 
     Raises:
@@ -186,7 +200,7 @@ def _several(inventory: Inventory, max_devices: int | None) -> bool:
     return min(len(inventory.devices), max_devices or len(inventory.devices)) > 1
 
 
-def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> _Findings | Failure:
+def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings | Failure:
     """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split."""
     module = trainer.lightning_module
     stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
@@ -211,7 +225,7 @@ def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> _Findings 
             refusal = _routed(module, split.uneven_calls, units)
     if probe and stage != "predict":
         split = _with_evaluation(split or SplitFinding(), module, trainer, None if stage == "fit" else batch, stage)
-    return _Findings(footprint=footprint, split=split, draws=draws, data_draws=batch.draws, unshardable=refusal)
+    return Findings(footprint=footprint, split=split, draws=draws, data_draws=batch.draws, unshardable=refusal)
 
 
 def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
@@ -238,7 +252,7 @@ def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trai
     return replace(split, log_rules={**split.log_rules, **compared.rules}, notes=(*split.notes, *compared.notes))
 
 
-def _guess(trainer: Trainer, reason: str) -> _Findings | Failure:
+def _guess(trainer: Trainer, reason: str) -> Findings | Failure:
     """In another forked child: a footprint from the parameters and the first batch alone; nothing is known of a split or of draws."""
     module = trainer.lightning_module
     stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
@@ -248,4 +262,4 @@ def _guess(trainer: Trainer, reason: str) -> _Findings | Failure:
         return Failure.of(error)
     footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason, margin=_GUESS_MARGIN)
     split = SplitFinding(probed=False, reason=f"the step could not be looked at: {reason}")
-    return _Findings(footprint=footprint, split=split, draws=DrawPlan(), data_draws=batch.draws, unshardable=None)
+    return Findings(footprint=footprint, split=split, draws=DrawPlan(), data_draws=batch.draws, unshardable=None)

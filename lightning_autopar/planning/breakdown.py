@@ -1,0 +1,64 @@
+"""A candidate's bytes by category, and the footprint by layer, as tables for a person. Doesn't know how either was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich import box
+from rich.table import Table
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.planning.report import Candidate, Report, devices_label
+from lightning_autopar.units import format_bytes
+
+#: Sums of the others, shown last.
+_SUMS = ("allocated", "reserved")
+
+
+def by_category(report: Report, candidate: Candidate) -> Table:
+    """What the candidate holds at its fullest moment: a column for each group of devices that hold the same.
+
+    Args:
+        report: has the candidate's devices.
+        candidate: one with a prediction.
+    """
+    held = [(device, candidate.bytes[device].to_dict()) for device in candidate.plan.devices]
+    columns = [(sizes, [device for device, _ in group]) for sizes, group in groupby(held, key=lambda item: item[1])]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{candidate.plan.title()}, bytes of a device", title_justify="left")
+    table.add_column("")
+    for _, devices in columns:
+        table.add_column(devices_label([report.inventory.device(device) for device in devices]), justify="right")
+    names = [name for name, size in columns[0][0].items() if isinstance(size, int) and name not in _SUMS]
+    for name in (*(name for name in names if any(sizes[name] for sizes, _ in columns)), *_SUMS):
+        table.add_row(name, *(format_bytes(sizes[name]) for sizes, _ in columns), style="bold" if name in _SUMS else None)
+    return table
+
+
+def by_layer(footprint: Footprint) -> Table:
+    """What each block takes at the whole batch on one device; blocks in a row that take the same are one line."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="by layer, at the whole batch", title_justify="left")
+    table.add_column("")
+    for title in ("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs"):
+        table.add_column(title, justify="right")
+    for _, group in groupby(_parts(footprint), key=lambda part: (bool(part[0]), _figures(part[1]))):
+        parts = list(group)
+        names = [name or "(outside of blocks)" for name, _ in parts]
+        many = f" … {names[-1]} ({len(names)}×)" if len(names) > 1 else ""
+        table.add_row(names[0] + many, *_figures(parts[0][1]))
+    return table
+
+
+def _parts(footprint: Footprint) -> Iterable[tuple[str, LayerFootprint]]:
+    """Blocks by name and, where they take anything, the parts around them, in the order in which they run."""
+    outer: Sequence[LayerFootprint] = footprint.outer or (LayerFootprint(fqn=""),) * (len(footprint.blocks) + 1)
+    for index, around in enumerate(outer):
+        if around.parameter_bytes or around.activation_bytes or around.flops:
+            yield "", around
+        if index < len(footprint.blocks):
+            yield footprint.blocks[index].fqn, footprint.blocks[index]
+
+
+def _figures(layer: LayerFootprint) -> tuple[str, ...]:
+    sizes = (layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_bytes, layer.activation_bytes, layer.output_bytes)
+    return (*(format_bytes(size) if size else "–" for size in sizes), f"{layer.flops / 1e9:.3g}" if layer.flops else "–")
