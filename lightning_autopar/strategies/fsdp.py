@@ -219,6 +219,7 @@ def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward:
         mesh: one-dimensional device mesh.
         reshard_after_forward: whether a unit's parameters are freed between forward and backward.
     """
+    _let_go(module)
     units = [module.get_submodule(fqn) for fqn in fqns]
     for unit in units:
         unit.register_forward_hook(_without_views)
@@ -235,6 +236,24 @@ def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward:
         # functools.wraps on a bound method makes inspect take the first argument for self (torch 2.13).
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         getattr(module, name).__func__.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
+
+
+def _let_go(module: nn.Module) -> None:
+    """Put other parameter objects over the same storages into the module.
+
+    ``fully_shard`` moves the objects that it finds to the mesh's device and frees them by dropping its references (torch 2.13,
+    ``_fsdp_init.py``, ``_move_states_to_device``). Whoever else holds one of them, as the record of what the module was before the run does,
+    would keep the whole parameter on the device.
+    """
+    fresh: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if type(parameter) is not nn.Parameter:
+                continue
+            if id(parameter) not in fresh:
+                fresh[id(parameter)] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                fresh[id(parameter)].__dict__.update(parameter.__dict__)
+            child._parameters[name] = fresh[id(parameter)]
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

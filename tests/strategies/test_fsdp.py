@@ -12,10 +12,11 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.nn.utils import parametrizations
 
-from lightning_autopar.strategies import gathered
+from lightning_autopar.strategies import fsdp, gathered
 from lightning_autopar.strategies.fsdp import shard, unshard
 from lightning_autopar.strategies.gathered import Gathered
 
@@ -369,3 +370,24 @@ def test_a_number_asked_of_a_shard_is_the_whole_tensors() -> None:
     metrics, expected = ours.trainer.callback_metrics, theirs.trainer.callback_metrics
     assert float(metrics["weights"]) == pytest.approx(float(expected["weights"]), rel=1e-5)
     assert float(metrics["slope"]) == pytest.approx(float(expected["slope"]), rel=1e-5)
+
+
+def _found_by_fully_shard(rank: int, world_size: int) -> tuple[int, int]:
+    """How many parameter objects fully_shard meets, and how many of them somebody else held before."""
+    module = Text()
+    outside = {id(parameter): parameter for parameter in module.parameters()}
+    met: dict[int, Tensor] = {}
+
+    def watching(unit: nn.Module, **options: Any) -> Any:
+        met.update((id(parameter), parameter) for parameter in unit.parameters() if not isinstance(parameter, DTensor))
+        return fully_shard(unit, **options)
+
+    fsdp.fully_shard = watching  # type: ignore[assignment]
+    shard(module, LAYERS, init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)
+    assert module.head.weight is module.embedding.weight
+    return len(met), len(met.keys() & outside.keys())
+
+
+def test_what_fully_shard_moves_to_the_device_is_held_by_nobody_else() -> None:
+    distinct = len(list(Text().parameters()))
+    assert run_ranks(_found_by_fully_shard, 2) == [(distinct, 0)] * 2
