@@ -242,8 +242,8 @@ def _let_go(module: nn.Module) -> None:
     """Put other parameter objects over the same storages into the module.
 
     ``fully_shard`` moves the objects that it finds to the mesh's device and frees them by dropping its references (torch 2.13,
-    ``_fsdp_init.py``, ``_move_states_to_device``). Whoever else holds one of them, as the record of what the module was before the run does,
-    would keep the whole parameter on the device.
+    ``_fsdp_init.py``, ``_move_states_to_device``). Whoever else holds one of them would keep the whole parameter on the device; the record
+    of what the module was before the run does.
     """
     fresh: dict[int, nn.Parameter] = {}
     for child in module.modules():
