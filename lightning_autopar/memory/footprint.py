@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_autopar.memory.tape import Tape
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFootprint:
@@ -22,6 +24,17 @@ class LayerFootprint:
         fixed_bytes: the part of ``activation_bytes`` that doesn't depend on the batch (autocast's casts of parameters).
         input_extra_bytes: the part of ``input_bytes`` that is freed before backward unless the block is recomputed.
         recomputable: whether running its forward twice leaves the run unchanged (no buffer moves, as in BatchNorm).
+        output_bytes: the tensors made in its forward that leave it.
+        buffer_bytes: its buffers.
+        parameter_rows: of each of its parameters the length of the first dimension, the bytes of one row of it, and whether it requires
+            a gradient: what an engine that shards by rows needs for its padding.
+        forward_peak_bytes: the most that tensors made in its forward take together while it runs, saved ones included.
+        forward_unsaved_bytes: the same if nothing is saved for backward and each is freed after its last use: while a recomputed block runs
+            forward. Of blocks alone.
+        backward_peak_bytes: the most that tensors made in its backward take together while that runs, complete gradients excepted.
+        backward_flops: of its backward.
+        moved_bytes: inputs and outputs of every operation of its forward: what a roofline needs.
+        backward_moved_bytes: the same of its backward.
     """
 
     fqn: str
@@ -35,6 +48,33 @@ class LayerFootprint:
     fixed_bytes: int = 0
     input_extra_bytes: int = 0
     recomputable: bool = True
+    output_bytes: int = 0
+    buffer_bytes: int = 0
+    parameter_rows: tuple[tuple[int, int, bool], ...] = ()
+    forward_peak_bytes: int = 0
+    forward_unsaved_bytes: int = 0
+    backward_peak_bytes: int = 0
+    backward_flops: int = 0
+    moved_bytes: int = 0
+    backward_moved_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For people and JSON."""
+        return {
+            "fqn": self.fqn,
+            "parameters": self.parameters,
+            "flops": self.flops + self.backward_flops,
+            "moved_bytes": self.moved_bytes + self.backward_moved_bytes,
+            "bytes": {
+                "parameters": self.parameter_bytes,
+                "gradients": self.gradient_bytes,
+                "optimizer": self.optimizer_bytes,
+                "activations": self.activation_bytes,
+                "input": self.input_bytes,
+                "output": self.output_bytes,
+                "temporary": self.backward_peak_bytes,
+            },
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +86,8 @@ class Moment:
     Args:
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         held: how many leading blocks hold all that they saved for backward, the one that is running excepted.
-        running: whether the block of that index is in its forward.
+        running: whether the block of that index is in its forward or backward; else what runs is the part before it.
+        boundary: whether this is what is there when that part begins, rather than one of its fullest moments.
         gradient_bytes: complete gradients.
         activation_bytes: tensors that forward made.
         temporary_bytes: tensors that backward made.
@@ -56,6 +97,7 @@ class Moment:
     phase: str
     held: int = 0
     running: bool = False
+    boundary: bool = False
     gradient_bytes: int = 0
     activation_bytes: int = 0
     temporary_bytes: int = 0
@@ -88,7 +130,15 @@ class Footprint:
         input_bytes: the batch on the device.
         largest_parameter_bytes: the largest single parameter.
         flops: forward and backward of one batch; a multiply-add counts two.
+        moved_bytes: inputs and outputs of every operation of one batch, forward, backward and optimizer.
         blocks: the repeated blocks, in the order in which they run; units of sharding and recomputation.
+        outer: what runs outside of them, in ``len(blocks) + 1`` parts: before the first block, between two, after the last. A parameter
+            belongs to the part or block that uses it first; one that the step doesn't use, to the first part.
+        also_uses: for outer parts that use a parameter which another part or a block holds (tied embeddings): index among ``outer``, the
+            parameter's FQN, and its bytes: of parameter, gradient, optimizer state.
+        tape: every allocation of the step, in order; None where it wasn't traced.
+        evaluation_bytes: the most that a validation step of the same run holds beside parameters, gradients, optimizer state and buffers;
+            its batch included. None where there is none or it isn't known.
         tied: groups of FQNs that share one parameter.
         training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
         automatic_optimization: the module's own flag.
@@ -116,7 +166,12 @@ class Footprint:
     input_bytes: int
     largest_parameter_bytes: int = 0
     flops: int = 0
+    moved_bytes: int = 0
     blocks: tuple[LayerFootprint, ...] = ()
+    outer: tuple[LayerFootprint, ...] = ()
+    also_uses: tuple[tuple[int, str, int, int, int], ...] = ()
+    tape: Tape | None = None
+    evaluation_bytes: int | None = None
     tied: tuple[tuple[str, ...], ...] = ()
     training: bool = True
     automatic_optimization: bool = True
@@ -131,8 +186,17 @@ class Footprint:
     margin: float = 0.0
     assumptions: tuple[str, ...] = ()
 
+    def parts(self) -> list[tuple[str, LayerFootprint]]:
+        """Blocks by FQN and the parts around them, in the order in which they run; those are named by the block that comes next."""
+        names = [block.fqn for block in self.blocks]
+        found = list(zip(names, self.blocks, strict=True))
+        for index, part in reversed(list(enumerate(self.outer))):
+            around = f"(before {names[index]})" if index < len(names) else f"(after {names[-1]})" if names else "(everything)"
+            found.insert(index, (around, part))
+        return found
+
     def to_dict(self) -> dict[str, Any]:
-        """The report's ``footprint`` object."""
+        """The report's ``footprint`` object; its ``blocks`` are the parts of :meth:`parts`."""
         return {
             "parameters": self.parameters,
             "trainable_parameters": self.trainable_parameters,
@@ -147,7 +211,8 @@ class Footprint:
                 "input": self.input_bytes,
             },
             "flops": self.flops,
-            "blocks": [block.fqn for block in self.blocks],
+            "moved_bytes": self.moved_bytes,
+            "blocks": [part.to_dict() | {"fqn": name} for name, part in self.parts()],
             "margin": self.margin,
             "assumptions": list(self.assumptions),
         }

@@ -1,4 +1,4 @@
-"""What a step's tensors take, operation by operation: a ledger of live storages. Knows torch; no Lightning, no module, no plan.
+"""What a step's tensors take, operation by operation: a ledger of live storages and its tape. Knows torch; no Lightning, module, or plan.
 
 A constant amount of work an operation, unlike ``torch.distributed._tools.MemTracker``, which walks every module (1 to 4 s a step of a 124M
 model against 0.7 s) and stumbles over frozen parameters.
@@ -7,272 +7,356 @@ model against 0.7 s) and stumbles over frozen parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_autopar.memory.footprint import Moment
+from lightning_autopar.memory.accumulation import adds_in_place, references_of_one_holder
+from lightning_autopar.memory.dependence import Dependence, Input
+from lightning_autopar.memory.lean import device_of
+from lightning_autopar.memory.operations import Cost, Operation, operation
+from lightning_autopar.memory.scratch import HiddenOf, Scratch, ScratchOf
+from lightning_autopar.memory.storages import storages
+from lightning_autopar.memory.tape import KINDS, Action, Kind, Tape
 
-Kind = Literal["parameters", "buffers", "input", "optimizer", "gradients", "activations", "temporary", "fixed"]
 Phase = Literal["forward", "backward", "optimizer"]
-_KINDS: tuple[Kind, ...] = ("parameters", "buffers", "input", "optimizer", "gradients", "activations", "temporary", "fixed")
 
-aten = torch.ops.aten
-#: Tensors of a parameter's shape below this size say nothing about where they come from.
-_TELLING_ELEMENTS = 1024
+#: Kinds that grow with the batch.
+_SCALED = frozenset({"input", "activations", "temporary"})
+#: What autograd numbers the nodes that put gradients into ``.grad`` (``torch/csrc/autograd/functions/accumulate_grad.cpp``).
+_ACCUMULATE_GRAD = 2**64 - 1
+_CURRENT = -1
+_SCRATCH_KINDS: tuple[Kind, Kind] = ("temporary", "fixed")
+_DEVICE = torch.ops.prim.device.default
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
-
-class Cell:
-    """One live storage: its bytes, what it holds, and the block in whose forward it was made."""
-
-    __slots__ = ("__weakref__", "block", "kind", "size_bytes")
-
-    def __init__(self, size_bytes: int, kind: Kind, block: int | None) -> None:
-        self.size_bytes = size_bytes
-        self.kind = kind
-        self.block = block
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
-@dataclass
-class _Segment:
-    """The part of a step between two changes of phase or of the block that runs; remembers its two fullest moments."""
+class Cell(weakref.ReferenceType[torch.UntypedStorage]):
+    """One live storage: its number, its bytes and what it holds."""
 
-    phase: Phase
-    held: int
-    block: int | None = None
-    top_bytes: int = -1
-    top: tuple[int, ...] = ()
-    top_scaled_bytes: int = -1
-    top_scaled: tuple[int, ...] = ()
+    __slots__ = ("key", "kind", "node", "number", "size_bytes")
+    key: int
+    node: int
+    number: int
+    size_bytes: int
+    kind: Kind
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts live bytes by kind while it is on, and remembers the fullest moments of each part of the step.
+    """Counts live bytes by kind while it is on, and writes them down on a tape.
 
     The caller says what parameters, buffers, input and optimizer state are (:meth:`mark`), when a gradient is complete
-    (:meth:`mark` again), which phase runs (:meth:`enter`), and which block's forward (:attr:`block`). A tensor made in forward is an
-    activation; one made in backward is a gradient in the making if it has a parameter's shape (``fixed``: its size doesn't depend on the
-    batch), else temporary; what the optimizer makes is fixed until marked as its state. A cast of a parameter (autocast's) is fixed, too.
+    (:meth:`mark` again), which phase runs (:meth:`enter`), and which block's forward (:meth:`begin_block`, :meth:`end_block`).
+
+    A part of the step is 2 i + 1 for the i-th block, and 2 i for what runs before it and after the one before. In backward it is told by
+    autograd itself: its nodes carry the number of the operation in forward that made them, and run in descending order of it.
+
+    What the optimizer makes is ``fixed`` (its size doesn't depend on the batch) until marked as its state. So is what is made of fixed
+    things and parameters alone (casts, masks, tables of positions), and a gradient of the like. The rest of what forward makes are
+    activations, and of what backward makes temporaries.
 
     Args:
-        shapes: shapes of the parameters.
-        scratch: count what the CPU's convolutions take while they run.
+        batch_size: samples in the batch; 0 where it has none.
+        scratch: what kernels take while they run, by operation.
+        hidden: true sizes of outputs whose fakes are empty, by operation.
     """
 
-    def __init__(self, shapes: Iterable[torch.Size], *, scratch: bool = False) -> None:
+    def __init__(
+        self, *, batch_size: int = 0, scratch: Mapping[Any, ScratchOf] | None = None, hidden: Mapping[Any, HiddenOf] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = dict.fromkeys(_KINDS, 0)
+        self.live: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self.total_bytes = 0
-        self.flops = 0
         self.random_draws: dict[str, None] = {}
-        self.block: int | None = None
-        self.block_bytes: dict[int, int] = {}
-        self.block_fixed_bytes: dict[int, int] = {}
-        self.block_flops: dict[int, int] = {}
         self.phase: Phase = "forward"
-        self._scratch = scratch
-        self._cells: Any = WeakIdKeyDictionary()
-        self._shapes = {tuple(sorted(shape)) for shape in shapes if shape.numel() >= _TELLING_ELEMENTS}
-        self._segments: list[_Segment] = []
-        self._segment: _Segment | None = None
+        self.tape: Tape | None = None
+        #: FLOPs and bytes moved since :meth:`record`, by part; the optimizer's under -1.
+        self.costs: dict[int, Cost] = {}
+        #: The parts whose forward uses a parameter or buffer, in order, by its id.
+        self.uses: dict[int, dict[int, None]] = {}
+        #: Storages in which gradients of parameters have come.
+        self.arrived: set[int] = set()
+        #: Position on the tape after the last operation of a block's forward that used a storage, by its number.
+        self.last_uses: dict[int, int] = {}
+        self._scratch = scratch or {}
+        self._hidden = hidden or {}
+        self._dependence = Dependence(batch_size)
+        self._cells: dict[int, Cell] = {}
+        self._number = 0
+        self._part = 0
+        self._outer = 0
+        self._pending: tuple[Action, int] | None = None
+        self._starts: list[int] = []
+        self._started: list[int] = []
         self._resize: Callable[..., Any] | None = None
 
     # -- what the caller says --------------------------------------------------------------------------------------------------------------
 
     def mark(self, tensor: Tensor, kind: Kind) -> None:
         """Count the tensor's storage as of that kind from now on."""
-        for part in _parts(tensor):
-            cell = self._track(part, kind)
-            if cell.kind != kind:
-                self._count(cell, -cell.size_bytes)
+        if kind in ("parameters", "buffers"):
+            self.uses.setdefault(id(tensor), {})
+        elif kind == "input":
+            self._dependence.add_batch(tuple(tensor.shape))
+        for storage in _storages(tensor):
+            cell = self._track(storage, kind)
+            if cell.kind != kind and (kind, cell.kind) != ("buffers", "parameters"):  # some modules keep parameters in lists, too
+                self.live[cell.kind] -= cell.size_bytes
+                self.live[kind] += cell.size_bytes
                 cell.kind = kind
-                cell.block = None
-                self._count(cell, cell.size_bytes)
+                self._write("become", cell.number, cell.size_bytes, kind)
 
-    def enter(self, phase: Phase, held: int | None = None) -> None:
-        """A phase starts, or another block's part of it.
+    def begin_step(self) -> None:
+        """A batch starts."""
+        self._outer = self._part = 0
+        self._starts, self._started = [], []
+        self._dependence.begin_step()
 
-        Args:
-            held: how many leading blocks hold all that their forward saved, the one that runs excepted; by default those that hold it
-                already where backward starts, else none.
-        """
-        if held is None:
-            held = self._segment.held if phase == "backward" and self._segment is not None else 0
+    def enter(self, phase: Phase) -> None:
+        """A phase starts."""
         self.phase = phase
-        if self._segment is not None:
-            self._segment = _Segment(phase, held, self.block if phase == "forward" else None)
-            self._segments.append(self._segment)
-            self._look()
+        if phase == "backward":
+            # What autograd makes from here on (double backward, recomputation) belongs to whatever runs then.
+            self._begin(_CURRENT)
+            self._pending = None
+            self._write("return", self._part // 2)
+        elif phase == "forward":
+            self._part = self._outer
+            self._begin(self._part)
+            self._pending = "leave", self._outer // 2 - 1
+        else:
+            self._pending = "optimizer", -1
+
+    def begin_block(self, block: int, inputs: Iterable[Tensor]) -> None:
+        """The forward of a block begins, and these tensors enter it."""
+        self._part = 2 * block + 1
+        self._begin(self._part)
+        self._flush()
+        self._write("forward", block)
+        for cell in self._cells_of(inputs):
+            self._write("input", cell.number)
+
+    def end_block(self, block: int, outputs: Iterable[Tensor]) -> None:
+        """The forward of a block has ended, and these tensors leave it."""
+        for cell in self._cells_of(outputs):
+            self._write("output", cell.number)
+        self._part = self._outer = 2 * block + 2
+        self._begin(self._part)
+        self._write("leave", block)
 
     def record(self) -> None:
-        """Start to remember moments."""
-        self._segment = _Segment(self.phase, 0)
-        self._segments = [self._segment]
-        self.flops = 0
-        self.block_flops.clear()
-        self._look()
-
-    def moments(self, held: Callable[[int], int], kept: Container[int]) -> tuple[Moment, ...]:
-        """The fullest moments since :meth:`record`: of each segment, in all and without what a plan may shard or preallocate.
-
-        Args:
-            held: from a number of leading candidates for blocks to the number of blocks among them.
-            kept: which candidates are blocks.
-        """
-        found: dict[Moment, None] = {}
-        for segment in self._segments:
-            for live in (segment.top, segment.top_scaled):
-                if live:
-                    by_kind = dict(zip(_KINDS, live, strict=True))
-                    found[
-                        Moment(
-                            phase=segment.phase,
-                            held=held(segment.held),
-                            running=segment.block in kept,
-                            gradient_bytes=by_kind["gradients"],
-                            activation_bytes=by_kind["activations"],
-                            temporary_bytes=by_kind["temporary"],
-                            fixed_bytes=by_kind["fixed"],
-                        )
-                    ] = None
-        return tuple(found)
-
-    def cells(self, tensor: Tensor) -> list[Cell]:
-        """What is known of the tensor's storages."""
-        found = (self._cells.get(part.untyped_storage()) for part in _parts(tensor))
-        return [cell for cell in found if cell is not None]
+        """Start the tape: what is alive now, then all that happens."""
+        self.tape = Tape()
+        self.costs, self.last_uses = {}, {}
+        for uses in self.uses.values():
+            uses.clear()
+        for cell in sorted(self._cells.values(), key=lambda cell: cell.number):
+            self._write("allocate", cell.number, cell.size_bytes, cell.kind)
+        self._pending = None
+        self._write("leave", -1)
 
     # -- the ledger ------------------------------------------------------------------------------------------------------------------------
 
-    def _track(self, tensor: Tensor, kind: Kind, size_bytes: int | None = None) -> Cell:
-        """The cell of a tensor's storage, a new one if it wasn't seen before; ``size_bytes`` where the storage itself can't tell."""
-        storage = tensor.untyped_storage()
-        cell: Cell | None = self._cells.get(storage)
+    def _cells_of(self, tensors: Iterable[Tensor]) -> list[Cell]:
+        """The cells of the tensors' storages, each once; of those that were seen."""
+        found = (self._cells.get(storage._cdata) for tensor in tensors for storage in _storages(tensor))
+        return list({cell.number: cell for cell in found if cell is not None}.values())
+
+    def _track(self, storage: torch.UntypedStorage, kind: Kind, size_bytes: int | None = None) -> Cell:
+        """The cell of a storage, a new one if it wasn't seen before; ``size_bytes`` where the storage itself can't tell."""
+        key = storage._cdata
+        cell = self._cells.get(key)
         if cell is None:
-            size = storage.nbytes() if size_bytes is None else size_bytes
-            cell = Cell(size, kind, self.block if self.phase == "forward" else None)
-            self._cells[storage] = cell
-            weakref.finalize(storage, self._free, cell).atexit = False
-            self._count(cell, size)
-            self._look()
+            cell = Cell(storage, self._free)
+            cell.key, cell.node = key, -1
+            cell.kind = kind
+            cell.size_bytes = size = storage.nbytes() if size_bytes is None else size_bytes
+            cell.number = self._count_up()
+            self._cells[key] = cell
+            self.live[kind] += size
+            self.total_bytes += size
+            self._flush()
+            self._write("allocate", cell.number, size, kind)
         return cell
 
-    def _count(self, cell: Cell, size_bytes: int) -> None:
-        self.live[cell.kind] += size_bytes
-        self.total_bytes += size_bytes
-        if cell.block is not None:
-            self.block_bytes[cell.block] = self.block_bytes.get(cell.block, 0) + size_bytes
-            if cell.kind == "fixed":
-                self.block_fixed_bytes[cell.block] = self.block_fixed_bytes.get(cell.block, 0) + size_bytes
+    def _count_up(self) -> int:
+        self._number += 1
+        return self._number - 1
 
     def _free(self, cell: Cell) -> None:
-        self._count(cell, -cell.size_bytes)
-        cell.size_bytes = 0
+        if self._cells.get(cell.key) is not cell:
+            return  # freed after the ledger was closed
+        del self._cells[cell.key]
+        self.live[cell.kind] -= cell.size_bytes
+        self.total_bytes -= cell.size_bytes
+        self._write("free", cell.number, 0, cell.kind)
 
-    def _look(self) -> None:
-        """Is this a fuller moment than those remembered?"""
-        segment = self._segment
-        if segment is None:
-            return
-        if self.total_bytes > segment.top_bytes:
-            segment.top_bytes = self.total_bytes
-            segment.top = tuple(self.live.values())
-        scaled_bytes = self.live["activations"] + self.live["temporary"]
-        if scaled_bytes > segment.top_scaled_bytes:
-            segment.top_scaled_bytes = scaled_bytes
-            segment.top_scaled = tuple(self.live.values())
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        cell = self._cells.get(storage._cdata)
+        if cell is not None:
+            size = storage.nbytes()
+            self.live[cell.kind] += size - cell.size_bytes
+            self.total_bytes += size - cell.size_bytes
+            cell.size_bytes = size
+            self._write("resize", cell.number, size, cell.kind)
 
-    def _kind(self, function: Any, args: tuple[Any, ...], output: Tensor) -> Kind:
-        """What a tensor that an operation has just made is."""
-        if self.phase == "optimizer":
-            return "fixed"
-        if self.phase == "backward":
-            return "fixed" if output.numel() >= _TELLING_ELEMENTS and tuple(sorted(output.shape)) in self._shapes else "temporary"
-        if function is aten._to_copy.default and isinstance(args[0], Tensor):
-            source = self._cells.get(args[0].untyped_storage())
-            if source is not None and source.kind == "parameters":
-                return "fixed"
-        return "activations"
+    def _write(self, action: Action, storage: int, size_bytes: int = 0, kind: Kind | None = None) -> None:
+        if self.tape is not None:
+            self.tape.add(action, storage, size_bytes, kind)
+
+    def _flush(self) -> None:
+        """Write the mark of a phase that was entered, now that something happens in it."""
+        if self._pending is not None:
+            action, index = self._pending
+            self._pending = None
+            self._write(action, index)
+
+    # -- which part runs -------------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, part: int) -> None:
+        """The nodes that autograd makes from here on belong to that part."""
+        self._starts.append(_get_sequence_nr())
+        self._started.append(part)
+
+    def _node(self) -> int:
+        """In backward: enter the part whose node runs. Returns the node's number; -1 where none does."""
+        node = _current_node()
+        if node is None:
+            return -1
+        number: int = node._sequence_nr()
+        if number != _ACCUMULATE_GRAD:
+            place = bisect_right(self._starts, number) - 1
+            part = self._started[place] if place >= 0 else _CURRENT
+            if part not in (_CURRENT, self._part):
+                self._part = part
+                self._write("backward" if part % 2 else "return", part // 2)
+        return number
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As in :class:`LeanFakeMode`."""
+        return False
+
+    # -- one operation ---------------------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return device_of(args[0])
+        if any(kind is not FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper's own dispatch comes first; what it asks of the tensors inside comes here again
         kwargs = kwargs or {}
+        known = operation(func)
+        node = self._node() if self.phase == "backward" else -1
+        if func is _ADD and node >= 0 and self._adds_in_place(args, kwargs, node):
+            func = _ADD_IN_PLACE
         output = func(*args, **kwargs)
-        for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output) if isinstance(output, (list, tuple)) else ():
-            for tensor in _parts(leaf):
-                if tensor.untyped_storage() not in self._cells:
-                    self._track(tensor, self._kind(func, args, tensor), self._hidden_bytes(func, args, output, tensor))
-        if self._scratch:
-            self._add_scratch(func, args, output)
-        self._note(func, args, kwargs, output)
+        inputs = self._inputs(args, kwargs)
+        before = self._number
+        self._account(func, known, node, args, kwargs, inputs, output)
+        scratch = self._scratch.get(func)
+        if scratch is not None:
+            self._add_scratch(scratch(args, kwargs, output))
+        self._charge(known, args, kwargs, inputs, output)
+        if self._part % 2 and self.phase == "forward" and self.tape is not None:
+            position = len(self.tape)
+            self.last_uses.update((number, position) for item in inputs for number in item.storages)
+            self.last_uses.update((number, position) for number in range(before, self._number))
         return output
 
-    def _hidden_bytes(self, function: Any, args: tuple[Any, ...], output: Any, tensor: Tensor) -> int | None:
-        """Bytes of an output whose fake is empty: what oneDNN's LSTM keeps for backward.
+    def _adds_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any], node: int) -> bool:
+        own = any(cell.node == node for cell in self._cells_of(args[:1]))
+        return adds_in_place(_ADD, args, kwargs, _current_node(), made_by_it=own)
 
-        By oneDNN's layout: four gates at each step, and about eleven and a half copies of the states (outputs, cells, and their gradients),
-        each as wide as the wider of input and state. Within 2 % of torch 2.13's for widths from 64 up, within 40 % for tiny ones.
-        """
-        if function is not aten.mkldnn_rnn_layer.default or tensor is not output[-1] or tensor.untyped_storage().nbytes():
-            return None
-        if not dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)).get("train", True):
-            return None
-        steps, batch, width = (int(size) for size in args[0].shape)
-        state = int(output[1].shape[-1])
-        elements = int((steps + 1) * batch * (4 * state + 11.5 * max(width, state)))
-        return elements * int(args[0].element_size())
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Input]:
+        """The tensors that an operation reads; says which part uses which parameter."""
+        inputs = []
+        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+            if type(tensor) is FakeTensor and tensor.layout is torch.strided:
+                cell = self._cells.get(tensor.untyped_storage()._cdata)
+                cells = [] if cell is None else [cell]
+            else:
+                cells = self._cells_of((tensor,))
+            size_bytes = sum(cell.size_bytes for cell in cells) if cells else _bytes(tensor)
+            scaled = any(cell.kind in _SCALED for cell in cells)
+            inputs.append(Input(tensor, scaled, size_bytes, tuple(cell.number for cell in cells)))
+            if self.phase == "forward":
+                uses = self.uses.get(id(tensor))
+                if uses is not None:
+                    uses[self._part] = None
+        return inputs
 
-    def _add_scratch(self, function: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Account for what oneDNN's convolutions take while they run: inputs, weights and outputs in its own blocked layout.
-
-        The order was read from the profiler's memory events (torch 2.13): copies of input and weight, the blocked output; these are freed,
-        then the plain output. In backward the same for the input's gradient, then for the weight's.
-        """
-        if function is aten.convolution.default:
-            image, weight = _bytes(args[0]), _bytes(args[1])
-            scaled, fixed = (image, weight) if image + weight > _bytes(output) else (_bytes(output), 0)
-        elif function is aten.convolution_backward.default:
-            gradient, image, weight = _bytes(args[0]), _bytes(args[1]), _bytes(args[2])
-            scaled, fixed = max((image + gradient, 0), (0, weight), key=sum)
-        else:
+    def _account(
+        self, function: Any, known: Operation, node: int, args: Any, kwargs: dict[str, Any], inputs: list[Input], output: Any
+    ) -> None:
+        """Count what the operation has made."""
+        if node == _ACCUMULATE_GRAD:
+            self.arrived |= {cell.number for cell in self._cells_of(item.tensor for item in inputs)}
+        elif self.phase != "optimizer":
+            self._dependence.note(_get_sequence_nr() - 1, inputs, output if known.is_view and isinstance(output, Tensor) else None)
+        if known.is_view:
             return
-        for sign in (1, -1):
-            self.live["temporary"] += sign * scaled
-            self.live["fixed"] += sign * fixed
-            self.total_bytes += sign * (scaled + fixed)
-            if sign == 1:
-                self._look()
+        hidden = self._hidden.get(function)
+        for place, tensor in enumerate(_tensors((output,))):
+            for storage in _storages(tensor):
+                if storage._cdata in self._cells or tensor.device.type == "meta":
+                    continue
+                if self.phase == "forward":
+                    kind: Kind = "activations" if self._dependence.of_forward(inputs, tensor) else "fixed"
+                elif self.phase == "backward":
+                    kind = "temporary" if self._dependence.of_backward(node, inputs, tensor, place) else "fixed"
+                else:
+                    kind = "fixed"
+                cell = self._track(storage, kind, None if hidden is None else hidden(args, kwargs, output, tensor))
+                cell.node = node
 
-    def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Count the operation's FLOPs and random draws."""
-        packet = getattr(function, "_overloadpacket", None)
-        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
-        if formula is not None:
-            flops = int(formula(*args, **kwargs, out_val=output))
-            self.flops += flops
-            if self.block is not None and self.phase == "forward":
-                self.block_flops[self.block] = self.block_flops.get(self.block, 0) + flops
-        if self.phase != "optimizer" and torch.Tag.nondeterministic_seeded in function.tags and not _without_draw(function, args, kwargs):
-            self.random_draws[str(packet)] = None
+    def _add_scratch(self, scratch: Scratch | None) -> None:
+        """Something that is there for a moment."""
+        if scratch is None:
+            return
+        taken = [(self._count_up(), size, kind) for size, kind in zip(scratch, _SCRATCH_KINDS, strict=True) if size]
+        for number, size, kind in taken:
+            self._write("allocate", number, size, kind)
+        for number, _, kind in taken:
+            self._write("free", number, 0, kind)
+
+    def _charge(self, known: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Input], output: Any) -> None:
+        """Count the operation's FLOPs, bytes moved and random draws."""
+        if known.is_view:
+            return
+        cost = self.costs.setdefault(-1 if self.phase == "optimizer" else self._part, Cost())
+        flops = 0 if known.flops is None else known.flops(args, kwargs, output)
+        moved_bytes = 0
+        if known.moves:
+            written = sum(_bytes(tensor) for tensor in _tensors((output,)))
+            read = [min(_bytes(item.tensor), item.storage_bytes) for item in inputs]
+            if known.picks and read:
+                read[0] = min(read[0], written)
+            moved_bytes = written + sum(read)
+        if self.phase == "backward":
+            cost.backward_flops += flops
+            cost.backward_moved_bytes += moved_bytes
+        else:
+            cost.flops += flops
+            cost.moved_bytes += moved_bytes
+        if known.draws and self.phase != "optimizer" and known.has_drawn(args, kwargs):
+            self.random_draws[known.name] = None
 
     def __enter__(self) -> MemoryTracker:
         original = self._resize = torch.UntypedStorage.resize_
-        cells = self._cells
+        references_of_one_holder()  # can't be found out while an operation is dispatched
         tracker = self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            cell: Cell | None = cells.get(storage)
-            if cell is not None:
-                tracker._count(cell, storage.nbytes() - cell.size_bytes)
-                cell.size_bytes = storage.nbytes()
-                tracker._look()
+            tracker._resized(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # FSDP frees its storages so
@@ -280,50 +364,30 @@ class MemoryTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        """The ledger and its tape end here: what is freed later is not written down."""
         assert self._resize is not None
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._cells = {}
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _parts(tensor: Any) -> tuple[Tensor, ...]:
-    """The tensors whose storages hold it: itself, or a sparse one's indices and values."""
-    if not isinstance(tensor, Tensor):
-        return ()
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return ()
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments or outputs, those in lists included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
-def _without_draw(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a function that may draw random numbers draws none: dropout of probability zero, or out of training."""
-    values = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
-    if function._schema.name in ("aten::bernoulli_", "aten::bernoulli"):
-        return values.get("p") in (0, 0.0, 1, 1.0)
-    if "attention" in function._schema.name:
-        return not values.get("dropout_p", 0.0)
-    return values.get("train", values.get("training", True)) is False
-
-
-def _cpu_attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _cpu_attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
-
-
-#: Operations that torch's own table leaves out.
-_FORMULAS: dict[Any, Callable[..., Any]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-}
+def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
+    """The storages that hold a tensor."""
+    if type(tensor) is FakeTensor and tensor.layout is torch.strided:
+        return (tensor.untyped_storage(),)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return ()  # what vmap and grad wrap, operations see unwrapped
+    return storages(tensor)

@@ -1,0 +1,159 @@
+"""What the tracker recorded of a module → its blocks and the parts around them, in figures. Knows torch; no Lightning, no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from lightning_autopar.memory.attribution import Account, Places, account
+from lightning_autopar.memory.blocks import BlockWatcher, Record
+from lightning_autopar.memory.footprint import LayerFootprint, Moment
+from lightning_autopar.memory.operations import Cost
+from lightning_autopar.memory.tape import Tape
+from lightning_autopar.memory.tracker import MemoryTracker
+
+#: Blocks of one list and class that hold less than this share of the parameters and of the activations are no units of anything.
+_SHARE = 0.01
+
+#: (parameter, gradient, optimizer) bytes of a parameter.
+BytesOf = Callable[[nn.Parameter], tuple[int, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The parts of a traced step; see :class:`Footprint` for the fields."""
+
+    tape: Tape
+    blocks: tuple[LayerFootprint, ...]
+    outer: tuple[LayerFootprint, ...]
+    also_uses: tuple[tuple[int, str, int, int, int], ...]
+    moments: tuple[Moment, ...]
+    activation_bytes: int
+    flops: int
+    moved_bytes: int
+
+
+def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, bytes_of: BytesOf, *, batches: int) -> Layers:
+    """Attribute the recorded step.
+
+    Args:
+        module: the traced copy.
+        tracker: with the tape of the step.
+        watcher: its blocks.
+        bytes_of: of its parameters.
+        batches: how many batches the step took.
+    """
+    tape = tracker.tape
+    assert tape is not None
+    tape.batches = batches
+    candidates = [record for record in watcher.order if record.calls == 1]
+    first = account(Places(tape, _indices(candidates)).settled(tape, tracker.arrived, tracker.last_uses), len(candidates))
+    kept = _large_enough(module, candidates, tape, first)
+    places = Places(tape, kept)
+    settled = places.settled(tape, tracker.arrived, tracker.last_uses)
+    found = account(settled, len(places.blocks))
+    costs = _costs(tracker.costs, places, batches)
+    records: list[Record] = [watcher.order[index] for index in places.blocks]
+    owners, also_uses = _owners(module, tracker, places, records, bytes_of)
+    parts: list[LayerFootprint] = []
+    for part, own in enumerate(owners):
+        record = records[part // 2] if part % 2 else None
+        figures: dict[str, Any] = asdict(found.parts[part]) | costs[part]
+        if record is not None:
+            figures |= {"fqn": record.fqn, "recomputable": record.recomputable}
+        parts.append(replace(_held(own, bytes_of), **figures))
+    return Layers(
+        tape=settled,
+        blocks=tuple(parts[1::2]),
+        outer=tuple(parts[::2]),
+        also_uses=also_uses,
+        moments=tuple(dict.fromkeys(found.moments)),
+        activation_bytes=found.activation_bytes,
+        flops=sum(part.flops + part.backward_flops for part in parts),
+        moved_bytes=sum(cost.moved_bytes + cost.backward_moved_bytes for cost in tracker.costs.values()) // batches,
+    )
+
+
+def _indices(records: Iterable[Record]) -> set[int]:
+    return {record.index for record in records if record.index is not None}
+
+
+def _large_enough(module: nn.Module, candidates: list[Record], tape: Tape, found: Account) -> set[int]:
+    """Indices of the candidates whose lists hold enough of the parameters or activations to be worth a plan's while."""
+    places = Places(tape, _indices(candidates)).blocks
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    groups: dict[tuple[str, type], list[Record]] = {}
+    for record in candidates:
+        if record.index in places:
+            groups.setdefault((record.fqn.rpartition(".")[0], type(record.module)), []).append(record)
+    kept: set[int] = set()
+    for group in groups.values():
+        share = sum(p.numel() for record in group for p in record.module.parameters()) / max(1, elements)
+        saved = sum(found.parts[2 * places[index] + 1].activation_bytes for index in _indices(group))
+        if max(share, saved / max(1, found.activation_bytes)) >= _SHARE:
+            kept |= _indices(group)
+    return kept
+
+
+def _costs(costs: dict[int, Cost], places: Places, batches: int) -> list[dict[str, int]]:
+    """FLOPs and bytes moved of one batch, by part; the optimizer's left out."""
+    found = [dict.fromkeys(Cost.__slots__, 0) for _ in range(2 * len(places.blocks) + 1)]
+    for part, cost in costs.items():
+        if part >= 0:
+            of_part = found[places.part(part)]
+            for name in of_part:
+                of_part[name] += getattr(cost, name) // batches
+    return found
+
+
+def _owners(
+    module: nn.Module, tracker: MemoryTracker, places: Places, records: list[Record], bytes_of: BytesOf
+) -> tuple[list[list[tuple[Tensor, bool]]], tuple[tuple[int, str, int, int, int], ...]]:
+    """By part the parameters and buffers that are its own, and which other outer parts use which parameter."""
+    owners: list[list[tuple[Tensor, bool]]] = [[] for _ in range(2 * len(records) + 1)]
+    of_blocks: dict[int, int] = {}
+    for place, of_block in enumerate(records):
+        own = (*of_block.module.parameters(), *of_block.module.buffers())
+        of_blocks.update((id(tensor), 2 * place + 1) for tensor in own)
+    also_uses: dict[tuple[int, str, int, int, int], None] = {}
+    for name, tensor, is_parameter in (
+        *((name, parameter, True) for name, parameter in module.named_parameters()),
+        *((name, buffer, False) for name, buffer in module.named_buffers()),
+    ):
+        uses = list(dict.fromkeys(places.part(part) for part in tracker.uses.get(id(tensor), ())))
+        # What only blocks use, though it isn't theirs, belongs to the part before the first of them.
+        owner = of_blocks.get(id(tensor), uses[0] - uses[0] % 2 if uses else 0)
+        owners[owner].append((tensor, is_parameter))
+        if isinstance(tensor, nn.Parameter):
+            sizes = bytes_of(tensor)
+            also_uses.update(dict.fromkeys((part // 2, name, *sizes) for part in uses if part != owner and not part % 2))
+    return owners, tuple(also_uses)
+
+
+def _held(own: Collection[tuple[Tensor, bool]], bytes_of: BytesOf) -> LayerFootprint:
+    """The figures of a part that follow from its parameters and buffers."""
+    parameters = [cast(nn.Parameter, tensor) for tensor, is_parameter in own if is_parameter]
+    sizes = [bytes_of(parameter) for parameter in parameters]
+    return LayerFootprint(
+        fqn="",
+        recomputable=False,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=sum(size[0] for size in sizes),
+        gradient_bytes=sum(size[1] for size in sizes),
+        optimizer_bytes=sum(size[2] for size in sizes),
+        buffer_bytes=sum(_bytes(tensor) for tensor, is_parameter in own if not is_parameter),
+        parameter_rows=tuple(_rows(parameter) for parameter in parameters),
+    )
+
+
+def _rows(parameter: Tensor) -> tuple[int, int, bool]:
+    """Rows, bytes of a row, and whether it learns."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return rows, _bytes(parameter) // max(1, rows), parameter.requires_grad
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

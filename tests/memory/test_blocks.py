@@ -1,0 +1,120 @@
+"""Which modules are blocks, and what their hooks tell the ledger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_autopar.memory.blocks import BlockWatcher, batch_norms, find_blocks, tied_groups
+from lightning_autopar.memory.tracker import MemoryTracker
+from tests.memory.tapes import marks
+
+
+class Wide(nn.Module):
+    def __init__(self, *, gives: Any = lambda x, y: (x, y)) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.gives = gives
+
+    def forward(self, x: Tensor, y: Tensor, **_: Any) -> Any:
+        return self.gives(self.layer(x), y)
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+
+def watched(net: Chain) -> tuple[BlockWatcher, MemoryTracker]:
+    tracker = MemoryTracker(batch_size=4)
+    for parameter in net.parameters():
+        tracker.mark(parameter, "parameters")
+    return BlockWatcher(find_blocks(net), tracker), tracker
+
+
+def test_what_enters_and_leaves_a_block_is_noted() -> None:
+    net = Chain([Wide(), Wide()])
+    watcher, tracker = watched(net)
+    with tracker:
+        watcher.begin_step()
+        tracker.record()
+        tracker.enter("forward")
+        x, mask = torch.ones(4, 8), torch.ones(4, 8)
+        x, same = net.blocks[0](x, y=mask)
+        x, same = net.blocks[1](x, same, extra={"again": [x]})
+    assert tracker.tape is not None
+    numbers = {event.storage: event.size_bytes for event in tracker.tape if event.action == "allocate"}
+    notes = [[event.storage for event in tracker.tape if event.action == action] for action in ("input", "output")]
+    assert len(notes[0]) == 4  # two and two: a tensor that comes twice is noted once
+    assert len(notes[1]) == 4
+    assert notes[0][1] == notes[1][1] == notes[0][3] == notes[1][3]  # the mask is passed through
+    assert notes[1][0] == notes[0][2]
+    assert set(notes[0] + notes[1]) <= set(numbers)
+    assert marks(tracker.tape)[1:] == [("leave", -1), ("forward", 0), ("leave", 0), ("forward", 1), ("leave", 1)]
+    assert [record.calls for record in watcher.order] == [1, 1]
+    assert all(record.recomputable for record in watcher.order)
+
+
+@pytest.mark.parametrize(
+    ("block", "arguments"),
+    [
+        (Wide(gives=lambda x, y: [x, object()]), {}),
+        (Wide(), {"cache": object()}),
+        (Chain([nn.Linear(8, 8), nn.BatchNorm1d(8)]), {}),
+    ],
+)
+def test_blocks_that_may_not_run_twice(block: nn.Module, arguments: dict[str, Any]) -> None:
+    if isinstance(block, Chain):
+        norm = block.blocks[1]
+        block = Wide(gives=lambda x, y: norm(x))
+        block.norm = norm
+    net = Chain([block, Wide()])
+    watcher, tracker = watched(net)
+    with tracker:
+        watcher.begin_step()
+        tracker.enter("forward")
+        for part in net.blocks:
+            part(torch.ones(4, 8), torch.ones(4, 8), **(arguments if part is block else {}))
+    assert [record.recomputable for record in watcher.order] == [False, True]
+
+
+def test_a_second_call_in_a_step_leaves_no_marks() -> None:
+    net = Chain([Wide(), Wide()])
+    watcher, tracker = watched(net)
+    with tracker:
+        tracker.record()
+        for _ in range(2):
+            watcher.begin_step()
+            tracker.enter("forward")
+            x, y = torch.ones(4, 8), torch.ones(4, 8)
+            for block in (*net.blocks, net.blocks[0]):
+                x, y = block(x, y)
+    assert [record.calls for record in watcher.order] == [2, 1]
+    assert tracker.tape is not None
+    assert marks(tracker.tape).count(("forward", 0)) == 2
+    assert marks(tracker.tape).count(("forward", 1)) == 2
+
+
+def test_calls_in_backward_are_the_users_own_recomputation() -> None:
+    net = Chain([Wide(), Wide()])
+    watcher, tracker = watched(net)
+    with tracker:
+        watcher.begin_step()
+        tracker.record()
+        tracker.enter("backward")
+        net.blocks[0](torch.ones(4, 8), torch.ones(4, 8))
+    assert tracker.tape is not None
+    assert not [event for event in tracker.tape if event.action == "forward"]
+    assert watcher.order == []
+
+
+def test_names_of_what_is_special() -> None:
+    tied = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "still": nn.BatchNorm1d(4).eval()})
+    tied["b"].weight = tied["a"].weight
+    assert tied_groups(tied) == (("a.weight", "b.weight"),)
+    assert list(batch_norms(tied)) == ["norm"]
+    assert find_blocks(tied) == {}
