@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich import box
@@ -41,22 +40,12 @@ def by_layer(footprint: Footprint) -> Table:
     table.add_column("")
     for title in ("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs"):
         table.add_column(title, justify="right")
-    for _, group in groupby(_parts(footprint), key=lambda part: (bool(part[0]), _figures(part[1]))):
+    shown = [(name, part) for name, part in footprint.parts() if part.parameter_bytes or part.activation_bytes or part.flops]
+    for _, group in groupby(shown, key=lambda item: _figures(item[1])):
         parts = list(group)
-        names = [name or "(outside of blocks)" for name, _ in parts]
-        many = f" … {names[-1]} ({len(names)}×)" if len(names) > 1 else ""
-        table.add_row(names[0] + many, *_figures(parts[0][1]))
+        many = f" … {parts[-1][0]} ({len(parts)}×)" if len(parts) > 1 else ""
+        table.add_row(parts[0][0] + many, *_figures(parts[0][1]))
     return table
-
-
-def _parts(footprint: Footprint) -> Iterable[tuple[str, LayerFootprint]]:
-    """Blocks by name and, where they take anything, the parts around them, in the order in which they run."""
-    outer: Sequence[LayerFootprint] = footprint.outer or (LayerFootprint(fqn=""),) * (len(footprint.blocks) + 1)
-    for index, around in enumerate(outer):
-        if around.parameter_bytes or around.activation_bytes or around.flops:
-            yield "", around
-        if index < len(footprint.blocks):
-            yield footprint.blocks[index].fqn, footprint.blocks[index]
 
 
 def _figures(layer: LayerFootprint) -> tuple[str, ...]:

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from lightning_autopar.memory.allocator_options import AllocatorOptions
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.planning.timing import RateSource, catalogue_rates, idle_share, pair_bandwidths
 from lightning_autopar.plans import BUILT_ENGINES, ENGINES, Engine, Plan
 
@@ -65,6 +67,8 @@ class Constraints:
         split: what was found out about splitting the batch; None where there was nothing to find out.
         split_batch: whether ranks share the batch; if not, each takes a whole one, as in Lightning's own strategies.
         precision: Lightning's name of the precision, for the speed of devices.
+        residuals: what earlier runs of the module were measured to take, by which predictions are corrected.
+        allocator: settings of torch's allocator on the devices.
 
     Raises:
         ValueError: if a value is out of its bounds.
@@ -82,6 +86,8 @@ class Constraints:
     split: SplitFinding | None = None
     split_batch: bool = True
     precision: str = "32-true"
+    allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
+    residuals: Residuals = field(default_factory=Residuals)
 
     def __post_init__(self) -> None:
         check_allow(self.allow)
@@ -283,6 +289,7 @@ def build_plan(
         devices=tuple(device.id for device in ranks),
         reshard_after_forward=reshard if engine == "fsdp" else None,
         shard=shard,
+        zero_stage=2 if engine == "zero" else None,
         reasons=tuple(reasons),
     )
 
@@ -414,4 +421,13 @@ def _widest(engine: Engine, footprint: Footprint, inventory: Inventory, constrai
     freest = _freest_first(inventory.devices, constraints)
     same = [device for device in freest if device.kind == freest[0].kind]
     devices = same[:1] if engine == "single" else same[: constraints.max_devices or len(same)]
+    blocks = footprint.blocks
+    if engine == "pipeline":
+        devices = devices[: max(1, len(blocks))]
+        if len(devices) == 1:  # No pipeline can be written down.
+            return build_plan("single", devices, footprint, inventory, constraints, reshard=True)
+        cuts = tuple(blocks[len(blocks) * stage // len(devices)].fqn for stage in range(1, len(devices)))
+        plan = build_plan("single", devices[:1], footprint, inventory, constraints, reshard=True)
+        ids = tuple(device.id for device in devices)
+        return replace(plan, engine=engine, devices=ids, cuts=cuts, schedule="1f1b", reasons=(_ENGINE_REASONS[engine],))
     return build_plan(engine, devices, footprint, inventory, constraints, reshard=True)

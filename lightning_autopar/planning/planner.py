@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from lightning_autopar.memory.footprint import Footprint
@@ -22,6 +23,7 @@ from lightning_autopar.planning.candidates import (
     split_notes,
     with_recompute,
 )
+from lightning_autopar.planning.finalists import Finalists
 from lightning_autopar.planning.report import Candidate, DeviceNeed, NothingFits, Report, device_label
 from lightning_autopar.planning.scaling import scaled
 from lightning_autopar.planning.timing import RateSource, predict_seconds
@@ -46,6 +48,7 @@ def make_report(
 ) -> Report:
     """Every candidate with its prediction, in order, and the best of those that fit.
 
+    The best is found by the step's fullest moments, and confirmed by a replay of its allocations where the step was taped.
     A plan fits if on each of its devices the larger of what it allocates and reserves, with the footprint's margin,
     stays within what is free (or the limit), less the memory margin; and if on CPU devices all ranks together stay within the
     host's free memory. With ``objective="speed"`` the order is by seconds a step, then fewer devices, then the simpler
@@ -64,7 +67,7 @@ def make_report(
     """
     if not inventory.devices:
         raise ValueError("there is no device to plan for; see `lightning-autopar devices` for what was found, or give devices='2xcpu:4GiB'")
-    search = _Search(footprint, inventory, constraints, predict or _predict_bytes, rates)
+    search = _Search(footprint, inventory, constraints, predict or partial(_predict_bytes, precision=constraints.precision), rates)
     if constraints.pinned is not None:
         candidates = [search.pinned(constraints.pinned)]
     else:
@@ -82,17 +85,18 @@ def make_report(
         best_index=best,
         advice=advice,
         budgets=search.budget,
+        residuals=constraints.residuals,
     )
     if best is None:
         raise NothingFits(report)
     return report
 
 
-def _predict_bytes(footprint: Footprint, plan: Plan, inventory: Inventory) -> Mapping[str, DeviceNeed]:
+def _predict_bytes(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision: str) -> Mapping[str, DeviceNeed]:
     """The default: what memory/ predicts."""
     from lightning_autopar.memory.predict import predict
 
-    return predict(footprint, plan, inventory)
+    return predict(footprint, plan, inventory, precision=precision)
 
 
 class _Search:
@@ -108,6 +112,7 @@ class _Search:
         self.rates = rates
         self.device = {device.id: device for device in inventory.devices}
         self.budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}
+        self.finalists = Finalists(footprint, inventory, constraints, self.budget)
 
     def best(self) -> Candidate | None:
         """The best that fits."""
@@ -133,7 +138,7 @@ class _Search:
                 key = self._configuration(one.plan)
                 if key not in kept or self.order(one) < self.order(kept[key]):
                     kept[key] = one
-        return sorted(kept.values(), key=self.order) + ruled_out
+        return self.finalists.decide(kept.values(), self.order, self._shortage) + ruled_out
 
     def least_recompute(self, plain: Candidate) -> list[Candidate]:
         """The plan with as few recomputed blocks as let it fit, where that is fewer than all; found by bisection."""
@@ -151,12 +156,21 @@ class _Search:
     def evaluate(self, option: Option) -> Candidate:
         """A plan's prediction, and whether it fits."""
         footprint = self._footprint_of(option.plan)
-        sizes = self.predict(footprint, option.plan, self.inventory)
+        raw = self.predict(footprint, option.plan, self.inventory)
+        sizes, learned = self.constraints.residuals.corrected(option.plan, raw)
         needs = {device: math.ceil(max(size.allocated, size.reserved) * (1 + footprint.margin)) for device, size in sizes.items()}
         seconds = predict_seconds(footprint, option.plan, self.inventory, precision=self.constraints.precision, rates=self.rates)
         reason = self._shortage(needs)
         return Candidate(
-            plan=option.plan, fits=reason is None, reason=reason, bytes=sizes, needs=needs, seconds=seconds, notes=option.notes
+            plan=option.plan,
+            fits=reason is None,
+            reason=reason,
+            bytes=sizes,
+            raw=raw,
+            needs=needs,
+            seconds=seconds,
+            notes=option.notes,
+            learned=learned,
         )
 
     def _footprint_of(self, plan: Plan) -> Footprint:
@@ -220,7 +234,8 @@ class _Search:
             ValueError: if it can't be run here whatever the memory.
         """
         self._check_pinned(plan)
-        return self.evaluate(Option(plan=plan, notes=() if plan.world_size == 1 else split_notes(self.constraints)))
+        candidate = self.evaluate(Option(plan=plan, notes=() if plan.world_size == 1 else split_notes(self.constraints)))
+        return self.finalists.decide([candidate], self.order, self._shortage)[0]
 
     def _check_pinned(self, plan: Plan) -> None:
         """What speaks against a pinned plan other than memory."""
@@ -229,6 +244,11 @@ class _Search:
             raise ValueError(f"the pinned plan names {', '.join(map(repr, missing))}, which isn't there; there are: {there}")
         if plan.engine not in BUILT_ENGINES:
             raise ValueError(f"the pinned plan's engine {plan.engine!r} is not built yet; choose one of {', '.join(BUILT_ENGINES)}")
+        unbuilt = {"micro_batches": plan.micro_batches > 1, "replicas": plan.replicas > 1, "offload": bool(plan.offload)}
+        for name in (name for name, asked in unbuilt.items() if asked):
+            value = getattr(plan, name)
+            can = "which can be predicted, but not run yet; leave it out"
+            raise ValueError(f"the pinned plan {plan.title()!r} has {name}={value!r}, {can}")
         # One rank of DDP or FSDP needs none of what several do.
         engine = "single" if plan.world_size == 1 and plan.engine in self.constraints.allow else plan.engine
         constraints = self.constraints if engine == plan.engine else replace(self.constraints, allow=("single", plan.engine))
@@ -266,6 +286,9 @@ def _explained(candidates: list[Candidate]) -> Candidate:
         reasons.append(f"replicas: {replicas.plan.title()} {_against(replicas)}")
     if plan.recompute and (without := next((one for one in candidates if _without_recompute(plan, one.plan)), None)):
         reasons.append(f"without recomputation it {_against(without)}")
+    if best.replayed:
+        lost = max(size.reserved - size.allocated - getattr(size, "context", 0) for size in best.bytes.values())
+        reasons.append(f"its allocations were replayed: the allocator holds {format_bytes(lost)} beside its tensors")
     only = "the only plan that fits" if len(fitting) == 1 else f"the best of {len(fitting)} plans that fit"
     reasons.append(f"{only}: {format_seconds(best.step_seconds)} a step" + (f"; next: {_next(fitting[1])}" if len(fitting) > 1 else ""))
     return replace(best, plan=replace(plan, reasons=tuple(reasons)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.planning.timing import Seconds
 from lightning_autopar.plans import Plan
 from lightning_autopar.units import format_bytes, format_seconds
@@ -51,19 +52,25 @@ class Candidate:
         plan: what is predicted.
         fits: whether it can be taken.
         reason: why not, one sentence; None where it fits.
-        bytes: predicted bytes by device id; empty where a plan is ruled out before any prediction.
+        bytes: predicted bytes by device id, corrected by what earlier runs took; empty where a plan is ruled out before any prediction.
+        raw: the same before the correction: what a run is compared with, for the next one.
         needs: by device id, the bytes that must be there for it: the prediction with what the footprint may miss.
         seconds: predicted seconds of a step; None where there is no prediction.
         notes: what a reader should know, a sentence each.
+        learned: how earlier runs correct the prediction, a sentence each.
+        replayed: whether the allocations of its steps were replayed, which says to some MiB what the allocator holds.
     """
 
     plan: Plan
     fits: bool
     reason: str | None = None
     bytes: Mapping[str, DeviceNeed] = field(default_factory=dict)
+    raw: Mapping[str, DeviceNeed] = field(default_factory=dict)
     needs: Mapping[str, int] = field(default_factory=dict)
     seconds: Seconds | None = None
     notes: tuple[str, ...] = ()
+    learned: tuple[str, ...] = ()
+    replayed: bool = False
 
     def __post_init__(self) -> None:
         assert self.fits == (self.reason is None), "a candidate fits, or says in one sentence why it doesn't"
@@ -84,7 +91,8 @@ class Candidate:
                 device: {**need.to_dict(), "allocated": need.allocated, "reserved": need.reserved} for device, need in self.bytes.items()
             },
             "seconds": self.seconds.to_dict() if self.seconds else {},
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self.learned],
+            "replayed": self.replayed,
         }
 
 
@@ -99,6 +107,7 @@ class Report:
         best_index: which of them is to be run; None where nothing fits.
         advice: what would make something fit, or fit better, a sentence each.
         budgets: bytes that a plan may use, by device id.
+        residuals: what earlier runs were measured to take, by which the predictions are corrected.
     """
 
     inventory: Inventory
@@ -107,6 +116,7 @@ class Report:
     best_index: int | None
     advice: tuple[str, ...] = ()
     budgets: Mapping[str, int] = field(default_factory=dict)
+    residuals: Residuals = field(default_factory=Residuals)
 
     @property
     def best_candidate(self) -> Candidate | None:
@@ -219,7 +229,7 @@ class Report:
         if candidate.bytes:
             reason = reason.partition(" (")[0]  # how the budget came to be is the same for all, and long
         why = [reason] if reason else ["chosen, see below"] if index == self.best_index else []
-        return rank, plan.title(), devices, self._memory_words(candidate), step, "; ".join((*why, *candidate.notes))
+        return rank, plan.title(), devices, self._memory_words(candidate), step, "; ".join((*why, *candidate.notes, *candidate.learned))
 
     def _memory_words(self, candidate: Candidate) -> str:
         """The fullest device: ``"3.1 / 3.8 GiB 82%"``."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
-from lightning_autopar.memory.footprint import Footprint
+import numpy as np
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.tape import KINDS, Tape
+
+#: What of a tape grows with the batch.
+_GROWING = tuple(KINDS.index(kind) for kind in ("input", "activations", "temporary"))
 
 
 def scaled(footprint: Footprint, batch_size: int) -> Footprint:
     """The footprint at a batch of so many samples: activations, input and FLOPs in proportion, what has a fixed size left as it is.
 
     Temporaries go down to no less than the parameters' size: an optimizer's don't depend on the batch. A batch without a
-    batch dimension counts as one sample.
+    batch dimension counts as one sample. A validation step grows along, but doesn't shrink: its loader has a batch size of its own.
 
     Args:
         footprint: as traced.
@@ -22,19 +30,14 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
 
     def part(size: int, fixed: int = 0) -> int:
         """That share of what isn't fixed, rounded up."""
+        fixed = min(fixed, size)
         return fixed + -(-(size - fixed) * share.numerator // share.denominator)
 
-    fixed = min(sum(block.fixed_bytes for block in footprint.blocks), footprint.activation_bytes)
-    blocks = tuple(
-        replace(
-            block,
-            activation_bytes=part(block.activation_bytes, block.fixed_bytes),
-            input_bytes=part(block.input_bytes),
-            input_extra_bytes=part(block.input_extra_bytes),
-            flops=part(block.flops),
-        )
-        for block in footprint.blocks
-    )
+    evaluation = footprint.evaluation_bytes
+    moved = sum(layer.moved_bytes + layer.backward_moved_bytes for layer in (*footprint.blocks, *footprint.outer))
+    optimizer_moved = max(0, footprint.moved_bytes - moved) if footprint.outer else 0
+    blocks, outer = (tuple(_layer(layer, part) for layer in layers) for layers in (footprint.blocks, footprint.outer))
+    moved_after = sum(layer.moved_bytes + layer.backward_moved_bytes for layer in (*blocks, *outer))
     moments = tuple(
         replace(moment, activation_bytes=part(moment.activation_bytes), temporary_bytes=part(moment.temporary_bytes))
         for moment in footprint.moments
@@ -42,10 +45,41 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
     return replace(
         footprint,
         batch_size=batch_size,
-        activation_bytes=part(footprint.activation_bytes, fixed),
+        activation_bytes=part(footprint.activation_bytes, sum(block.fixed_bytes for block in footprint.blocks)),
         temporary_bytes=max(part(footprint.temporary_bytes), min(footprint.temporary_bytes, footprint.parameter_bytes)),
         input_bytes=part(footprint.input_bytes),
         flops=part(footprint.flops),
+        moved_bytes=moved_after + optimizer_moved if footprint.outer else part(footprint.moved_bytes),
         blocks=blocks,
+        outer=outer,
         moments=moments,
+        tape=None if footprint.tape is None else _tape(footprint.tape, share),
+        evaluation_bytes=None if evaluation is None else max(evaluation, part(evaluation)),
     )
+
+
+def _layer(layer: LayerFootprint, part: Callable[..., int]) -> LayerFootprint:
+    """A block or an outer part; what it reads and writes of parameters and gradients is as much at any batch."""
+    weights = layer.parameter_bytes
+    return replace(
+        layer,
+        activation_bytes=part(layer.activation_bytes, layer.fixed_bytes),
+        input_bytes=part(layer.input_bytes),
+        input_extra_bytes=part(layer.input_extra_bytes),
+        output_bytes=part(layer.output_bytes),
+        flops=part(layer.flops),
+        backward_flops=part(layer.backward_flops),
+        forward_peak_bytes=part(layer.forward_peak_bytes, layer.fixed_bytes),
+        forward_unsaved_bytes=part(layer.forward_unsaved_bytes, layer.fixed_bytes),
+        backward_peak_bytes=part(layer.backward_peak_bytes, layer.fixed_bytes),
+        moved_bytes=part(layer.moved_bytes, weights),
+        backward_moved_bytes=part(layer.backward_moved_bytes, weights + layer.gradient_bytes),
+    )
+
+
+def _tape(tape: Tape, share: Fraction) -> Tape:
+    """The same events with other sizes."""
+    sizes, kinds = np.array(tape.sizes, dtype=np.int64), np.array(tape.kinds, dtype=np.int8)
+    growing = np.isin(kinds, _GROWING)
+    sizes[growing] = -(-sizes[growing] * share.numerator // share.denominator)
+    return replace(tape, sizes=array("q", sizes.tobytes()))

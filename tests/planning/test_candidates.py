@@ -194,6 +194,13 @@ def test_engines_that_are_not_allowed_not_built_or_excluded_are_rejected_once_ea
     }
 
 
+@pytest.mark.parametrize(("devices", "title"), [(2, "pipeline 2 stages, 1f1b ×1"), (3, "pipeline 2 stages, 1f1b ×1"), (1, "single")])
+def test_a_pipeline_that_is_refused_is_written_as_one_where_it_can_be(devices: int, title: str) -> None:
+    here = inventory(*(cpu(index) for index in range(devices)))
+    found = [one for one in options(footprint(blocks=2), here, allow=("pipeline",)) if "not built" in (one.rejection or "")]
+    assert [(option.plan.title(), option.rejection) for option in found] == [(title, "engine 'pipeline' is not built yet")]
+
+
 def test_processes_that_are_there_already_leave_no_plan_with_one_device() -> None:
     assert rejections(options(min_devices=2)) == {"single": "2 processes were started, and each has to have a device"}
 

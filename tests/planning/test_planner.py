@@ -166,7 +166,18 @@ def test_a_pinned_plan_of_one_fsdp_rank_needs_no_second_device() -> None:
     ("plan", "constraints", "message"),
     [
         ({"engine": "single", "devices": ("cpu:7",)}, {}, r"names 'cpu:7', which isn't there; there are: cpu:0, cpu:1"),
-        ({"engine": "zero", "devices": ("cpu:0",)}, {}, "'zero' is not built yet"),
+        ({"engine": "zero", "devices": ("cpu:0",), "zero_stage": 2}, {}, "'zero' is not built yet"),
+        ({"engine": "single", "devices": ("cpu:0",), "micro_batches": 2}, {}, "micro_batches=2, which can be predicted, but not run yet"),
+        (
+            {"engine": "fsdp", "devices": ("cpu:0", "cpu:1", "cpu:2", "cpu:3"), "reshard_after_forward": True, "replicas": 2},
+            {},
+            "replicas=2, which can be predicted",
+        ),
+        (
+            {"engine": "fsdp", "devices": ("cpu:0", "cpu:1"), "reshard_after_forward": True, "offload": ("optimizer", "parameters")},
+            {},
+            "offload=.'optimizer', 'parameters'., which can be predicted",
+        ),
         ({"engine": "ddp", "devices": ("cpu:0", "cpu:1")}, {"allow": ("single",)}, r"not in allow=\['single'\]"),
         ({"engine": "fsdp", "devices": ("cpu:0",), "reshard_after_forward": True}, {"allow": ("single",)}, r"not in allow=\['single'\]"),
         (
@@ -188,7 +199,7 @@ def test_a_pinned_plan_of_one_fsdp_rank_needs_no_second_device() -> None:
     ],
 )
 def test_a_pinned_plan_that_cannot_be_run_here_is_an_error(plan: dict[str, Any], constraints: dict[str, Any], message: str) -> None:
-    here = inventory(cpu(0), cpu(1), gpu(0)) if "GPU" in str(plan) else None
+    here = inventory(cpu(0), cpu(1), gpu(0)) if "GPU" in str(plan) else inventory(cpu(0), cpu(1), cpu(2), cpu(3))
     with pytest.raises(ValueError, match=message) as caught:
         report(here=here, pinned=Plan(**plan), **constraints)
     assert not isinstance(caught.value, NothingFits)

@@ -30,7 +30,7 @@ def test_json_has_the_documented_shape() -> None:
     assert {"parameters", "bytes", "flops", "assumptions"} <= set(data["footprint"])
     assert data["best"] == 0
     for candidate in data["candidates"]:
-        assert set(candidate) == {"plan", "fits", "reason", "bytes", "seconds", "notes"}
+        assert set(candidate) == {"plan", "fits", "reason", "bytes", "seconds", "notes", "replayed"}
         assert candidate["fits"] == (candidate["reason"] is None)
         assert Plan.from_dict(candidate["plan"]).to_dict() == candidate["plan"]
         if candidate["bytes"]:
@@ -76,7 +76,7 @@ def test_brackets_of_reasons_are_not_markup() -> None:
 
 
 def test_long_lists_collapse_but_every_engine_shows() -> None:
-    step = footprint(batch_size=64, parameter_bytes=12 * GIB, activation_bytes=8 * GIB, flops=10**15)
+    step = footprint(batch_size=64, parameter_bytes=8 * GIB, activation_bytes=8 * GIB, flops=10**15)
     text = str(report(step, parse_spec("8xH100-80GB")))
     assert lines(text, "more that fit")
     assert lines(text, "more that don't fit")

@@ -1,0 +1,188 @@
+"""A rank of a pipeline plays its stages' parts of the tape, micro-batch by micro-batch, in the order of the schedule. Knows no planner.
+
+As ``torch.distributed.pipelining`` runs them (torch 2.13, ``stage.py``): buffers for what a stage receives are there for every micro-batch
+from the start, and stay; until its backward, a micro-batch keeps what forward saved and the stage's output; what was sent back stays until
+the schedule's end, under 1F1B until the next is sent. No old gradients are there when the schedule begins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.machine import Machine
+from lightning_autopar.memory.parts import parts_of
+from lightning_autopar.memory.play import Whole
+from lightning_autopar.memory.schedules import Action
+from lightning_autopar.memory.script import Change, Part, Script
+from lightning_autopar.plans import Schedule
+
+#: What an optimizer keeps of this size or less isn't of a parameter's shape, but a number (of steps).
+_SCALAR_BYTES = 8
+
+
+class Stages(Whole):
+    """A rank of a pipeline.
+
+    Args:
+        machine: its device.
+        script: the step.
+        footprint: whose step it is, with its tape.
+        rows: samples of each micro-batch.
+        recompute: indices of the blocks that keep only what enters them.
+        borders: with which part of the tape each stage begins, and how many there are (outer part i is number 2i, block i is 2i + 1).
+        actions: what the rank does in a step, in order.
+        schedule: whose order it is.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        script: Script,
+        footprint: Footprint,
+        rows: Sequence[int],
+        recompute: frozenset[int],
+        *,
+        borders: Sequence[int],
+        actions: Sequence[Action],
+        schedule: Schedule,
+    ) -> None:
+        super().__init__(machine, script, footprint, rows, recompute)
+        assert footprint.tape is not None, "there is a script of it"
+        self.actions = actions
+        self.schedule = schedule
+        self.stages = sorted({action.stage for action in actions})
+        self._parts: dict[tuple[bool, int], list[Part]] = {}
+        for part in script.parts:
+            number = 2 * part.index + 2 if part.mark == "leave" else 2 * part.index + (part.mark != "return")
+            stage = next(stage for stage in range(len(borders) - 1) if borders[stage] <= number < borders[stage + 1])
+            self._parts.setdefault((part.mark in ("forward", "leave"), stage), []).append(part)
+        sizes = parts_of(footprint.tape, len(footprint.blocks))
+        crossing = [[one.size for one in sizes[border].crossing] if 0 < border < len(sizes) else [] for border in borders]
+        self._received = {stage: crossing[stage] for stage in self.stages}
+        self._sent = {stage: crossing[stage + 1] for stage in self.stages}
+        self._anew = {stage: sizes[borders[stage]].anew for stage in self.stages if stage}
+        self._layers = {stage: _layers(footprint, borders[stage], borders[stage + 1]) for stage in self.stages}
+        shared = {stage: [use for use in footprint.also_uses if borders[stage] <= 2 * use[0] < borders[stage + 1]] for stage in self.stages}
+        #: Of parameters that another part holds on the tape, whose gradients are complete there only.
+        self._shared_gradients = {stage: sum(use[3] for use in uses) for stage, uses in shared.items()}
+        everything = _sizes(_layers(footprint, 0, borders[-1]))
+        self._own = {stage: [*_sizes(self._layers[stage]), *(use[2] for use in shared[stage])] for stage in self.stages}
+        held, there = Counter(size for sizes_of in self._own.values() for size in sizes_of), Counter(everything)
+        self._portion = {size: held[size] / count for size, count in there.items()}
+        self._portion_of_all = sum(held.values()) / max(1, len(everything))
+        self._share_of_all = sum(map(sum, self._own.values())) / max(1, sum(everything))
+        self._met: Counter[int] = Counter()
+        self._made = {stage: self._storages(stage) for stage in self.stages}
+        self._handed_on = {stage: self._to_be_added(stage) for stage in self.stages}
+
+    def _storages(self, stage: int) -> set[int]:
+        """What the stage makes, but for gradients."""
+        changes = [change for way in (True, False) for part in self._parts.get((way, stage), ()) for change in part.changes]
+        lives_on = {change.storage for change in changes if change.kind == "gradients"}
+        return {change.storage for change in changes if change.action == "allocate"} - lives_on
+
+    def _to_be_added(self, stage: int) -> set[int]:
+        """Gradients that wait on the tape for another part's, as their parameter is shared: a stage adds them to its own at once."""
+        changes = [change for part in self._parts.get((False, stage), ()) for change in part.changes]
+        made = {change.storage for change in changes if change.action == "allocate" and change.kind == "fixed"}
+        return made - {change.storage for change in changes if change.action != "allocate"}
+
+    def start(self) -> None:
+        """Parameters and buffers of its stages; the buffers to receive into."""
+        for stage in self.stages:
+            for number, size_bytes in enumerate(self._own[stage]):
+                self.machine.hold(("parameter", stage, number), size_bytes, "parameters")
+            for number, layer in enumerate(self._layers[stage]):
+                self.machine.hold(("buffers", stage, number), layer.buffer_bytes, "buffers")
+            for micro, rows in enumerate(self.rows):
+                for number, size in enumerate((*self._received[stage], *self._sent[stage])):
+                    self.machine.hold(("receives", stage, micro, number), size.at(self._share(rows)), "communication")
+
+    def _share(self, rows: int) -> float:
+        return rows / self.footprint.batch_size if self.footprint.batch_size else 1.0
+
+    def keeps(self, change: Change) -> bool:
+        """The batch; what belongs to parameters is held by stage."""
+        return change.kind == "input"
+
+    def step(self) -> None:
+        """Play the schedule once, then the optimizer."""
+        for change in self.script.before:
+            if change.kind == "gradients":
+                self.machine.drop(change.storage)
+        for stage in self.stages:
+            self.machine.drop(("shared gradients", stage))
+        self.arrive()
+        for work, stage, micro in self.actions:
+            self.micro = micro
+            for part in self._parts.get((work == "forward", stage), ()):
+                self.play(part)
+                for storage in self._handed_on[stage].intersection(change.storage for change in part.changes):
+                    self.machine.drop(self.key(storage))
+            self._end_backward()
+            if work == "forward":
+                if stage:
+                    self.machine.hold(("anew", stage, self.micro), self._anew[stage].at(self._share(self.rows[self.micro])), "activations")
+                continue
+            self._after_backward(stage)
+        for stage in self.stages:
+            for micro in range(len(self.rows)):
+                self.machine.drop(("sent", stage, micro))
+        self.micro = 0
+        self.update()
+        self.depart()
+
+    def _after_backward(self, stage: int) -> None:
+        """What the micro-batch had goes; what is sent on stays for a while."""
+        machine = self.machine
+        for storage in self._made[stage]:
+            machine.drop(self.key(storage))
+        machine.drop(("anew", stage, self.micro))
+        if ("shared gradients", stage) not in machine:
+            machine.hold(("shared gradients", stage), self._shared_gradients[stage], "gradients")
+        share = self._share(self.rows[self.micro])
+        lingering = sum(size.at(share) for size in self._received[stage])
+        if self.schedule == "1f1b":
+            machine.drop(("sent", stage, self.micro - 1))
+        elif self.schedule == "interleaved_1f1b":
+            lingering += sum(size.at(share) for size in self._sent[stage])
+        machine.hold(("sent", stage, self.micro), lingering, "communication")
+
+    def update(self) -> None:
+        """The optimizer sees the parameters of its own stages."""
+        self._met.clear()
+        if self.steps == 0:
+            for number, change in enumerate(self.script.before):
+                if change.kind == "optimizer":
+                    self.machine.hold(("state", number), self._part_of(change.size_bytes), "optimizer")
+        self._met.clear()
+        parts: dict[int, int] = {}
+        for change in self.script.update.changes:
+            if change.action == "allocate" and change.kind != "optimizer":
+                parts[change.storage] = self._part_of(change.size_bytes)
+        self._apply([_resized(change, parts) for change in self.script.update.changes if change.storage in parts], updating=True)
+
+    def _part_of(self, size_bytes: int) -> int:
+        """Of a tensor as large as some parameters: all of it, as often as those are this rank's; else its share."""
+        if size_bytes in self._portion or size_bytes <= _SCALAR_BYTES:
+            portion = self._portion.get(size_bytes, self._portion_of_all)
+            self._met[size_bytes] += 1
+            met = self._met[size_bytes]
+            return size_bytes if int(met * portion + 1e-9) > int((met - 1) * portion + 1e-9) else 0
+        return int(size_bytes * self._share_of_all)
+
+
+def _resized(change: Change, sizes: Mapping[int, int]) -> Change:
+    return change._replace(size_bytes=sizes[change.storage], grows=False) if change.action == "allocate" else change
+
+
+def _layers(footprint: Footprint, begin: int, end: int) -> list[LayerFootprint]:
+    """The parts of those numbers."""
+    return [footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2] for number in range(begin, end)]
+
+
+def _sizes(layers: Sequence[LayerFootprint]) -> list[int]:
+    """Bytes of each of their parameters."""
+    return [rows * row_bytes for layer in layers for rows, row_bytes, _ in layer.parameter_rows]

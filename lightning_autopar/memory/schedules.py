@@ -1,0 +1,91 @@
+"""The order in which a pipeline's rank runs its stages' micro-batches. Arithmetic on indices: knows neither sizes nor torch.
+
+As ``torch.distributed.pipelining`` runs them (torch 2.13, ``schedules.py``): the single-stage schedules by their ``_step_microbatches``,
+the others by the algorithm of the papers cited there. The tests compare with what torch's own classes say.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from lightning_autopar.plans import Schedule
+
+Work = Literal["forward", "backward", "input", "weight"]
+
+
+class Action(NamedTuple):
+    """One piece of a rank's work.
+
+    Args:
+        work: ``"forward"``; ``"backward"`` in one piece, or its two halves, the ``"input"``'s gradient and the ``"weight"``s'.
+        stage: index of the stage in the pipeline.
+        micro_batch: which one.
+    """
+
+    work: Work
+    stage: int
+    micro_batch: int
+
+
+@lru_cache(maxsize=1024)
+def rank_actions(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
+    """What a rank does in one step, in order.
+
+    Args:
+        schedule: of the plan.
+        rank: within its pipeline.
+        ranks: of the pipeline.
+        stages: of the pipeline; stage ``s`` runs on rank ``s mod ranks``.
+        micro_batches: of a step.
+    """
+    if schedule == "gpipe":
+        forwards = [Action("forward", rank, index) for index in range(micro_batches)]
+        return (*forwards, *(Action("backward", rank, index) for index in range(micro_batches)))
+    if schedule == "1f1b":
+        return _one_forward_one_backward(rank, stages, micro_batches)
+    return _interleaved(rank, ranks, stages // ranks, micro_batches, split=schedule == "zero_bubble")
+
+
+def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
+    """PipeDream-flush (https://arxiv.org/abs/2006.09503): the later the stage, the fewer forwards before its first backward."""
+    ahead = min(micro_batches, stages - stage)
+    actions = [Action("forward", stage, index) for index in range(ahead)]
+    for index in range(micro_batches):
+        actions.append(Action("backward", stage, index))
+        if index + ahead < micro_batches:
+            actions.append(Action("forward", stage, index + ahead))
+    return tuple(actions)
+
+
+def _interleaved(rank: int, ranks: int, local: int, micro_batches: int, *, split: bool) -> tuple[Action, ...]:
+    """Interleaved 1F1B (https://arxiv.org/abs/2104.04473), or ZB-H1 over its order (https://arxiv.org/abs/2401.10241).
+
+    Args:
+        local: stages of the rank.
+        split: whether backward is in two halves, the weights' later by as many as the rank's index.
+    """
+    per_round = micro_batches // max(1, micro_batches // ranks)
+    total = local * micro_batches
+    ahead = min((local - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank), total)
+    counts: defaultdict[tuple[Work, int], int] = defaultdict(int)
+    actions: list[Action] = []
+
+    def do(work: Work, step: int) -> None:
+        index = step // per_round % local
+        stage = (index if work == "forward" else local - 1 - index) * ranks + rank
+        actions.append(Action(work, stage, counts[work, stage]))
+        counts[work, stage] += 1
+
+    for step in range(total + ahead):
+        if step < total:
+            do("forward", step)
+        if step >= ahead:
+            do("input" if split else "backward", step - ahead)
+            if split and step - ahead >= rank:
+                do("weight", step - ahead - rank)
+    if split:
+        for step in range(max(0, total - rank), total):
+            do("weight", step)
+    return tuple(actions)

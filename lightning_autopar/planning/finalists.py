@@ -1,0 +1,170 @@
+"""The best candidates are looked at once more: does the allocator get through their steps in what the devices have?
+
+The search predicts by a step's fullest moments and a rule of thumb for the allocator; here the step's allocations are replayed. CPU
+devices need none of it: their allocator gives back what is freed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.replay import Replayed, replay
+from lightning_autopar.memory.script import Script, read_script
+from lightning_autopar.planning.candidates import Constraints
+from lightning_autopar.planning.report import Candidate
+from lightning_autopar.plans import Engine
+from lightning_autopar.units import format_bytes
+
+#: How many events may be replayed in one search, two steps each: some tenths of a second. The best candidate is replayed in any case.
+_MOST_EVENTS = 100_000
+
+#: The engines whose first rank holds as much as any other.
+_ALIKE: tuple[Engine, ...] = ("single", "ddp", "fsdp")
+
+Order = Callable[[Candidate], tuple[object, ...]]
+#: The sentence that says where memory is missing, of what is needed by device; None where it suffices.
+Shortage = Callable[[Mapping[str, int]], str | None]
+
+
+class Finalists:
+    """Replays for one search, each configuration once.
+
+    Args:
+        footprint: what one step needs.
+        inventory: the devices.
+        constraints: with the allocator's settings.
+        budget: bytes that a plan may use, by device.
+    """
+
+    def __init__(self, footprint: Footprint, inventory: Inventory, constraints: Constraints, budget: Mapping[str, int]) -> None:
+        self.footprint = footprint
+        self.inventory = inventory
+        self.constraints = constraints
+        self.budget = budget
+        self._script: Script | None = None
+        self._played: dict[tuple[object, ...], Replayed] = {}
+        self._events = 0
+
+    def decide(self, candidates: Iterable[Candidate], order: Order, shortage: Shortage) -> list[Candidate]:
+        """The candidates in order, those that may be the best replayed until one of them fits.
+
+        Args:
+            candidates: predicted by moments.
+            order: best first.
+            shortage: what is said of one that doesn't fit.
+        """
+        decided = list(candidates)
+        hopeful = [(order(replace(one, fits=True, reason=None)), number) for number, one in enumerate(decided) if self._may_fit(one)]
+        for _, number in sorted(hopeful):
+            if not self.can_replay(decided[number]):
+                if decided[number].fits:
+                    break
+                continue
+            if self._played and self._events >= _MOST_EVENTS:
+                break
+            decided[number] = self.check(decided[number], shortage)
+            if decided[number].fits:
+                break
+        return sorted(decided, key=order)
+
+    def can_replay(self, candidate: Candidate) -> bool:
+        """Whether its step was taped, its first rank speaks for all, and its devices have an allocator that keeps what is freed."""
+        return (
+            self.footprint.tape is not None
+            and candidate.plan.engine in _ALIKE
+            and all(isinstance(size, DeviceBytes) for size in candidate.bytes.values())
+            and all(self.inventory.device(device).kind != "cpu" for device in candidate.plan.devices)
+        )
+
+    def check(self, candidate: Candidate, shortage: Shortage) -> Candidate:
+        """The candidate with what the allocator would hold for it, and whether that fits.
+
+        What it needs is the larger of the two predictions with the footprint's margin: a plan that fits does so by both.
+        """
+        margin = 1 + self.footprint.margin
+        sizes = {device: size for device, size in candidate.bytes.items() if isinstance(size, DeviceBytes)}
+        around = {device: size.context + max(0, size.correction) for device, size in sizes.items()}
+        limit = min(self._limit(device, around[device], margin) for device in sizes)
+        played = self._replayed(candidate, limit, max(size.workspace for size in sizes.values()))
+        raw = {device: _rounded(size, played) for device, size in candidate.raw.items() if isinstance(size, DeviceBytes)}
+        checked, _ = self.constraints.residuals.corrected(candidate.plan, raw)
+        needs: dict[str, int] = {}
+        for device in sizes:
+            reserved = (limit + played.missing_bytes if not played.fits else played.reserved_peak_bytes) + around[device]
+            needs[device] = math.ceil(max(checked[device].reserved, reserved) * margin)
+        reason = shortage(needs)
+        if reason is None and not played.fits:
+            reason = f"needs more than the {format_bytes(limit)} that torch's allocator is set to take at most"
+        notes = candidate.notes
+        if played.fits and played.retries:
+            spare = format_bytes(played.reserved_peak_bytes - played.allocated_peak_bytes)
+            notes = (
+                *notes,
+                f"fits narrowly: the allocator has to give back its cache {played.retries} times in two steps, with {spare} in it",
+            )
+        return replace(
+            candidate,
+            fits=reason is None,
+            reason=reason,
+            bytes=checked,
+            raw=raw,
+            needs=needs,
+            replayed=True,
+            notes=notes,
+        )
+
+    def _limit(self, device_id: str, around_bytes: int, margin: float) -> int:
+        """What the allocator may hold on a device."""
+        total = int(self.inventory.device(device_id).total_bytes * self.constraints.allocator.memory_fraction)
+        return max(0, min(int(self.budget[device_id] / margin) - around_bytes, total))
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        """Whether it fits by the search's prediction, or would if the allocator lost nothing."""
+        if candidate.fits:
+            return True
+        margin = 1 + self.footprint.margin
+        return self.can_replay(candidate) and all(
+            (size.reserved - size.rounding) * margin <= self.budget[device]
+            for device, size in candidate.bytes.items()
+            if isinstance(size, DeviceBytes)
+        )
+
+    def _replayed(self, candidate: Candidate, limit: int, workspace_bytes: int) -> Replayed:
+        """Its first rank, which has the largest share: without a limit, and with it only where that isn't decisive."""
+        plan = candidate.plan
+        key = (plan.engine, plan.world_size, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas)
+        free = self._play(candidate, None, workspace_bytes, key)
+        if free.reserved_peak_bytes <= limit:
+            return free
+        if free.allocated_peak_bytes > limit:
+            return replace(free, fits=False, missing_bytes=free.allocated_peak_bytes - limit)
+        return self._play(candidate, limit, workspace_bytes, (*key, limit))
+
+    def _play(self, candidate: Candidate, limit: int | None, workspace_bytes: int, key: tuple[object, ...]) -> Replayed:
+        if key not in self._played:
+            assert self.footprint.tape is not None, "asked before"
+            if self._script is None:
+                self._script = read_script(self.footprint.tape)
+            self._events += 2 * len(self.footprint.tape) * candidate.plan.micro_batches
+            self._played[key] = replay(
+                self.footprint,
+                candidate.plan,
+                0,
+                limit_bytes=limit,
+                options=self.constraints.allocator,
+                rows=None if self.constraints.split_batch else self.footprint.batch_size,
+                workspace_bytes=workspace_bytes,
+                script=self._script,
+            )
+        return self._played[key]
+
+
+def _rounded(size: DeviceBytes, played: Replayed) -> DeviceBytes:
+    """The same with what the allocator lost in the replay, if it is the step's bytes that count."""
+    rounding = max(0, played.reserved_peak_bytes - played.allocated_peak_bytes)
+    return replace(size, rounding=rounding) if size.occasion == "step" else size
