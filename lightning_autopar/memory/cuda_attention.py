@@ -1,0 +1,147 @@
+"""The attention kernel that CUDA would pick, for tensors on a CPU. Knows torch's operations; nothing of modules or memory.
+
+After ``aten/src/ATen/native/transformers/attention.cpp`` and ``cuda/sdp_utils.cpp`` (torch 2.13), for GPUs from Ampere on. Older ones have
+no flash kernel and take the memory-efficient one, which keeps the same; from Hopper on torch may prefer cuDNN's
+(``check_prefer_cudnn_attention``), which keeps the same where there is no mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+
+aten = torch.ops.aten
+
+_HALF = (torch.float16, torch.bfloat16)
+_MATH, _FLASH, _EFFICIENT, _CUDNN = (int(getattr(SDPBackend, name).value) for name in (
+    "MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION",
+))  # fmt: skip
+#: torch's own order, where the user hasn't set one (``at::Context::sdp_priority_order``).
+_ORDER = (_FLASH, _EFFICIENT, _MATH, _CUDNN)
+_FLASH_HEAD = 256
+_CUDNN_HEAD = 128
+_NAMES = {
+    _MATH: "attention runs unfused (no fused kernel takes it), and keeps its weights",
+    _FLASH: "attention runs by the flash kernel (of GPUs from Ampere on)",
+    _EFFICIENT: "attention runs by the memory-efficient kernel",
+    _CUDNN: "attention runs by cuDNN's kernel",
+}
+
+
+def attention(
+    notes: dict[str, None],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` by the kernel that CUDA would take.
+
+    Args:
+        notes: gets a sentence that names the kernel.
+        query: (batch, heads, length, width); any other number of dimensions goes the unfused way, as on CUDA.
+        key: (batch, key heads, key length, width).
+        value: (batch, key heads, key length, value width).
+        attn_mask: boolean, or to be added; broadcast to (batch, heads, length, key length).
+        dropout_p: of the weights.
+        is_causal: whether a query sees earlier keys only.
+        scale: of the scores.
+        enable_gqa: whether a key's head may serve several heads of the query.
+    """
+    kernel = _choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    notes[_NAMES[kernel]] = None
+    wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    output: Tensor
+    if kernel == _FLASH:
+        width = query.size(-1)
+        scale = width**-0.5 if scale is None else scale
+        padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value)]
+        output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return output[..., :width] if width % 8 else output
+    if kernel == _CUDNN:
+        mask = _additive(attn_mask, query.dtype)
+        return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
+            query, key, value, mask, wants_gradient, dropout_p, is_causal, False, scale=scale
+        )[0]
+    mask = _additive(attn_mask, query.dtype)
+    if kernel == _EFFICIENT:
+        if mask is not None:
+            mask = _aligned(mask).expand(query.size(0), query.size(1), query.size(2), key.size(2))
+        return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+            query, key, value, mask, wants_gradient, dropout_p, is_causal, scale=scale
+        )[0]
+    output = aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return output
+
+
+def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool) -> int:
+    """The first kernel in torch's order that takes these (``sdp::select_sdp_backend``)."""
+    allowed = {
+        _FLASH: torch.backends.cuda.flash_sdp_enabled() and _flash(query, key, value, mask, causal, gqa),
+        _EFFICIENT: torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient(query, key, value),
+        _CUDNN: torch.backends.cuda.cudnn_sdp_enabled() and _cudnn(query, key, value, dropout, gqa),
+        _MATH: torch.backends.cuda.math_sdp_enabled(),
+    }
+    order = getattr(torch._C, "_get_sdp_priority_order", lambda: _ORDER)()
+    return next((kernel for kernel in order if allowed.get(kernel)), _MATH)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, *, gqa: bool) -> bool:
+    """What every fused kernel asks: four dimensions, one batch size, heads that match, nothing empty, rows without gaps."""
+    tensors = (query, key, value)
+    if any(tensor.is_nested or tensor.dim() != 4 or not tensor.numel() for tensor in tensors):
+        return False
+    heads = [tensor.size(1) for tensor in tensors]
+    match = heads[0] == heads[1] == heads[2] or (gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0)
+    rows = all(tensor.stride(-1) == 1 or tensor.size(-1) == 1 for tensor in tensors)
+    return match and rows and query.size(0) == key.size(0) == value.size(0) and query.dtype == key.dtype == value.dtype
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, gqa: bool) -> bool:
+    """``sdp::can_use_flash_attention``. Not checked: backward for widths over 192 on compute capabilities 8.6, 8.9 and 12."""
+    if mask is not None or query.dtype not in _HALF or not _dense(query, key, value, gqa=gqa):
+        return False
+    square = query.size(2) == key.size(2)
+    return (square or not causal) and query.size(3) == key.size(3) == value.size(3) <= _FLASH_HEAD
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """``sdp::can_use_mem_efficient_attention``; without grouped heads, which it takes from torch 2.14 on (pytorch#191085)."""
+    if query.dtype not in (*_HALF, torch.float32) or not _dense(query, key, value, gqa=False):
+        return False
+    alignment = 8 if query.dtype in _HALF else 4
+    return query.size(3) == key.size(3) and query.size(3) % alignment == 0 and value.size(3) % alignment == 0
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, dropout: float, gqa: bool) -> bool:
+    """``sdp::can_use_cudnn_attention``, which comes last unless the user asks for it."""
+    if query.dtype not in _HALF or not _dense(query, key, value, gqa=gqa) or (dropout * 16) % 1:
+        return False
+    return all(tensor.size(3) <= _CUDNN_HEAD and tensor.size(3) % 8 == 0 for tensor in (query, value)) and key.size(2) > 1
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A boolean mask as one to add (``convert_boolean_attn_mask``)."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """The mask with rows whose length in memory is a multiple of eight (``preprocess_mask``, ``pad_bias``)."""
+    aligned: Any = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
+    if aligned:
+        return mask
+    length = mask.size(-1)
+    return F.pad(mask, (0, 8 - length % 8))[..., :length]

@@ -1,0 +1,147 @@
+"""What CUDA's libraries and driver take beside tensors. Arithmetic on a device's name: imports no torch, asks no device.
+
+Workspaces of cuBLAS come from torch's allocator, and so count as allocated; the CUDA context and NCCL's buffers lie outside of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lightning_autopar.memory.footprint import Footprint
+
+MIB = 1 << 20
+KIB = 1 << 10
+
+
+class _Kind(NamedTuple):
+    """A GPU's chip, as far as it matters here.
+
+    Args:
+        word: what its names have in common, a pattern in lower case.
+        major: of its compute capability; 0 for AMD's.
+        processors: streaming multiprocessors (compute units of AMD's) of the cards sold.
+    """
+
+    word: str
+    major: int
+    processors: int
+
+
+#: From NVIDIA's architecture white papers and data sheets; the first match counts.
+_KINDS = tuple(
+    _Kind(*kind)
+    for kind in (
+        ("gb300", 10, 160),
+        ("gb200", 10, 152),
+        ("b300", 10, 160),
+        ("b200", 10, 148),
+        ("h200", 9, 132),
+        ("gh200", 9, 132),
+        ("h100 pcie", 9, 114),
+        ("h100", 9, 132),
+        ("a100", 8, 108),
+        ("a6000", 8, 84),
+        ("6000 blackwell", 12, 188),
+        ("6000 ?ada", 8, 142),
+        ("a40", 8, 84),
+        ("a10g", 8, 80),
+        ("a10", 8, 72),
+        ("l40", 8, 142),
+        ("l4", 8, 58),
+        ("v100", 7, 80),
+        ("p100", 6, 56),
+        ("t4", 7, 40),
+        ("5090", 12, 170),
+        ("4090", 8, 128),
+        ("3090", 8, 82),
+        ("mi300", 0, 304),
+    )
+)
+#: Of a device that isn't known: the largest.
+_UNKNOWN = _Kind("", 9, 148)
+
+#: Bare CUDA contexts as they were seen: 256 MiB on 82 multiprocessors (RTX 3090, https://github.com/invoke-ai/InvokeAI/issues/9413),
+#: 426 MiB on 142 (RTX 6000 Ada, torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053): the driver reserves for each of them.
+_CONTEXT_BYTES_A_PROCESSOR = 3 * MIB
+#: Kernels of torch, cuBLAS and cuDNN that a step loads as it needs them (``CUDA_MODULE_LOADING=LAZY``, the default from CUDA 12.2 on);
+#: not measured by itself: context and kernels together were seen to take 400 to 600 MiB from A100 to H200.
+_LOADED_BYTES = 150 * MIB
+#: All of them, loaded at once: "over 1000 MB" (https://github.com/pytorch/pytorch/issues/107667).
+_LOADED_EAGERLY_BYTES = 1000 * MIB
+
+#: A communicator of two GPUs, and of more, as they were seen on A100s with NVLink (https://github.com/NVIDIA/nccl/issues/964). It grows
+#: with the number of channels, so links that are slower take less (https://github.com/NVIDIA/nccl/issues/864).
+_NCCL_PAIR_BYTES = 544 * MIB
+_NCCL_BYTES = 688 * MIB
+
+
+def workspaces(footprint: Footprint, device_name: str, *, environment: Mapping[str, str] | None = None) -> tuple[int, ...]:
+    """Sizes of the workspaces that cuBLAS keeps from its first product on, one for each thread that multiplies.
+
+    Forward runs in the caller's thread, backward in one of autograd's own; each has its handle, and each handle its workspace
+    (``setWorkspaceForHandle``, aten/src/ATen/cuda/CublasHandlePool.cpp, torch 2.13). cuBLASLt shares it. A step that multiplies nothing
+    has none.
+
+    Args:
+        footprint: of the step.
+        device_name: as the driver or a spec names it; an unknown one counts as the largest.
+        environment: has ``CUBLAS_WORKSPACE_CONFIG``; by default this process's.
+    """
+    if not footprint.flops:
+        return ()
+    size = cublas_bytes(device_name, environment=environment)
+    return (size, size) if footprint.training else (size,)
+
+
+def workspace_bytes(footprint: Footprint, device_name: str, *, environment: Mapping[str, str] | None = None) -> int:
+    """The sum of :func:`workspaces`."""
+    return sum(workspaces(footprint, device_name, environment=environment))
+
+
+def cublas_bytes(device_name: str, *, environment: Mapping[str, str] | None = None) -> int:
+    """A handle's workspace (``parseChosenWorkspaceSize``): 8.125 MiB, 32 MiB from Hopper on.
+
+    AMD's libraries don't share it: 128 MiB of hipBLAS and 76 MiB of hipBLASLt on MI300.
+    """
+    kind = _kind(device_name)
+    config = (os.environ if environment is None else environment).get("CUBLAS_WORKSPACE_CONFIG", "")
+    pairs = re.findall(r":([0-9]+):([0-9]+)", config)
+    if pairs:
+        return sum(int(size) * int(count) for size, count in pairs) * KIB
+    if not kind.major:
+        return (128 + 76) * MIB
+    return 32 * MIB if kind.major in (9, 10, 12) else 2 * 4096 * KIB + 8 * 16 * KIB
+
+
+def context_bytes(device_name: str, *, environment: Mapping[str, str] | None = None) -> int:
+    """What a process holds on the device before its first tensor and beside them: the CUDA context and the kernels loaded into it.
+
+    Args:
+        device_name: as the driver or a spec names it; an unknown one counts as the largest.
+        environment: has ``CUDA_MODULE_LOADING``; by default this process's.
+    """
+    eager = (os.environ if environment is None else environment).get("CUDA_MODULE_LOADING", "").upper() == "EAGER"
+    return _kind(device_name).processors * _CONTEXT_BYTES_A_PROCESSOR + (_LOADED_EAGERLY_BYTES if eager else _LOADED_BYTES)
+
+
+def nccl_bytes(world_size: int, communicators: int = 1) -> int:
+    """NCCL's buffers on each device.
+
+    Args:
+        world_size: devices of the largest communicator.
+        communicators: how many that share nothing (a mesh of two dimensions has two).
+    """
+    if world_size <= 1:
+        return 0
+    return communicators * (_NCCL_PAIR_BYTES if world_size == 2 else _NCCL_BYTES)
+
+
+def _kind(device_name: str) -> _Kind:
+    """The chip of a name such as ``"NVIDIA H100 80GB HBM3"`` or ``"H100-80GB-PCIe"``."""
+    words = " ".join(re.findall(r"[a-z0-9]+", device_name.lower()))
+    if "pcie" in words and "h100" in words:
+        words = "h100 pcie"
+    return next((kind for kind in _KINDS if re.search(rf"(^| |rtx){kind.word}", words)), _UNKNOWN)

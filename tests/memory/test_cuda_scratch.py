@@ -1,0 +1,108 @@
+"""What CUDA's kernels take inside of one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_autopar.memory.cuda_scratch import CUDA_HIDDEN, CUDA_SCRATCH, cuda_scratch
+from tests.memory.cuda import (
+    BF16,
+    FLOAT,
+    Seen,
+    aten,
+    attend,
+    on_cuda,
+)
+
+
+def scratch_of(operation: Any, seen: Seen) -> Any:
+    return next(CUDA_SCRATCH[func](args, {}, output) for func, args, output in seen.calls if func is operation)
+
+
+def test_flash_backward_takes_the_querys_gradient_in_float32() -> None:
+    _, seen = attend(lengths=(100, 100))
+    taken = scratch_of(aten._scaled_dot_product_flash_attention_backward.default, seen)
+    assert taken == (2 * 4 * 128 * (64 + 1) * 4, 0)
+    _, grouped = attend(lengths=(100, 100), heads=(4, 2), enable_gqa=True)
+    more = scratch_of(aten._scaled_dot_product_flash_attention_backward.default, grouped)
+    assert more.scaled_bytes - taken.scaled_bytes == 2 * 2 * 4 * 100 * 64 * 2
+
+
+@pytest.mark.parametrize(("dtype", "width", "expected"), [(BF16, 264, 2 * 4 * 40 * 264 * 4), (BF16, 128, None), (FLOAT, 264, None)])
+def test_wide_heads_are_summed_in_float32(dtype: torch.dtype, width: int, expected: int | None) -> None:
+    _, seen = attend(width, dtype, mask=((40, 40), dtype))
+    taken = scratch_of(aten._scaled_dot_product_efficient_attention.default, seen)
+    assert taken == (None if expected is None else (expected, 0))
+    rows = 2 * 4 * 40
+    backward = scratch_of(aten._scaled_dot_product_efficient_attention_backward.default, seen)
+    assert backward == (rows * (width + 1) * 4, 0)
+
+
+def test_embeddings_sort_many_indices() -> None:
+    with on_cuda() as seen:
+        weight = torch.ones(1000, 16, requires_grad=True)
+        F.embedding(torch.zeros(4000, dtype=torch.long), weight).sum().backward()
+        F.embedding(torch.zeros(3000, dtype=torch.long), weight).sum().backward()
+    takes = [CUDA_SCRATCH[func](args, {}, output) for func, args, output in seen.calls if func is aten.embedding_dense_backward.default]
+    assert takes[0] == (4 * 4000 * 8 + (5 * 1000 + 1400) * 8 + 1400 * 16 * 4, 0)
+    assert takes[1] is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels_last", "expected"),
+    [(1, False, (2 * (8 + 16) * 36 * 4, 8 * 16 * 9 * 4)), (1, True, None), (8, False, None)],
+)
+def test_convolutions_are_told_to_be_estimates(groups: int, channels_last: bool, expected: Any) -> None:
+    notes: dict[str, None] = {}
+    table = cuda_scratch(notes)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    with on_cuda() as seen:
+        image = torch.ones(2, 8, 6, 6).contiguous(memory_format=layout).requires_grad_()
+        nn.Conv2d(8, 16, 3, padding=1, groups=groups)(image).sum().backward()
+    for operation in (aten.convolution.default, aten.convolution_backward.default):
+        assert [table[func](args, {}, output) for func, args, output in seen.calls if func is operation] == [expected]
+    assert bool(notes) == (expected is not None)
+
+
+def test_fourier_transforms_are_told_to_be_estimates() -> None:
+    notes: dict[str, None] = {}
+    table = cuda_scratch(notes)
+    with on_cuda() as seen:
+        torch.fft.rfft(torch.ones(4, 30))
+    func, args, output = next(call for call in seen.calls if call[0] is aten._fft_r2c.default)
+    assert table[func](args, {}, output) == (4 * 16 * 8, 0)
+    assert any("cuFFT" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("run", "operation", "statistics"),
+    [
+        (lambda x: F.layer_norm(x, (16,)), aten.native_layer_norm.default, 6),
+        (lambda x: F.batch_norm(x, None, None, training=True), aten.native_batch_norm.default, 16),
+    ],
+)
+def test_half_precision_norms_keep_float32_statistics(run: Callable[[Tensor], Tensor], operation: Any, statistics: int) -> None:
+    for dtype, expected in ((BF16, [None, 4 * statistics, 4 * statistics]), (FLOAT, [None] * 3)):
+        with on_cuda() as seen:
+            run(torch.ones(6, 16, dtype=dtype))
+        func, args, output = next(call for call in seen.calls if call[0] is operation)
+        assert [CUDA_HIDDEN[func](args, {}, output, tensor) for tensor in output] == expected
+
+
+@pytest.mark.parametrize(("kind", "width", "printed"), [("LSTM", 123, 17_730_560), ("GRU", 123, 13_169_920)])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_recurrent_workspace_is_near_what_cudnn_printed(kind: str, width: int, printed: int, batch_first: bool) -> None:
+    """https://github.com/pytorch/pytorch/issues/2895: four layers of 320 over inputs of 123."""
+    with on_cuda() as seen:
+        layer = getattr(nn, kind)(width, 320, 4, batch_first=batch_first)
+        layer(torch.ones(3, 5, width, requires_grad=True))[0].sum().backward()
+    forward, backward = scratch_of(aten._cudnn_rnn.default, seen), scratch_of(aten._cudnn_rnn_backward.default, seen)
+    assert forward.fixed_bytes == backward.fixed_bytes == pytest.approx(printed, rel=0.04)
+    copied = 15 * 4 if batch_first else 0
+    assert (forward.scaled_bytes, backward.scaled_bytes) == (copied * width, copied * (width + 320))
