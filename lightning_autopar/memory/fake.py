@@ -1,4 +1,4 @@
-"""Fake copies of modules and batches, and the values that a step asks of them. Knows torch; no trainer, no ledger of memory.
+"""Fake copies of modules and batches, and what makes libraries treat them as real. Knows torch; no trainer, no ledger of memory.
 
 A fake tensor has a shape, a dtype and a device, but no storage: a step of a 7B model runs on a laptop in seconds.
 """
@@ -6,137 +6,37 @@ A fake tensor has a shape, a dtype and a device, but no storage: a step of a 7B 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import random
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CellType, FunctionType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._device import _device_constructors
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_autopar.memory.as_cuda import as_cuda
+from lightning_autopar.memory.dynamic import padded
+from lightning_autopar.memory.lean import LeanFakeMode
+from lightning_autopar.memory.values import ShadowValues
 
 log = logging.getLogger(__name__)
 
+UNCOMPILED = "torch.compile was left out; a compiled step may keep less"
 Target = Literal["cpu", "cuda"]
-aten = torch.ops.aten
-#: Tensors up to these sizes keep their real values beside the fake: token ids and masks on one hand, small tables of numbers on the other.
-_SHADOW_ELEMENTS = 1 << 22
-_SHADOW_FLOATS = 4096
 
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which real tensors that the user's code brings along become fake by themselves."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-class ShadowValues(TorchDispatchMode):
-    """Answers what depends on values (``.item()``, ``nonzero``, boolean indexing) from real values kept beside small fakes.
-
-    Where there is none, a question is answered with False or 0, boolean indexing selects everything (the upper bound of its memory), and
-    the guess is noted in :attr:`guesses`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.guesses: dict[str, None] = {}
-        self._values: Any = WeakTensorKeyDictionary()
-
-    def put(self, fake: Tensor, real: Tensor) -> None:
-        """Keep a copy of the real tensor's values beside the fake, if it is small enough."""
-        if self._keeps(real):
-            self._values[fake] = real.detach().to(device="cpu", copy=True)
-
-    def get(self, fake: Tensor) -> Tensor | None:
-        """The real values, where they are known."""
-        value: Tensor | None = self._values.get(fake)
-        return value
-
-    @staticmethod
-    def _keeps(tensor: Tensor) -> bool:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            return False
-        return tensor.numel() <= (_SHADOW_FLOATS if tensor.is_floating_point() or tensor.is_complex() else _SHADOW_ELEMENTS)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default:
-            return self._scalar(func, args[0])
-        if func is aten.nonzero.default:
-            return self._nonzero(args[0])
-        if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
-            args = (args[0], self._integer_indices(args[1]), *args[2:])
-        output = func(*args, **kwargs)
-        self._follow(func, args, kwargs, output)
-        return output
-
-    def _scalar(self, function: Any, fake: Tensor) -> Any:
-        value = self.get(fake)
-        if value is not None:
-            with unset_fake_temporarily():
-                return value.item()
-        if getattr(fake, "constant", None) is not None:
-            return function(fake)
-        self.guesses[f"a {fake.dtype} value that the step reads was taken to be zero"] = None
-        return False if fake.dtype is torch.bool else 0.0 if fake.is_floating_point() else 0
-
-    def _nonzero(self, fake: Tensor) -> Tensor:
-        value = self.get(fake)
-        if value is None:
-            self.guesses["a selection by values was taken to select everything"] = None
-            return torch.empty((fake.numel(), fake.dim()), dtype=torch.long, device=fake.device)
-        with unset_fake_temporarily():
-            real = value.nonzero()
-        output = torch.empty(real.shape, dtype=torch.long, device=fake.device)
-        self._values[output] = real
-        return output
-
-    def _integer_indices(self, indices: list[Tensor | None]) -> list[Tensor | None]:
-        """Boolean masks among the indices as integer indices."""
-        found: list[Tensor | None] = []
-        for index in indices:
-            if index is not None and index.dtype in (torch.bool, torch.uint8):
-                found += self._nonzero(index).unbind(1)
-            else:
-                found.append(index)
-        return found
-
-    def _follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Compute the output's real values where all inputs' are known; forget those that were overwritten with unknown ones."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        known = all(tensor in self._values for tensor in tensors) and not _undefined(function)
-        if not outputs or not known or not all(self._keeps(leaf) for leaf in outputs):
-            if function._schema.is_mutable:
-                for argument, value in zip(function._schema.arguments, args, strict=False):
-                    if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
-                        self._values.pop(value, None)
-            return
-        with unset_fake_temporarily(), torch.no_grad():
-            try:
-                value = function(*tree_map(self._real, args), **tree_map(self._real, kwargs))
-            except RuntimeError as error:
-                log.debug("no real value of %s: %s", function, error)
-                return
-        for fake, real in zip(outputs, (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), strict=False):
-            if fake.shape == real.shape:
-                self._values[fake] = real
-
-    def _real(self, leaf: Any) -> Any:
-        """An argument as the real operation gets it."""
-        if isinstance(leaf, Tensor):
-            return self._values[leaf]
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-
-def _undefined(function: Any) -> bool:
-    """Whether an operation's values are random or uninitialised."""
-    return torch.Tag.nondeterministic_seeded in function.tags or "empty" in function._schema.name
+    return LeanFakeMode(allow_non_fake_inputs=True)
 
 
 def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | None, *, dtype: torch.dtype | None = None) -> Any:
@@ -170,7 +70,7 @@ def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | No
         for attribute in vars(module).values():
             if isinstance(attribute, (Dataset, DataLoader, np.ndarray)):
                 memo[id(attribute)] = attribute  # not copied: large, and no part of the step
-    with _replaced(Tensor, "__deepcopy__", to_fake), _replaced(nn.Parameter, "__deepcopy__", to_fake):
+    with _replaced(Tensor, "__deepcopy__", to_fake), _replaced(nn.Parameter, "__deepcopy__", to_fake), _copied_along(modules):
         try:
             return copy.deepcopy(value, dict(memo))
         except Exception as error:
@@ -194,7 +94,9 @@ def _fake(tensor: Tensor, mode: FakeTensorMode | None, dtype: torch.dtype | None
         fake = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype, copy=True)
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     with mode:
-        if type(tensor) in (Tensor, nn.Parameter, nn.Buffer, FakeTensor) and tensor.layout is torch.strided:
+        # A subclass without a dispatcher of its own (points, images) is a plain tensor to every operation.
+        plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, FakeTensor)
+        if plain and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
         else:
             fake = mode.from_tensor(tensor.detach())
@@ -209,11 +111,10 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
 
     Args:
         shadow: answers ``Tensor.numpy``; zeros where it doesn't know. None leaves it.
-        target: ``"cuda"`` makes the step use what torch uses there and not on a CPU: fused attention, dropout with a boolean mask, foreach
-            optimizers (never chosen on fakes, ``torch.optim.optimizer._default_to_fused_or_foreach``).
+        target: ``"cuda"`` makes the step use what torch uses there and not on a CPU, see :func:`.as_cuda.as_cuda`.
     """
     with ExitStack() as stack:
-        stack.enter_context(_replaced(torch, "compile", _no_compile))
+        stack.enter_context(_replaced(torch, "compile", functools.partial(_no_compile, {} if shadow is None else shadow.guesses)))
         if "torch._dynamo" in sys.modules:
             # Inductor can't compile for fakes that aren't its own.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -223,13 +124,17 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
             stack.enter_context(_replaced(import_utils, "is_fake_tensor", lambda value: False))
         if shadow is not None:
             stack.enter_context(_replaced(Tensor, "numpy", lambda self, *, force=False: _numpy(self, shadow)))
+            stack.enter_context(_replaced(Tensor, "__format__", _format))
+            stack.enter_context(_replaced(nn.Module, "_apply", _apply))
+            stack.enter_context(_replaced(torch._VF, "_pad_packed_sequence", functools.partial(padded, shadow)))
+            for name in _MAKERS:
+                stack.enter_context(_replaced(torch, name, _here(getattr(torch, name))))
+            for name in _METHODS:
+                stack.enter_context(_replaced(Tensor, name, _here(getattr(Tensor, name))))
+            for name in ("cuda", "pin_memory"):
+                stack.enter_context(_replaced(Tensor, name, lambda self, *args, **kwargs: self))
         if target == "cuda":
-            stack.enter_context(_replaced(nn.functional, "scaled_dot_product_attention", _cuda_attention))
-            stack.enter_context(_replaced(nn.functional, "dropout", _cuda_dropout))
-            optimizer = sys.modules["torch.optim.optimizer"]
-            types = optimizer._foreach_supported_types
-            stack.enter_context(_replaced(optimizer, "_foreach_supported_types", [*types, FakeTensor]))
-            stack.enter_context(_replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]))
+            stack.enter_context(as_cuda({} if shadow is None else shadow.guesses))
         yield
 
 
@@ -248,59 +153,138 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _no_compile(model: Any = None, **_: Any) -> Any:
+def _no_compile(notes: dict[str, None], model: Any = None, **_: Any) -> Any:
+    notes[UNCOMPILED] = None
     return model if model is not None else (lambda function: function)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module, or a method of it, was given to ``torch.compile``."""
+    wrapped = any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
+    return wrapped or hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """While open, draws are made from the generators of Python, numpy and torch as ever; afterwards those are as they were."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+@contextmanager
+def _copied_along(modules: list[nn.Module]) -> Iterator[None]:
+    """What ``copy`` passes on as it is, but what leads back to the original: generators (their draws) and functions.
+
+    A function that was made by ``torch.compile`` from a module's method, or that closes over a module (a hook that says ``self``), is made
+    anew for the copy.
+    """
+    dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    own = {id(module) for module in modules}
+    before = dispatch[FunctionType]
+
+    def generator(value: torch.Generator, memo: dict[int, Any]) -> torch.Generator:
+        duplicated: torch.Generator = memo.setdefault(id(value), value.clone_state())
+        return duplicated
+
+    def function(value: FunctionType, memo: dict[int, Any]) -> Any:
+        written = getattr(value, "_torchdynamo_orig_callable", None)
+        if written is not None:
+            return copy.deepcopy(written, memo)
+        contents = [cell.cell_contents if _filled(cell) else cell for cell in value.__closure__ or ()]
+        if not any(id(content) in own for content in contents):
+            return value
+        cells = tuple(
+            CellType(copy.deepcopy(content, memo)) if id(content) in own else cell
+            for cell, content in zip(value.__closure__ or (), contents, strict=True)
+        )
+        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        made.__dict__.update(value.__dict__)
+        return made
+
+    dispatch[torch.Generator], dispatch[FunctionType] = generator, function
+    try:
+        yield
+    finally:
+        del dispatch[torch.Generator]
+        dispatch[FunctionType] = before
+
+
+def _filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # an empty one
+        return False
+
+
 def _numpy(tensor: Tensor, shadow: ShadowValues) -> Any:
-    value = shadow.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+    value = shadow.array(tensor)
     with unset_fake_temporarily():
-        if value is None:
-            shadow.guesses["an array of values that the step reads was taken to be zeros"] = None
-            value = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return _original_numpy(value)
 
 
-_original_numpy = Tensor.numpy
-_original_attention = nn.functional.scaled_dot_product_attention
-_original_dropout = nn.functional.dropout
+def _format(tensor: Tensor, spec: str) -> str:
+    """A number's format, also where it is fake."""
+    return format(tensor.item(), spec) if tensor.dim() == 0 and spec else _original_format(tensor, spec)
 
 
-def _cuda_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention by the kernel that a GPU would take: flash in half precision without a mask, else memory-efficient."""
-    if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
-        return _original_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if torch.is_autocast_enabled("cpu"):
-        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
-    if enable_gqa and key.size(1) != query.size(1):
-        repeats = query.size(1) // key.size(1)
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    with torch.autocast("cpu", enabled=False):
-        if query.dtype in (torch.float16, torch.bfloat16) and attn_mask is None and query.size(-1) == value.size(-1):
-            flash: Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-            return flash
-        if attn_mask is not None:
-            mask = attn_mask
-            if mask.dtype is torch.bool:
-                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-            attn_mask = mask.to(query.dtype).expand(query.size(0), query.size(1), query.size(2), key.size(2))
-        efficient: Tensor = aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-        )[0]
-        return efficient
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``Module.to`` and its kin on fakes: torch's own exchanges tensors, which nothing may refer to weakly then, and a fake's mode does."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    replaced = _APPLIED.setdefault(function, {})
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            applied = function(parameter)
+        if applied is parameter:
+            continue
+        if applied.device == parameter.device:
+            parameter.data = applied
+        else:  # tied ones stay tied
+            new = replaced.setdefault(id(parameter), (parameter, nn.Parameter(applied, parameter.requires_grad)))[1]
+            module._parameters[name] = new
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
 
 
-def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if not training or inplace or not 0 < p < 1:
-        return _original_dropout(input, p, training, inplace)
-    output: Tensor = torch.native_dropout(input, p, True)[0]
-    return output
+#: By the function that is being applied: what it has replaced, by the old parameter's id (and the parameter itself, to keep the id).
+_APPLIED: weakref.WeakKeyDictionary[Any, dict[int, tuple[nn.Parameter, nn.Parameter]]] = weakref.WeakKeyDictionary()
+
+
+def _here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes or moves tensors, with every GPU that it is given taken for the CPU, where the fakes are: no GPU is touched."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(_CPU if _elsewhere(argument) else argument for argument in args)
+        if _elsewhere(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _elsewhere(device: Any) -> bool:
+    """Whether a value names a GPU."""
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+_CPU = torch.device("cpu")
+#: Functions and methods of tensors that take a device.
+_MAKERS = tuple(name for name in dir(torch) if not name.startswith("_") and getattr(torch, name) in _device_constructors())
+_METHODS = ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+_original_numpy: Callable[..., Any] = Tensor.numpy
+_original_format: Callable[..., str] = Tensor.__format__

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.batch import FirstBatch, tensors_of
+from lightning_autopar.memory.beside import by_callbacks
 from lightning_autopar.memory.blocks import batch_norms, find_blocks, tied_groups
-from lightning_autopar.memory.fake import ShadowValues, as_if_real, fake_copy, fake_mode
+from lightning_autopar.memory.fake import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.rehearsal import Rehearsal
+from lightning_autopar.memory.values import ShadowValues
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 _STATES = 2
 #: Tensors of its output's size that an average layer's forward leaves for backward: the output and what its activation function keeps.
 _SAVED_PER_OUTPUT = 2
+#: What the activations' guess may be short of, as a share of everything.
+MARGIN = 0.5
 
 
 def guess(
@@ -39,7 +44,6 @@ def guess(
     stage: str,
     dtype: torch.dtype | None,
     reason: str,
-    margin: float,
 ) -> Footprint:
     """What can be said of a step without running it.
 
@@ -54,24 +58,30 @@ def guess(
         stage: ``"fit"`` or a stage of evaluation.
         dtype: of true precision; None for the parameters' own.
         reason: why the step couldn't be traced.
-        margin: how much may be missing, as a share.
     """
     training = stage == "fit"
-    parameters = list(module.parameters())
-    sizes = {id(parameter): _bytes(parameter, dtype) for parameter in parameters}
-    trainable = {id(parameter) for parameter in parameters if parameter.requires_grad}
     assumptions = [f"the step can't be traced ({reason}); activations are a guess from the layers' output sizes"]
-    states = dict.fromkeys(trainable, 0)
+    states: dict[int, int] | None = None
     optimizers = 1
-    if training:
-        try:
-            states, optimizers = _optimizer_states(module, trainer, stage, dtype)
-        except Exception as error:
-            log.debug("the optimizers can't be built on fake tensors", exc_info=True)
+    built: LightningModule = module
+    try:
+        # The copy has what configure_model makes of it.
+        built, states, optimizers = _built(module, trainer, stage, dtype)
+    except Exception as error:
+        log.debug("the optimizers can't be built on fake tensors", exc_info=True)
+        if training:
             assumptions.append(
                 f"the optimizers can't be built without the parameters ({type(error).__name__}); {_STATES} states a parameter are assumed"
             )
-            states = {key: _STATES * sizes[key] for key in trainable}
+        if is_overridden("configure_model", module):
+            assumptions.append("what configure_model builds is not counted")
+    parameters = [parameter for parameter in built.parameters() if not is_lazy(parameter)]
+    if len(parameters) < len(list(built.parameters())):
+        assumptions.append("parameters that have no shape yet are not counted; call the module once on a batch before it is trained")
+    sizes = {id(parameter): _bytes(parameter, dtype) for parameter in parameters}
+    trainable = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    if states is None:
+        states = {key: _STATES * sizes[key] for key in trainable} if training else {}
     tensors = tensors_of(first.batch)
     input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     positions = max((_positions(tensor) for tensor in tensors), default=first.batch_size or 1)
@@ -79,7 +89,7 @@ def guess(
     scale = positions * element * _SAVED_PER_OUTPUT
 
     def block(fqn: str, part: nn.Module) -> LayerFootprint:
-        own = list(part.parameters())
+        own = [parameter for parameter in part.parameters() if not is_lazy(parameter)]
         return LayerFootprint(
             fqn=fqn,
             parameters=sum(parameter.numel() for parameter in own),
@@ -92,6 +102,9 @@ def guess(
             recomputable=False,
         )
 
+    complete = len(parameters) == len(list(built.parameters()))
+    held_bytes, changes = by_callbacks(trainer, built, on_cpu=True) if training and complete else (0, [])
+    assumptions += changes
     widest = max((parameter.shape[0] for parameter in parameters if parameter.dim() > 1), default=0)
     gradient_bytes = sum(sizes[key] for key in trainable) if training else 0
     return Footprint(
@@ -101,32 +114,32 @@ def guess(
         parameter_bytes=sum(sizes.values()),
         gradient_bytes=gradient_bytes,
         optimizer_bytes=sum(states.values()) if training else 0,
-        buffer_bytes=sum(_bytes(buffer, dtype) for buffer in module.buffers()),
-        activation_bytes=_outputs(module) * scale if training else 0,
+        buffer_bytes=sum(_bytes(buffer, dtype) for buffer in built.buffers() if not is_lazy(buffer)) + held_bytes,
+        activation_bytes=_outputs(built) * scale if training else 0,
         temporary_bytes=widest * scale,
         input_bytes=input_bytes,
         largest_parameter_bytes=max(sizes.values(), default=0),
         flops=(6 if training else 2) * positions * sum(parameter.numel() for parameter in parameters if parameter.dim() > 1),
-        blocks=tuple(block(fqn, part) for fqn, part in find_blocks(module).items()),
-        tied=tied_groups(module),
+        blocks=tuple(block(fqn, part) for fqn, part in find_blocks(built).items()) if complete else (),
+        tied=tied_groups(built),
         training=training,
         automatic_optimization=module.automatic_optimization,
         optimizers=optimizers,
-        batch_norm=tuple(batch_norms(module)),
+        batch_norm=tuple(batch_norms(built)),
         configures_model=is_overridden("configure_model", module),
         traced=False,
-        margin=margin,
+        margin=MARGIN,
         assumptions=tuple(assumptions),
     )
 
 
-def _optimizer_states(
+def _built(
     module: LightningModule, trainer: Trainer | None, stage: str, dtype: torch.dtype | None
-) -> tuple[dict[int, int], int]:
-    """Bytes of optimizer state by the id of the module's own parameter, after a step on zeros; and the number of optimizers."""
+) -> tuple[LightningModule, dict[int, int], int]:
+    """A fake copy after ``configure_model``; bytes of optimizer state by the id of its parameters; the number of optimizers."""
     mode, shadow = fake_mode(), ShadowValues()
-    copy = fake_copy(module, mode, shadow, dtype=dtype)
-    with as_if_real(shadow, "cpu"), mode, shadow:
+    copy: LightningModule = fake_copy(module, mode, shadow, dtype=dtype)
+    with drawing_nothing(), as_if_real(shadow, "cpu"), mode, shadow:
         rehearsal = Rehearsal(copy, trainer, stage, autocast_dtype=None, default_dtype=dtype, enter=lambda phase: None)
         rehearsal.build()
         for parameter in copy.parameters():
@@ -135,10 +148,15 @@ def _optimizer_states(
         for optimizer in rehearsal.optimizers:
             optimizer.step(closure=lambda: 0.0)
     found: dict[int, int] = {}
-    for own, fake in zip(module.parameters(), copy.parameters(), strict=False):
-        leaves = [leaf for optimizer in rehearsal.optimizers for leaf in tree_leaves(dict(optimizer.state.get(fake, {})))]
-        found[id(own)] = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
-    return found, len(rehearsal.optimizers)
+    for parameter in copy.parameters():
+        leaves = [leaf for optimizer in rehearsal.optimizers for leaf in tree_leaves(dict(optimizer.state.get(parameter, {})))]
+        found[id(parameter)] = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    for optimizer in rehearsal.optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):  # its history, and the vectors of the search at hand
+            own = optimizer.param_groups[0]["params"]
+            size = sum(parameter.numel() * parameter.element_size() for parameter in own)
+            found[id(own[0])] = (2 * optimizer.param_groups[0]["history_size"] + 3) * size
+    return copy, found, len(rehearsal.optimizers)
 
 
 def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
@@ -146,12 +164,16 @@ def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
 
 
 def _outputs(module: nn.Module) -> int:
-    """Output features of all layers with a weight matrix; embeddings count by their width."""
+    """Output features of all layers: of those with a weight matrix its rows, of embeddings and normalisations their width."""
     total = 0
     for child in module.modules():
-        weights = [parameter for parameter in child.parameters(recurse=False) if parameter.dim() > 1]
-        for weight in weights:
-            total += weight.shape[1] if isinstance(child, nn.Embedding) else weight.shape[0]
+        for parameter in child.parameters(recurse=False):
+            if is_lazy(parameter):
+                continue
+            if parameter.dim() > 1:
+                total += parameter.shape[1] if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) else parameter.shape[0]
+            elif parameter.dim() == 1 and "norm" in type(child).__name__.lower():
+                total += parameter.shape[0] // 2  # a normalisation's weight and bias stand for one output
     return total
 
 

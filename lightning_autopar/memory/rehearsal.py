@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
+from lightning_autopar.memory.trainer_view import TrainerView
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -28,119 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-#: What ``trainer.estimated_stepping_batches`` answers where the true number needs the loaders; it shapes schedules, never memory.
-_SOME_STEPS = 10_000
-
-
-class Silent:
-    """Stands in for a logger: whatever is asked of it, it answers with itself, and nothing happens."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever is done with it comes to nothing."""
-        return self
-
-    def __getitem__(self, key: Any) -> Any:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        return None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        return None
-
-
-class TrainerView:
-    """The trainer, read-only: reads pass through, writes vanish, nothing is logged or saved.
-
-    Args:
-        trainer: the trainer; None where there is none yet.
-    """
-
-    barebones = True
-    progress_bar_callback = None
-
-    def __init__(self, trainer: Trainer | None) -> None:
-        object.__setattr__(self, "_real", trainer)
-        object.__setattr__(self, "_own", {"optimizers": [], "lr_scheduler_configs": [], "precision_plugin": Precision()})
-        object.__setattr__(self, "asked_for_world", False)
-
-    def give(self, **values: Any) -> None:
-        """Answer with these values instead of the trainer's."""
-        self._own.update(values)
-
-    @property
-    def logger(self) -> Any:
-        """A silent one, if there is any."""
-        return Silent() if self._real is not None and self._real.loggers else None
-
-    @property
-    def loggers(self) -> list[Any]:
-        """As :attr:`logger`."""
-        return [Silent()] if self._real is not None and self._real.loggers else []
-
-    @property
-    def estimated_stepping_batches(self) -> int:
-        """``max_steps``, or some number; the true one would set the loaders up."""
-        steps = getattr(self._real, "max_steps", -1)
-        return steps if steps > 0 else _SOME_STEPS
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Saves nothing."""
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("world_size", "num_devices"):
-            object.__setattr__(self, "asked_for_world", True)
-        own = object.__getattribute__(self, "_own")
-        if name in own:
-            return own[name]
-        real = object.__getattribute__(self, "_real")
-        if real is None:
-            if name in _WITHOUT_TRAINER:
-                return _WITHOUT_TRAINER[name]
-            raise AttributeError(f"there is no trainer to ask for {name!r}")
-        return getattr(real, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        return None
-
-
-_WITHOUT_TRAINER: dict[str, Any] = {
-    "accumulate_grad_batches": 1,
-    "callbacks": [],
-    "current_epoch": 0,
-    "datamodule": None,
-    "global_rank": 0,
-    "global_step": 0,
-    "gradient_clip_algorithm": None,
-    "gradient_clip_val": None,
-    "is_global_zero": True,
-    "local_rank": 0,
-    "max_epochs": 1,
-    "max_steps": -1,
-    "num_devices": 1,
-    "num_nodes": 1,
-    "num_training_batches": _SOME_STEPS,
-    "sanity_checking": False,
-    "training": True,
-    "world_size": 1,
-}
 
 
 class Rehearsal:
@@ -203,7 +90,9 @@ class Rehearsal:
                 child.__dict__["_device"] = torch.device("cpu")
         module.__dict__["optimizers"] = self._optimizers
         module.__dict__["lr_schedulers"] = self._lr_schedulers
-        self._trainer.give(lightning_module=module)
+        stages = {"fit": "training", "validate": "validating", "test": "testing", "predict": "predicting"}
+        self._trainer.give(lightning_module=module, model=module, sanity_checking=False, evaluating=self.stage in ("validate", "test"))
+        self._trainer.give(**{name: stage == self.stage for stage, name in stages.items()})
 
     def build(self) -> None:
         """``configure_model``, the mode of the stage, and the optimizers."""
@@ -225,7 +114,8 @@ class Rehearsal:
             wrapped = LightningOptimizer(optimizer)
             wrapped._strategy = strategy  # type: ignore[assignment]
             self._wrapped.append(wrapped)
-        self._trainer.give(optimizers=optimizers)
+        configs = [SimpleNamespace(scheduler=s, interval="epoch", frequency=1, monitor=None, name=None) for s in schedulers]
+        self._trainer.give(optimizers=optimizers, lr_scheduler_configs=configs)
         for name in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
             self._hook(name)
 
@@ -239,7 +129,8 @@ class Rehearsal:
             last: the last one: the optimizer steps.
         """
         self._kept = None
-        self._hook("on_train_batch_start", batch, batch_idx)
+        if self._hook("on_train_batch_start", batch, batch_idx) == -1:
+            self.notes["on_train_batch_start returned -1; the footprint is that of a batch that isn't skipped"] = None
         if not self.module.automatic_optimization:
             self._enter("forward")
             with self._precision():
@@ -251,16 +142,22 @@ class Rehearsal:
         def closure() -> Tensor | None:
             self._enter("forward")
             with self._precision():
-                output = self._kept = self._call("training_step", batch, batch_idx)
+                output = self._call("training_step", batch, batch_idx)
             loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+            # As in Lightning's ClosureResult: what the step returned is let go of, whose storage may be large (``Loss.cpp``).
+            kept = None if loss is None else loss.detach().clone()
+            self._kept = {**output, "loss": kept} if isinstance(output, Mapping) else kept
+            del output
+            loss = loss if loss is None else loss / self.accumulate
             if loss is None:
                 self.notes["training_step returned no loss"] = None
                 return None
             if first and optimizer is not None:
                 self._hook("on_before_zero_grad", optimizer)
                 self.module.optimizer_zero_grad(0, batch_idx, optimizer)
-            if loss.requires_grad:
-                loss = loss / self.accumulate
+            if not loss.requires_grad:
+                self.notes["training_step returned a loss that has no gradient"] = None
+            else:
                 self._hook("on_before_backward", loss)
                 self.module.backward(loss)
                 self._hook("on_after_backward")
@@ -280,11 +177,20 @@ class Rehearsal:
             closure()
         self._hook("on_train_batch_end", self._kept, batch, batch_idx)
 
-    def evaluation_step(self, batch: Any) -> None:
-        """One step of validation, test or prediction, without gradients."""
+    def evaluation_step(self, batch: Any, stage: str | None = None) -> None:
+        """One step of validation, test or prediction, without gradients; by default of the rehearsal's own stage."""
+        self._kept = None
         self._enter("forward")
         with torch.no_grad(), self._precision():
-            self._kept = self._call(STEPS[self.stage], batch, 0)
+            self._kept = self._call(STEPS[stage or self.stage], batch, 0)
+
+    def begin_validation(self) -> None:
+        """After steps of training: what Lightning calls before the first batch of a validation loop within ``fit``."""
+        self._kept = None
+        self._trainer.give(training=False, validating=True)
+        self.module.eval()
+        for name in ("on_validation_start", "on_validation_epoch_start"):
+            self._hook(name)
 
     def _call(self, name: str, batch: Any, batch_idx: int) -> Any:
         """Call a step with as many arguments as it takes."""
@@ -299,15 +205,16 @@ class Rehearsal:
             kwargs["dataloader_idx"] = 0
         return step(batch, *kwargs.values())
 
-    def _hook(self, name: str, *args: Any) -> None:
+    def _hook(self, name: str, *args: Any) -> Any:
         """Call a hook that the module overrides; if it fails, say so and go on, as hooks rarely matter to memory."""
         if not is_overridden(name, self.module):
-            return
+            return None
         try:
-            getattr(self.module, name)(*args)
+            return getattr(self.module, name)(*args)
         except Exception as error:
             log.debug("%s failed while tracing", name, exc_info=True)
             self.notes[f"{name} was left out, as it failed while tracing ({_first_line(error)})"] = None
+            return None
 
     # -- what Lightning's strategy would do ------------------------------------------------------------------------------------------------
 
@@ -335,21 +242,17 @@ class Rehearsal:
 
 
 @contextmanager
-def announced(
-    optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None], forward_ends: Callable[[], None]
-) -> Iterator[None]:
+def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None]) -> Iterator[None]:
     """While open, ``enter`` hears of each backward pass and each optimizer's step, whoever starts them.
 
     Args:
         optimizers: those to watch.
         automatic: after backward comes the optimizer; otherwise whatever the user's step does next.
         enter: gets the phase's name.
-        forward_ends: called just before each backward pass.
     """
     original = torch.autograd.backward
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        forward_ends()
         enter("backward")
         result = original(*args, **kwargs)
         enter("optimizer" if automatic else "forward")

@@ -11,25 +11,32 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.batch import FirstBatch, batch_size_of, first_batch, tensors_of
+from lightning_autopar.memory.beside import by_callbacks, fill_history, keep_searching, loose
 from lightning_autopar.memory.blocks import BlockWatcher, batch_norms, find_blocks, tied_groups
-from lightning_autopar.memory.fake import ShadowValues, Target, as_if_real, fake_copy, fake_mode
+from lightning_autopar.memory.cuda_scratch import CUDA_HIDDEN, cuda_scratch
+from lightning_autopar.memory.fake import UNCOMPILED, Target, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.guess import guess
+from lightning_autopar.memory.layers import layers
 from lightning_autopar.memory.rehearsal import Rehearsal, announced
+from lightning_autopar.memory.scratch import CPU_HIDDEN, CPU_SCRATCH
+from lightning_autopar.memory.tape import Kind, Tape
 from lightning_autopar.memory.tracker import MemoryTracker, Phase
+from lightning_autopar.memory.values import ShadowValues
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -41,7 +48,13 @@ log = logging.getLogger(__name__)
 #: A module up to this size is run for real, once, where fakes won't do.
 _SMALL_BYTES = 200 << 20
 _MARGIN_REAL = 0.1
-_MARGIN_GUESS = 0.3
+#: What a guess that decides about shapes is taken to be worth at least.
+_MARGIN_SHAPED = 0.05
+#: A trace that took longer isn't repeated to learn what its guesses are worth.
+_AGAIN_SECONDS = 4.0
+#: So many batches a manual optimization may take until every optimizer has stepped.
+_MOST_BATCHES = 8
+_RESIDENT: tuple[Kind, ...] = ("parameters", "buffers", "optimizer", "input")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +86,7 @@ def trace(
     stage: str = "fit",
     precision: str | int | None = "32-true",
     target: Target = "cpu",
+    validation: FirstBatch | Any | None = None,
 ) -> Footprint:
     """What one step of the module needs, found out without running it.
 
@@ -85,6 +99,7 @@ def trace(
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         precision: the Trainer's ``precision``.
         target: the kind of device that will run it; decides between kernels that keep different things (attention, dropout, optimizers).
+        validation: for ``"fit"``, the first batch of the validation loader, to be traced as well; None where there is no validation.
 
     Raises:
         ValueError: for an unknown stage or precision.
@@ -95,26 +110,32 @@ def trace(
     if stage not in ("fit", "validate", "test", "predict"):
         raise ValueError(f"unknown stage {stage!r}; use 'fit', 'validate', 'test' or 'predict'")
     first = batch if isinstance(batch, FirstBatch) else FirstBatch(batch=batch, batch_size=batch_size_of(batch))
-    tracing = _Tracing(module, trainer, first, stage, _PRECISIONS[name], target)
+    tracing = _Tracing(module, trainer, first, stage, _PRECISIONS[name], target, validation)
     try:
-        return tracing.measure(fake=True)
+        return tracing.with_margin()
     except Exception as error:
         log.debug("the step can't be traced", exc_info=True)
         reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    if size_bytes <= _SMALL_BYTES:
+    if module_bytes(module) <= _SMALL_BYTES:
         try:
             return tracing.measure(fake=False, note=f"the step can't be traced ({reason}), and was run once for real on the CPU instead")
         except Exception:
             log.debug("the step can't be run on the CPU either", exc_info=True)
-    return guess(module, trainer, first, stage=stage, dtype=_PRECISIONS[name].true, reason=reason, margin=_MARGIN_GUESS)
+    return guess(module, trainer, first, stage=stage, dtype=_PRECISIONS[name].true, reason=reason)
 
 
 class _Tracing:
     """The arguments of one call of :func:`trace`."""
 
     def __init__(
-        self, module: LightningModule, trainer: Trainer | None, first: FirstBatch, stage: str, precision: _Precision, target: Target
+        self,
+        module: LightningModule,
+        trainer: Trainer | None,
+        first: FirstBatch,
+        stage: str,
+        precision: _Precision,
+        target: Target,
+        validation: FirstBatch | Any | None,
     ) -> None:
         self.module = module
         self.trainer = trainer
@@ -122,25 +143,67 @@ class _Tracing:
         self.stage = stage
         self.precision = precision
         self.target = target
+        self.validation = validation.batch if isinstance(validation, FirstBatch) else validation
 
-    def measure(self, *, fake: bool, note: str | None = None) -> Footprint:
+    def with_margin(self) -> Footprint:
+        """The fake step; where it rests on guesses about values, the margin is what other guesses would add.
+
+        How much a guess is worth nobody can tell without the values, but a step that is traced with every guess made another way shows what
+        it may move: nothing, for a number that is only logged.
+        """
+        started = time.process_time()
+        shadow = ShadowValues()
+        footprint = self.measure(fake=True, shadow=shadow)
+        if not shadow.guessed:
+            return footprint
+        margin = _MARGIN_SHAPED if shadow.shaped else 0.0
+        if time.process_time() - started < _AGAIN_SECONDS:
+            try:
+                other = self.measure(fake=True, shadow=ShadowValues(other=True), validated=False)
+                margin = max(margin, _whole_bytes(other) / _whole_bytes(footprint) - 1)
+            except Exception:  # such values would end the user's own run as well
+                log.debug("the step fails where guesses are made another way", exc_info=True)
+        elif shadow.branched:
+            margin = _MARGIN_SHAPED
+        return replace(footprint, margin=max(footprint.margin, margin))
+
+    def measure(self, *, fake: bool, note: str | None = None, shadow: ShadowValues | None = None, validated: bool = True) -> Footprint:
         """Two steps, the last one counted; with fake tensors or, where those won't do, real ones."""
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(drawing_nothing())
             mode = fake_mode()
-            shadow = ShadowValues()
+            shadow = ShadowValues() if shadow is None else shadow
+            validation = self.validation if validated else None
             if fake:
                 module = fake_copy(self.module, mode, shadow, dtype=self.precision.true)
                 batch = fake_copy(self.first.batch, mode, shadow, dtype=self.precision.true)
+                validation = fake_copy(validation, mode, shadow, dtype=self.precision.true)
                 stack.enter_context(as_if_real(shadow, self.target))
                 stack.enter_context(mode)
                 stack.enter_context(shadow)
             else:
                 module = fake_copy(self.module, None, None, dtype=self.precision.true)
                 batch = fake_copy(self.first.batch, None, None, dtype=self.precision.true)
-            return self._measure(module, batch, shadow, note)
+                validation = fake_copy(validation, None, None, dtype=self.precision.true)
+            return self._measure(module, batch, validation, shadow, note)
 
-    def _measure(self, module: LightningModule, batch: Any, shadow: ShadowValues, note: str | None) -> Footprint:
+    def _tracker(self, module: LightningModule, batch: Any, shadow: ShadowValues) -> MemoryTracker:
+        """A ledger that knows what is there before the step."""
+        on_cpu = self.target == "cpu"
+        tracker = MemoryTracker(
+            batch_size=self.first.batch_size,
+            scratch=CPU_SCRATCH if on_cpu else cuda_scratch(shadow.guesses),
+            hidden=CPU_HIDDEN if on_cpu else CUDA_HIDDEN,
+        )
+        for parameter in module.parameters():
+            tracker.mark(parameter, "parameters")
+        for buffer in (*module.buffers(), *loose(module)):
+            tracker.mark(buffer, "buffers")
+        for tensor in tensors_of(batch):
+            tracker.mark(tensor, "input")
+        return tracker
+
+    def _measure(self, module: LightningModule, batch: Any, validation: Any, shadow: ShadowValues, note: str | None) -> Footprint:
         tracker: MemoryTracker | None = None
 
         def enter(phase: str) -> None:
@@ -157,18 +220,13 @@ class _Tracing:
             enter=enter,
         )
         rehearsal.build()
-        unfreezing = _unfreeze_later(self.trainer, module)
+        if searching := keep_searching(rehearsal.optimizers):
+            rehearsal.notes["LBFGS was taken to go through all iterations, and to keep its whole history"] = None
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         parameters = list(module.parameters())
         trainable = [parameter for parameter in parameters if parameter.requires_grad] if training else []
-        tracker = MemoryTracker((parameter.shape for parameter in parameters), scratch=self.target == "cpu")
+        tracker = self._tracker(module, batch, shadow)
         watcher = BlockWatcher(find_blocks(module), tracker)
-        for parameter in parameters:
-            tracker.mark(parameter, "parameters")
-        for buffer in module.buffers():
-            tracker.mark(buffer, "buffers")
-        for tensor in tensors_of(batch):
-            tracker.mark(tensor, "input")
 
         reached: set[int] = set()
 
@@ -178,33 +236,14 @@ class _Tracing:
                 tracker.mark(parameter.grad, "gradients")
 
         hooks = [parameter.register_post_accumulate_grad_hook(complete) for parameter in trainable]
-        saved_bytes = 0
-
-        def forward_ends() -> None:
-            nonlocal saved_bytes
-            watcher.end_forward()
-            saved_bytes = max(saved_bytes, tracker.live["activations"] + tracker.live["fixed"])
-
-        steps = [(True, True)]
-        if training:
-            n = rehearsal.accumulate
-            steps += [(True, True)] if n == 1 else [(True, False), (False, True)]
         with ExitStack() as stack:
-            stack.enter_context(
-                announced(rehearsal.optimizers, automatic=module.automatic_optimization, enter=enter, forward_ends=forward_ends)
-            )
+            stack.enter_context(announced(rehearsal.optimizers, automatic=module.automatic_optimization, enter=enter))
             stack.enter_context(tracker)
-            for index, (first, last) in enumerate(steps):
+            batches = self._train(rehearsal, batch, watcher, tracker) if training else 1
+            if not training:
                 watcher.begin_step()
-                if index == (1 if training else 0):
-                    saved_bytes = 0
-                    tracker.record()
-                if training:
-                    rehearsal.training_step(batch, index, first=first, last=last)
-                    for value in _states(rehearsal.optimizers):
-                        tracker.mark(value, "optimizer")
-                else:
-                    rehearsal.evaluation_step(batch)
+                tracker.record()
+                rehearsal.evaluation_step(batch)
         for hook in hooks:
             hook.remove()
 
@@ -219,27 +258,34 @@ class _Tracing:
             size = _bytes(parameter)
             return size, size if id(parameter) in learns else 0, states.get(id(parameter), 0)
 
-        elements = sum(parameter.numel() for parameter in parameters)
-        blocks, kept = watcher.blocks(bytes_of, parameters=elements, activation_bytes=saved_bytes)
-        moments = tracker.moments(lambda held: sum(index < held for index in kept), kept)
-        parameter_bytes = tracker.live["parameters"]
+        found = layers(module, tracker, watcher, bytes_of, batches=batches)
+        live = tracker.live
+        parameter_bytes, buffer_bytes, optimizer_bytes, input_bytes = (live[kind] for kind in _RESIDENT)
         gradient_bytes = sum(bytes_of(parameter)[1] for parameter in trainable)
-        peak_bytes = max((moment.total_bytes for moment in moments), default=0)
-        assumptions = [*([note] if note else []), *shadow.guesses, *rehearsal.notes, *unfreezing]
+        peak_bytes = max((moment.total_bytes for moment in found.moments), default=0)
+        held_bytes, changes = by_callbacks(self.trainer, module, on_cpu=self.target == "cpu") if training else (0, [])
+        evaluation_bytes = self._evaluation_bytes(rehearsal, validation, shadow) if training and validation is not None else None
+        if any(is_compiled(part) for part in (*self.module.modules(), *module.modules())):
+            changes.append(UNCOMPILED)
+        assumptions = [*([note] if note else []), *shadow.guesses, *rehearsal.notes, *changes]
         return Footprint(
-            parameters=elements,
+            parameters=sum(parameter.numel() for parameter in parameters),
             trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             batch_size=self.first.batch_size,
             parameter_bytes=parameter_bytes,
             gradient_bytes=gradient_bytes,
-            optimizer_bytes=tracker.live["optimizer"],
-            buffer_bytes=tracker.live["buffers"],
-            activation_bytes=saved_bytes,
-            temporary_bytes=max(0, peak_bytes - gradient_bytes - saved_bytes),
-            input_bytes=tracker.live["input"],
+            optimizer_bytes=optimizer_bytes,
+            buffer_bytes=buffer_bytes + held_bytes,
+            activation_bytes=found.activation_bytes,
+            temporary_bytes=max(0, peak_bytes - gradient_bytes - found.activation_bytes),
+            input_bytes=input_bytes,
             largest_parameter_bytes=max((_bytes(parameter) for parameter in parameters), default=0),
-            flops=tracker.flops // max(1, len(steps) - 1),
-            blocks=tuple(blocks),
+            flops=found.flops,
+            moved_bytes=found.moved_bytes,
+            blocks=found.blocks,
+            outer=found.outer,
+            also_uses=found.also_uses,
+            tape=found.tape,
             tied=tied_groups(module),
             training=training,
             automatic_optimization=module.automatic_optimization,
@@ -248,12 +294,73 @@ class _Tracing:
             random_draws=tuple(tracker.random_draws),
             unused_parameters=tuple(names[id(parameter)] for parameter in trainable if id(parameter) not in reached),
             configures_model=is_overridden("configure_model", self.module),
-            moments=moments,
+            moments=found.moments,
             traced=note is None,
-            margin=0.0 if note is None else _MARGIN_REAL,
+            margin=_MARGIN_REAL if note is not None or searching else 0.0,
             asks_for_world=rehearsal.asked_for_world,
-            assumptions=tuple(assumptions),
+            evaluation_bytes=evaluation_bytes,
+            assumptions=tuple(dict.fromkeys(assumptions)),
         )
+
+    def _train(self, rehearsal: Rehearsal, batch: Any, watcher: BlockWatcher, tracker: MemoryTracker) -> int:
+        """Steps of training, first to let the optimizers have their state, then counted; the number of the counted ones.
+
+        Under manual optimization only the module knows when its optimizers step: as many batches as it takes for all of them to have done
+        so are one cycle.
+        """
+        automatic = rehearsal.module.automatic_optimization
+        waiting = {id(optimizer) for optimizer in rehearsal.optimizers}
+
+        def stepped(optimizer: Any, *_: Any) -> None:
+            waiting.discard(id(optimizer))
+
+        hooks = [optimizer.register_step_post_hook(stepped) for optimizer in rehearsal.optimizers]
+        index = 0
+
+        def step(*, first: bool, last: bool) -> None:
+            nonlocal index
+            watcher.begin_step()
+            rehearsal.training_step(batch, index, first=first, last=last)
+            for value in _states(rehearsal.optimizers):
+                tracker.mark(value, "optimizer")
+            index += 1
+
+        step(first=True, last=True)
+        while not automatic and waiting and index < _MOST_BATCHES:
+            step(first=True, last=True)
+        for hook in hooks:
+            hook.remove()
+        if waiting:
+            rehearsal.notes[f"an optimizer took no step in {index} batches; its state is unknown"] = None
+        fill_history(rehearsal.optimizers)
+        for value in _states(rehearsal.optimizers):
+            tracker.mark(value, "optimizer")
+        tracker.record()
+        if not automatic:
+            batches = index
+            for _ in range(batches):
+                step(first=True, last=True)
+        else:
+            # Of an accumulation the first batch and the last: those between are like the last one's beginning.
+            batches = min(rehearsal.accumulate, 2)
+            for position in range(batches):
+                step(first=position == 0, last=position == batches - 1)
+        return batches
+
+    def _evaluation_bytes(self, rehearsal: Rehearsal, batch: Any, shadow: ShadowValues) -> int | None:
+        """The most that a validation step holds beside what lives from step to step, its batch included; None where it fails."""
+        try:
+            tracker = self._tracker(rehearsal.module, batch, shadow)
+            with tracker:
+                rehearsal.begin_validation()
+                tracker.record()
+                rehearsal.evaluation_step(batch, "validate")
+            assert tracker.tape is not None
+            return _top_bytes(tracker.tape) - tracker.live["parameters"] - tracker.live["buffers"]
+        except Exception as error:
+            log.debug("the validation step can't be traced", exc_info=True)
+            rehearsal.notes[f"the validation step can't be traced ({type(error).__name__}), and is taken to need less than training"] = None
+            return None
 
 
 def _states(optimizers: list[Any]) -> Iterator[Tensor]:
@@ -266,11 +373,24 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _unfreeze_later(trainer: Trainer | None, module: LightningModule) -> list[str]:
-    """A sentence for each callback that freezes parameters now and trains them later: the footprint is the later, larger one."""
-    callbacks = getattr(trainer, "callbacks", None) or []
-    return [
-        f"{type(callback).__name__} freezes parameters at first; the footprint is that of training everything it may unfreeze"
-        for callback in callbacks
-        if isinstance(callback, BaseFinetuning)
-    ]
+def _top_bytes(tape: Tape) -> int:
+    """The most that is alive at any moment of a tape."""
+    sizes: dict[int, int] = {}
+    level = top = 0
+    for event in tape:
+        if event.action in ("allocate", "free", "resize"):
+            level += event.size_bytes - sizes.get(event.storage, 0)
+            sizes[event.storage] = event.size_bytes
+            top = max(top, level)
+    return top
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of its parameters, those without a shape yet left out."""
+    return sum(_bytes(parameter) for parameter in module.parameters() if not is_lazy(parameter))
+
+
+def _whole_bytes(footprint: Footprint) -> int:
+    """What a step takes at its peak on one device."""
+    resident = footprint.parameter_bytes + footprint.optimizer_bytes + footprint.buffer_bytes + footprint.input_bytes
+    return max(1, resident + max((moment.total_bytes for moment in footprint.moments), default=0))

@@ -6,6 +6,7 @@ It reads the trainer and changes nothing in it; it doesn't know how a plan is ex
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,20 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import is_overridden, verify_configuration
+from lightning_autopar.memory.allocator_options import options_from_environment
 from lightning_autopar.memory.batch import FirstBatch
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.guess import guess
 from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.residual_cache import load_residuals
+from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.memory.trace import first_batch, trace
 from lightning_autopar.planning.candidates import Constraints, SplitFinding, shardable
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.state.snapshot import is_snapshot
+from lightning_autopar.strategies.backward import backward_survives_fork
 from lightning_autopar.strategies.draws import DrawPlan
 from lightning_autopar.strategies.engine import Assignment, BatchRule
 from lightning_autopar.strategies.failure import Failure
@@ -38,8 +43,8 @@ log = logging.getLogger(__name__)
 
 #: Tracing and probing together may take so long; after that the estimate is coarse, and the report says so.
 _TRACE_SECONDS = 600.0
-#: What a guessed footprint may err by.
-_GUESS_MARGIN = 0.3
+#: Why a forked child may be unable to run a backward pass.
+_THREADS = "autograd's threads for the GPU were started"
 #: From this size on, a module is built whole on rank 0 alone.
 _LARGE_BYTES = 1024**3
 
@@ -130,6 +135,8 @@ def decide(
             from_snapshot=is_snapshot(arguments.get("ckpt_path")),
             weights_only=arguments.get("weights_only"),
             large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
+            candidate=report.best_candidate,
+            budgets=report.budgets,
         ),
     )
 
@@ -148,6 +155,7 @@ def survey(
     sharded = _several(inventory, max_devices) and "fsdp" in settings.allow
     verify_configuration(trainer)  # in Lightning's own words what it would say later
     findings = _found(trainer, probe, sharded, gpu)
+    training = findings.footprint.training
     excluded = exclusions(trainer, findings.footprint)
     if findings.unshardable is not None:
         excluded.setdefault("fsdp", findings.unshardable)
@@ -164,6 +172,8 @@ def survey(
         excluded=excluded,
         split=findings.split if settings.batch == "global" else None,
         split_batch=settings.batch == "global",
+        allocator=options_from_environment(os.environ),
+        residuals=load_residuals(trainer.lightning_module, str(trainer.precision), inventory) if training else Residuals(),
     )
     return make_report(findings.footprint, inventory, constraints), findings
 
@@ -176,7 +186,10 @@ def _found(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings:
         RuntimeError: if not even the first batch can be had.
     """
     try:
-        findings = run_forked(_find, trainer, probe, sharded, gpu, timeout_seconds=_TRACE_SECONDS)
+        if backward_survives_fork():
+            findings = run_forked(_find, trainer, probe, sharded, gpu, timeout_seconds=_TRACE_SECONDS)
+        else:
+            findings = _find_here(trainer, gpu)
     except ChildFailed as error:
         rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {error.reason}")
         try:
@@ -208,7 +221,16 @@ def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings |
         batch = first_batch(module, trainer, stage)
     except Exception as error:  # the user's own code, which would raise it in the run as well
         return Failure.of(error)
-    footprint = trace(module, trainer, batch, stage=stage, precision=str(trainer.precision), target="cuda" if gpu else "cpu")
+    validation = _validation_batch(module, trainer) if stage == "fit" else None
+    footprint = trace(
+        module,
+        trainer,
+        batch,
+        stage=stage,
+        precision=str(trainer.precision),
+        target="cuda" if gpu else "cpu",
+        validation=validation,
+    )
     refusal = None
     if sharded:
         units = shardable(footprint)[0]
@@ -224,8 +246,53 @@ def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings |
         if refusal is None and sharded:
             refusal = _routed(module, split.uneven_calls, units)
     if probe and stage != "predict":
-        split = _with_evaluation(split or SplitFinding(), module, trainer, None if stage == "fit" else batch, stage)
+        split = _with_evaluation(split or SplitFinding(), module, trainer, validation if stage == "fit" else batch, stage)
     return Findings(footprint=footprint, split=split, draws=draws, data_draws=batch.draws, unshardable=refusal)
+
+
+def _find_here(trainer: Trainer, gpu: bool) -> Findings | Failure:
+    """The same where no forked child can run a backward pass: the batches come from a child, the step is traced on a fake copy in here.
+
+    What needs backward passes on real copies isn't looked at: how a split changes the loss, and whether the step survives shards.
+    """
+    module = trainer.lightning_module
+    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    batches = run_forked(_batches, trainer, stage, timeout_seconds=_TRACE_SECONDS)
+    if isinstance(batches, Failure):
+        return batches
+    batch, validation = batches
+    footprint = trace(
+        module, trainer, batch, stage=stage, precision=str(trainer.precision), target="cuda" if gpu else "cpu", validation=validation
+    )
+    return Findings(
+        footprint=footprint,
+        split=SplitFinding(probed=False, reason=f"{_THREADS} before this run, so that no copy of the step could be run"),
+        draws=DrawPlan(),
+        data_draws=batch.draws,
+        unshardable=unshardable(module),
+    )
+
+
+def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | None] | Failure:
+    """In a forked child: the first batches, without what makes them, which may not travel."""
+    module = trainer.lightning_module
+    try:
+        batch = first_batch(module, trainer, stage)
+    except Exception as error:  # as in _find
+        return Failure.of(error)
+    validation = _validation_batch(module, trainer) if stage == "fit" else None
+    return replace(batch, samples=None, collate=None), None if validation is None else replace(validation, samples=None, collate=None)
+
+
+def _validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
+    """The first batch of the validation within ``fit``; None where there is none. The limit of batches may be set, the sanity check off."""
+    if not is_overridden("validation_step", module) or not trainer.limit_val_batches:
+        return None
+    try:
+        return first_batch(module, trainer, "validate", prepared=True)
+    except Exception:  # no validation data, or the user's loader fails: the run will say so
+        log.debug("there is no validation batch to look at", exc_info=True)
+        return None
 
 
 def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
@@ -240,14 +307,8 @@ def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequenc
 def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trainer, batch: FirstBatch | None, stage: str) -> SplitFinding:
     """The finding, with what was found out of the values that an evaluation step logs."""
     hook = "test_step" if stage == "test" else "validation_step"
-    if not split.splittable or not is_overridden(hook, module):
+    if not split.splittable or not is_overridden(hook, module) or batch is None:
         return split
-    if batch is None:
-        try:
-            batch = first_batch(module, trainer, "validate", prepared=True)
-        except Exception:  # no validation data, or the user's loader fails: the run will say so
-            log.debug("there is no validation batch to look at", exc_info=True)
-            return split
     compared = probe_evaluation(module, trainer, batch, hook)
     return replace(split, log_rules={**split.log_rules, **compared.rules}, notes=(*split.notes, *compared.notes))
 
@@ -260,6 +321,6 @@ def _guess(trainer: Trainer, reason: str) -> Findings | Failure:
         batch = first_batch(module, trainer, stage)
     except Exception as error:  # as above
         return Failure.of(error)
-    footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason, margin=_GUESS_MARGIN)
+    footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
     split = SplitFinding(probed=False, reason=f"the step could not be looked at: {reason}")
     return Findings(footprint=footprint, split=split, draws=DrawPlan(), data_draws=batch.draws, unshardable=None)

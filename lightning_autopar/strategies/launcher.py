@@ -25,6 +25,8 @@ from lightning_autopar._lightning_compat import (
     run_arguments,
 )
 from lightning_autopar.strategies import results as handover
+from lightning_autopar.strategies.account import announce_measured, learn
+from lightning_autopar.strategies.backward import backward_survives_fork
 from lightning_autopar.strategies.ddp import DDPEngine
 from lightning_autopar.strategies.decide import Decision, decide
 from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
@@ -32,7 +34,6 @@ from lightning_autopar.strategies.external import Peers, rerun_script, under_ext
 from lightning_autopar.strategies.fsdp import FSDPEngine
 from lightning_autopar.strategies.generation import Job, Outcome, cap_allocator, run_folder, run_generation
 from lightning_autopar.strategies.single import SingleEngine
-from lightning_autopar.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -44,7 +45,7 @@ class AutoLauncher(Launcher):
     """Plans in the parent process, then runs the trainer's function under the plan.
 
     A plan of one device runs in this process; others in forked workers; where processes were started by torchrun or SLURM, in those; where
-    this process has initialised CUDA already, in reruns of the script.
+    this process has used a GPU or autograd's threads for it already, in reruns of the script.
     """
 
     def __init__(self, strategy: AutoParallelStrategy) -> None:
@@ -86,7 +87,7 @@ class AutoLauncher(Launcher):
         decision.announce()
         if decision.assignment.plan.world_size == 1 and decision.assignment.devices[0].index is not None:
             return self._run_here(decision, function, args, kwargs, trainer)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() or not backward_survives_fork():
             peers = rerun_script(self._strategy, decision.assignment.plan.world_size)
             peers.tell(decision)
             return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
@@ -105,8 +106,8 @@ class AutoLauncher(Launcher):
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
             finally:
                 self._strategy.take_over(engine)
-                self._strategy.measured = {device.id: {"peak_bytes": engine.meter.peak_bytes, "step_seconds": engine.meter.step_seconds}}
-        announce_measured(decision, self._strategy.measured)
+                self._strategy.measured = {device.id: engine.meter.measured.to_dict()}
+        self._account()
         return value
 
     def _function_with_hooks(self, engine: EngineMixin, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
@@ -143,10 +144,9 @@ class AutoLauncher(Launcher):
                 raise self._failed(outcome, trainer, job)
             handover.restore(trainer, job.before, outcome.results[0], folder)
         self._strategy.measured = {
-            device: {"peak_bytes": left.peak_bytes, "step_seconds": left.step_seconds}
-            for device, left in zip(assignment.plan.devices, outcome.results, strict=True)
+            device: left.measured.to_dict() for device, left in zip(assignment.plan.devices, outcome.results, strict=True)
         }
-        announce_measured(decision, self._strategy.measured)
+        self._account()
         if outcome.tuner_exit:
             raise TunerExit
         if trainer.state.fn == "predict" and assignment.batch == "global":
@@ -206,15 +206,31 @@ class AutoLauncher(Launcher):
                     engine.release()
             finally:
                 self._strategy.take_over(engine)
-            meter = engine.meter
-            self._strategy.measured = {
-                assignment.plan.devices[peers.rank]: {"peak_bytes": meter.peak_bytes, "step_seconds": meter.step_seconds}
-            }
+            measured = self._everyones(engine.meter.measured.to_dict(), assignment)
+            self._strategy.measured = dict(zip(assignment.plan.devices, measured, strict=True))
+            if peers.rank == 0:
+                self._account()
             if trainer.state.fn == "predict" and assignment.batch == "global" and assignment.plan.world_size > 1:
-                values: list[Any] = [None] * assignment.plan.world_size
-                torch.distributed.all_gather_object(values, value)
-                value = interleaved(values)
+                value = interleaved(self._everyones(value, assignment))
         return value
+
+    @staticmethod
+    def _everyones(value: Any, assignment: Assignment) -> list[Any]:
+        """Each rank's value, in rank order; a collective."""
+        if assignment.plan.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * assignment.plan.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    # -- afterwards --------------------------------------------------------------------------------------------------------------------
+
+    def _account(self) -> None:
+        """Say what was predicted and measured, and learn from it."""
+        report = self._strategy.report
+        assert report is not None, "it has been planned"
+        announce_measured(report, self._strategy.measured)
+        learn(report, self._strategy.measured)
 
 
 def make_engine(assignment: Assignment, *, forked: bool = True) -> EngineMixin:
@@ -243,27 +259,6 @@ def interleaved(values: list[Any]) -> Any:
 
 def _several_loaders(values: list[Any]) -> bool:
     return all(isinstance(part, list) for value in values for part in value)
-
-
-def announce_measured(decision: Decision, measured: dict[str, dict[str, Any]]) -> None:
-    """Log what was predicted beside what was measured, once, on rank 0."""
-    candidate = decision.candidate
-    lines = []
-    for device, values in measured.items():
-        words = []
-        peak_bytes, step_seconds = values["peak_bytes"], values["step_seconds"]
-        if peak_bytes is not None and device in candidate.bytes:
-            predicted_bytes = candidate.bytes[device].allocated
-            words.append(
-                f"memory {format_bytes(predicted_bytes)} predicted, {format_bytes(peak_bytes)} measured "
-                f"({peak_bytes / predicted_bytes - 1:+.0%})"
-            )
-        if step_seconds and candidate.seconds is not None:
-            words.append(f"step {format_seconds(candidate.seconds.step)} predicted, {format_seconds(step_seconds)} measured")
-        if words:
-            lines.append(f"  {device}: {'; '.join(words)}")
-    if lines:
-        rank_zero_info("\n".join([f"autopar: plan {decision.assignment.plan.title()}", *lines]))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,73 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_autopar._fork import run_forked
-from lightning_autopar._lightning_compat import attach_data
 from lightning_autopar.memory.blocks import find_blocks
-from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace import FirstBatch, first_batch, trace
-
-
-def peak_bytes(footprint: Footprint) -> int:
-    """The step's peak on one device."""
-    resident = footprint.parameter_bytes + footprint.buffer_bytes + footprint.optimizer_bytes + footprint.input_bytes
-    return resident + max(moment.total_bytes for moment in footprint.moments)
-
-
-def make_trainer(**kwargs: Any) -> pl.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "max_steps": 4, **quiet, **kwargs})
-
-
-def attached(module: pl.LightningModule, stage: str = "fit", **data: Any) -> pl.Trainer:
-    """A trainer as it is when a plan is due: module and data attached, nothing set up."""
-    trainer = make_trainer()
-    trainer.strategy._lightning_module = module
-    attach_data(trainer, {"model": module, "train_dataloaders": None, "val_dataloaders": None, **data})
-    return trainer
-
-
-class RealPeak(pl.Callback):
-    """Peak bytes of the third and fourth batch: what lives from step to step plus the running sum of the profiler's memory events."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._profile: Any = None
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:  # gradients of batch 0 are freed within it: from then on the sum is exact
-            states = itertools.chain.from_iterable(state.values() for optimizer in trainer.optimizers for state in optimizer.state.values())
-            resident = [*module.parameters(), *module.buffers(), *(value for value in states if isinstance(value, Tensor))]
-            self.bytes = sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in resident}.values())
-            self._profile = torch.autograd.profiler.profile(profile_memory=True)
-            self._profile.__enter__()
-        if batch_idx == 2:
-            with torch.autograd.profiler.record_function("counted from here"):
-                pass
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx != 3:
-            return
-        self._profile.__exit__(None, None, None)
-        events = self._profile.kineto_results.events()
-        start = next(event.start_ns() for event in events if event.name() == "counted from here")
-        level, peak = 0, 0
-        for time, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-            level += size
-            peak = max(peak, level) if time >= start else 0
-        self.bytes += peak
-
-
-def real_peak_bytes(module: pl.LightningModule, loader: Any, **kwargs: Any) -> int:
-    """In a child: the profiler remembers what earlier runs in its process allocated."""
-
-    def run() -> int:
-        warnings.simplefilter("ignore")
-        peak = RealPeak()
-        make_trainer(callbacks=[peak], **kwargs).fit(module, loader)
-        return peak.bytes
-
-    return run_forked(run, timeout_seconds=60)
+from tests.memory.measured import attached, make_trainer, peak_bytes, real_peak_bytes
 
 
 class Module(pl.LightningModule):
@@ -506,7 +441,7 @@ def test_guess_where_nothing_works() -> None:
     expected = trace(Module(mlp()), None, batch)
     footprint = trace(Opaque(real=False), None, batch)
     assert not footprint.traced
-    assert footprint.margin == 0.3
+    assert footprint.margin == 0.5
     assert "can't be traced" in footprint.assumptions[0]
     assert "\n" not in footprint.assumptions[0]
     for name in ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "input_bytes", "batch_size", "optimizers"):

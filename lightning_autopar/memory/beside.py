@@ -1,0 +1,99 @@
+"""What a run holds beside a module's own parameters and buffers: copies that callbacks keep, tensors in plain attributes, optimizers' later
+state. Knows Lightning's callbacks and torch's optimizers; nothing of fakes or ledgers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import callbacks
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+#: Attributes of modules that hold what is counted elsewhere, or nothing of the module's.
+_OTHERS = ("_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_hparams", "_hparams_initial")
+
+
+def by_callbacks(trainer: Trainer | None, module: LightningModule, *, on_cpu: bool) -> tuple[int, list[str]]:
+    """What the trainer's callbacks add to a run of training.
+
+    Args:
+        trainer: the trainer, if there is one.
+        module: the module, or its copy.
+        on_cpu: whether the run's device is the CPU.
+
+    Returns:
+        Bytes on the device, and a sentence for each callback that changes what a step needs.
+    """
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
+    held, notes = 0, []
+    for callback in getattr(trainer, "callbacks", None) or []:
+        name = type(callback).__name__
+        if isinstance(callback, callbacks.BaseFinetuning):
+            notes.append(f"{name} freezes parameters at first; the footprint is that of training everything it may unfreeze")
+        averages = getattr(callbacks, "WeightAveraging", None)
+        if isinstance(callback, callbacks.StochasticWeightAveraging) or (averages is not None and isinstance(callback, averages)):
+            place = getattr(callback, "_device", None)
+            if place is None or on_cpu or torch.device(place).type != "cpu":
+                held += size
+                notes.append(f"{name} keeps an averaged copy of the module, which is counted with the buffers")
+        if isinstance(callback, callbacks.BatchSizeFinder):
+            notes.append(f"{name} changes the batch size; the footprint is that of the batch size as it is now")
+        if isinstance(callback, callbacks.GradientAccumulationScheduler):
+            notes.append(f"{name} changes the accumulation; the footprint is that of the accumulation at the start")
+    return held, notes
+
+
+def loose(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that a module holds in plain attributes, lists and dictionaries, and those of modules that it hides there."""
+    seen: set[int] = set()
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if name not in _OTHERS and not name.endswith("_hooks"):
+                yield from _within(value, seen)
+
+
+def _within(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from _within(child, seen)
+
+
+def keep_searching(optimizers: list[Optimizer]) -> bool:
+    """Let LBFGS go through all its iterations: gradients whose values are unknown are small enough for any tolerance, but for these.
+
+    Returns:
+        Whether there is an LBFGS.
+    """
+    found = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.LBFGS)]
+    for optimizer in found:
+        optimizer.param_groups[0].update(tolerance_grad=-1.0, tolerance_change=-1.0)
+    return bool(found)
+
+
+def fill_history(optimizers: list[Optimizer]) -> None:
+    """Give LBFGS the full history that it will have after some steps: ``history_size`` pairs of vectors as long as all parameters.
+
+    It keeps a pair for each change of the gradient that is large enough (``torch/optim/lbfgs.py``), which fakes can't tell.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            continue
+        size = optimizer.param_groups[0]["history_size"]
+        for state in optimizer.state.values():
+            for name in ("old_dirs", "old_stps", "ro"):
+                vectors = state.get(name)
+                while vectors is not None and len(vectors) < size:
+                    like = state["prev_flat_grad"]
+                    vectors.append(torch.ones((), dtype=like.dtype) if name == "ro" else torch.empty_like(like))
