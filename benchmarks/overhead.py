@@ -19,11 +19,9 @@ On both sides the global batch is the same: by hand each rank loads batch / rank
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +29,10 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine import machine
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "overhead.json"
@@ -305,35 +307,6 @@ def measure_memory(runs: Runs, engines: tuple[str, ...], model_bytes: int, layer
         found[f"{side}_{engine}"] = {**loading, "peak_over_model": round(loading["peak_bytes"] / model_bytes, 3)}
     found["within"] = all(found[f"autopar_{engine}"]["peak_over_model"] <= MEMORY_BOUND for engine in engines)
     return found
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were made on, and with."""
-    import lightning
-    import psutil
-    import torch
-
-    import lightning_autopar
-
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": names[0] if names else platform.machine(),
-            "cores": os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-            "lightning_autopar": lightning_autopar.__version__,
-        },
-    }
 
 
 def benchmark(quick: bool, only: str | None = None, engine: str | None = None) -> dict[str, Any]:

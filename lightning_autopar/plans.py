@@ -13,6 +13,13 @@ from typing import Any, Literal, cast, get_args
 
 Engine = Literal["single", "ddp", "fsdp", "zero", "pipeline"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+Offload = Literal["optimizer", "parameters"]
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+#: How many stages a rank of a pipeline has: several under these schedules, one under the others.
+INTERLEAVED: tuple[Schedule, ...] = ("interleaved_1f1b",)
+ZERO_STAGES = (1, 2, 3)
 #: The engines that this version can run.
 BUILT_ENGINES: tuple[Engine, ...] = ("single", "ddp", "fsdp")
 
@@ -24,10 +31,25 @@ class Plan:
     Args:
         engine: what executes it.
         devices: ids of the devices (a GPU's NVML UUID, ``"cpu:0"``), in rank order; one rank a device.
-        reshard_after_forward: FSDP only: whether a block's gathered parameters are freed between forward and backward.
-        shard: FSDP only: FQNs of the modules that are sharded as units of their own, besides the root.
+        reshard_after_forward: FSDP only: whether a block's gathered parameters are freed between forward and backward. Of a pipeline that
+            shards they are kept, as its stages run many micro-batches.
+        shard: FQNs of the modules that are sharded as units of their own, besides the root: of FSDP over the devices of a replica, of a
+            pipeline over its replicas.
         recompute: FQNs of the blocks whose activations are recomputed in backward.
+        micro_batches: parts of a rank's batch that run one after the other, gradients added up; of a pipeline those in flight.
+        replicas: how many copies of the model the devices hold. Fsdp: 1 is one copy sharded over all, more is hybrid sharding. Pipeline:
+            how many pipelines run side by side. Rank ``r`` belongs to replica ``r // (world_size / replicas)``.
+        zero_stage: ZeRO only: 1 shards the optimizer's state, 2 the gradients as well, 3 the parameters, too.
+        offload: what lies in host memory between uses, in the order of ``OFFLOADS``: ``"optimizer"`` (its state and its step),
+            ``"parameters"``. ZeRO: stage 3 can offload parameters. FSDP: both or none, as its ``CPUOffloadPolicy`` moves parameters,
+            gradients and the optimizer together.
+        cuts: pipeline only: FQNs of the blocks with which the second and every later stage begins.
+        schedule: pipeline only. The interleaved one has several stages a rank: stage ``s`` runs on pipeline rank ``s mod ranks``.
+            ``"1f1b"`` should have as many micro-batches as stages at least.
         reasons: why each automatic choice was made, a sentence each.
+
+    Raises:
+        ValueError: if no engine could run it, with the value, what is allowed and what to do.
     """
 
     engine: Engine
@@ -35,6 +57,12 @@ class Plan:
     reshard_after_forward: bool | None = None
     shard: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
+    micro_batches: int = 1
+    replicas: int = 1
+    zero_stage: int | None = None
+    offload: tuple[Offload, ...] = ()
+    cuts: tuple[str, ...] = ()
+    schedule: Schedule | None = None
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -46,22 +74,134 @@ class Plan:
             raise ValueError(f"a plan names each device once, but its devices are {self.devices!r}")
         if self.engine == "single" and len(self.devices) != 1:
             raise ValueError(f"engine 'single' runs on one device, but the plan names {len(self.devices)}: {self.devices!r}")
-
         if self.engine == "fsdp" and not isinstance(self.reshard_after_forward, bool):
             raise ValueError(f"an fsdp plan needs reshard_after_forward, true or false, but it is {self.reshard_after_forward!r}")
+        self._check_replicas()
+        self._check_zero()
+        self._check_offload()
+        self._check_pipeline()
+
+    def _check_replicas(self) -> None:
+        """Micro-batches and copies of the model."""
+        for name, value in (("micro_batches", self.micro_batches), ("replicas", self.replicas)):
+            if not _is_whole(value) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, but is {value!r}")
+        if self.replicas == 1:
+            return
+        if self.engine not in ("fsdp", "pipeline"):
+            raise ValueError(
+                f"replicas is {self.replicas}, but only fsdp and pipeline plans have copies of several devices each; leave it at 1"
+            )
+        if self.world_size % self.replicas:
+            raise ValueError(
+                f"replicas must divide the number of devices, but {self.replicas} doesn't divide {self.world_size}; "
+                f"choose one of {', '.join(str(count) for count in range(1, self.world_size) if self.world_size % count == 0)}"
+            )
+        if self.replicas == self.world_size:
+            instead = "choose engine 'ddp'" if self.engine == "fsdp" else "a pipeline needs at least two"
+            raise ValueError(f"{self.replicas} replicas leave each one device of {self.world_size}; {instead}, or have fewer replicas")
+
+    def _check_zero(self) -> None:
+        """The stage, of a ZeRO plan and no other."""
+        if self.engine == "zero":
+            if not _is_whole(self.zero_stage) or self.zero_stage not in ZERO_STAGES:
+                raise ValueError(f"a zero plan needs zero_stage 1, 2 or 3, but it is {self.zero_stage!r}")
+        elif self.zero_stage is not None:
+            raise ValueError(f"zero_stage is {self.zero_stage!r}, but the engine is {self.engine!r}; leave it out, or choose engine 'zero'")
+
+    def _check_offload(self) -> None:
+        """What is offloaded, and put in order."""
+        if unknown := [what for what in self.offload if what not in OFFLOADS]:
+            raise ValueError(f"unknown offload {unknown[0]!r}; choose from {', '.join(OFFLOADS)}")
+        if len(set(self.offload)) != len(self.offload):
+            raise ValueError(f"a plan names each offload once, but they are {self.offload!r}")
+        object.__setattr__(self, "offload", tuple(what for what in OFFLOADS if what in self.offload))
+        if not self.offload:
+            return
+        if self.engine not in ("zero", "fsdp"):
+            raise ValueError(
+                f"engine {self.engine!r} can't offload {', '.join(self.offload)}; leave offload empty, or choose 'zero' or 'fsdp'"
+            )
+        if self.engine == "fsdp" and self.offload != OFFLOADS:
+            raise ValueError(
+                f"fsdp offloads {' and '.join(OFFLOADS)} together, but the plan names {self.offload[0]!r} alone; name both or none"
+            )
+        if "parameters" in self.offload and self.engine == "zero" and self.zero_stage != 3:
+            raise ValueError(
+                f"ZeRO offloads parameters at stage 3, but zero_stage is {self.zero_stage}; raise it, or offload the optimizer alone"
+            )
+
+    def _check_pipeline(self) -> None:
+        """Cuts and schedule, of a pipeline and no other."""
+        if self.engine != "pipeline":
+            for name, value in (("cuts", self.cuts), ("schedule", self.schedule)):
+                if value:
+                    raise ValueError(f"{name} is {value!r}, but the engine is {self.engine!r}; leave it out, or choose engine 'pipeline'")
+            return
+        if not self.cuts:
+            raise ValueError("a pipeline plan needs at least one cut, but has none; name the blocks with which its later stages begin")
+        if len(set(self.cuts)) != len(self.cuts):
+            raise ValueError(f"a pipeline plan names each cut once, but its cuts are {self.cuts!r}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"a pipeline plan needs a schedule, but it is {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+        ranks, count = self.devices_per_replica, len(self.cuts)
+        if ranks == 1:
+            raise ValueError(f"a pipeline needs at least two devices, but the plan names {self.devices!r}; choose engine 'single'")
+        if self.schedule in INTERLEAVED:
+            if self.stages % ranks or self.stages == ranks:
+                raise ValueError(
+                    f"{self.schedule} on {ranks} devices needs {2 * ranks} stages, or a larger multiple of {ranks}, "
+                    f"but {count} cuts make {self.stages}; have {2 * ranks - 1} cuts, or schedule '1f1b'"
+                )
+        elif self.stages != ranks:
+            raise ValueError(
+                f"schedule {self.schedule!r} on {ranks} devices needs as many stages, but {count} cuts make {self.stages}; "
+                f"have {ranks - 1} of them"
+            )
+        # As torch.distributed.pipelining demands it (schedules.py, ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble).
+        rounds = max(1, self.micro_batches // ranks)
+        if self.schedule in (*INTERLEAVED, "zero_bubble") and self.micro_batches % rounds:
+            raise ValueError(
+                f"{self.schedule} runs micro_batches in {rounds} equal rounds on {ranks} devices, but they are {self.micro_batches}; "
+                f"choose {self.micro_batches // ranks * ranks}"
+            )
+        if self.shard and self.replicas == 1:
+            raise ValueError(
+                f"a pipeline shards over its replicas, but has 1 and shards {self.shard[0]!r}; raise replicas, or leave shard empty"
+            )
 
     @property
     def world_size(self) -> int:
         """How many ranks the plan starts."""
         return len(self.devices)
 
+    @property
+    def devices_per_replica(self) -> int:
+        """How many devices hold one copy of the model together; of a pipeline its ranks."""
+        return self.world_size // self.replicas
+
+    @property
+    def stages(self) -> int:
+        """In how many parts the module runs, one after the other: 1 where it isn't a pipeline."""
+        return len(self.cuts) + 1
+
     def title(self) -> str:
         """A few words for a table: ``"fsdp ×2, reshard, recompute 4"``."""
-        words = [self.engine if self.world_size == 1 else f"{self.engine} ×{self.world_size}"]
+        if self.engine == "pipeline":
+            words = [f"pipeline {self.stages} stages", f"{self.schedule} ×{self.micro_batches}"]
+        else:
+            name = self.engine if self.zero_stage is None else f"{self.engine}-{self.zero_stage}"
+            words = [name if self.world_size == 1 else f"{name} ×{self.world_size}"]
         if self.engine == "fsdp":
             words.append("reshard" if self.reshard_after_forward else "keep gathered")
+        if self.replicas > 1:
+            words.append(f"{self.replicas} {'sharded ' if self.engine == 'pipeline' and self.shard else ''}replicas")
+        if self.offload:
+            words.append(f"offload {' + '.join(self.offload)}")
         if self.recompute:
             words.append(f"recompute {len(self.recompute)}")
+        if self.micro_batches > 1 and self.engine != "pipeline":
+            words.append(f"micro-batches {self.micro_batches}")
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,7 +224,7 @@ class Plan:
             raise ValueError(f"unknown field {unknown[0]!r} in a plan; it has {', '.join(sorted(known))}")
         if missing := sorted({"engine", "devices"} - set(data)):
             raise ValueError(f"a plan needs the field {missing[0]!r}, but has only {', '.join(sorted(data)) or 'none'}")
-        for name in ("devices", "shard", "recompute", "reasons"):
+        for name in ("devices", "shard", "recompute", "offload", "cuts", "reasons"):
             value = data.get(name, [])
             if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
                 raise ValueError(f"a plan's {name!r} must be a list of strings, but is {value!r}")
@@ -113,3 +253,8 @@ class Plan:
         if not isinstance(data, dict):
             raise ValueError(f"a plan is a JSON object, but this is a {type(data).__name__}")
         return cls.from_dict(data)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a whole number, which true and false aren't."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,109 +1,69 @@
 """Footprint × Plan × Inventory → bytes per device by category. Arithmetic only: imports neither torch nor Lightning, and measures nothing.
 
 The footprint is of one device and the whole batch; here is what each engine makes of it. The footprint's margin isn't added: the planner
-does that.
+does that. By moments, in well under a millisecond a plan; :mod:`replay` is slower, and knows the allocator.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
-from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
-from lightning_autopar.memory.inventory import Inventory
+import numpy as np
+
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.moments import Moments, moments_of
+from lightning_autopar.memory.occasions import checkpoint_bytes, start_bytes, validation_bytes
+from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
+from lightning_autopar.memory.sharded import fsdp_bytes
+from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
+from lightning_autopar.memory.zero_bytes import zero_bytes
 from lightning_autopar.plans import Plan
+
+__all__ = ["DeviceBytes", "predict"]
 
 MIB = 1 << 20
 
-#: Of a process on a GPU before its first tensor: CUDA context, cuBLAS and cuDNN handles. Seen: 400 to 600 MiB from A100 to H200.
-CONTEXT_BYTES = 500 * MIB
-#: NCCL's buffers, outside of torch's allocator: 544 MB for a group of two GPUs, 688 MB beyond (https://github.com/NVIDIA/nccl/issues/964).
-NCCL_BYTES = 600 * MIB
 #: What the caching allocator holds beyond what it hands out. A replay of its policy on traces of 124M to 7B models gave 1.03 to 1.21 times
 #: the allocated bytes; tiny models more, for which a constant stands (the segments are of 2 and 20 MiB).
 ROUNDING_SHARE = 0.1
 ROUNDING_BYTES = 22 * MIB
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceBytes:
-    """What one device holds at the fullest moment of a step, by category.
-
-    Args:
-        parameters: its part of the parameters, as they are between steps.
-        gradients: complete gradients at that moment; there may be none of them yet, if forward's end is the peak.
-        optimizer: its part of the optimizers' state.
-        activations: tensors that forward made and that are still there.
-        temporary: the rest of the peak: gradients of activations, gradients in the making, the optimizer's scratch.
-        buffers: the module's buffers.
-        input: its part of the batch.
-        communication: FSDP's gathered parameters and its buffers for collectives.
-        context: what lies outside of torch's allocator: the CUDA context and NCCL's buffers.
-        rounding: what the allocator holds and can't hand out.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    temporary: int = 0
-    buffers: int = 0
-    input: int = 0
-    communication: int = 0
-    context: int = 0
-    rounding: int = 0
-
-    @property
-    def allocated(self) -> int:
-        """Bytes of tensors at the peak: ``torch.cuda.max_memory_allocated`` on a GPU."""
-        everything: int = sum(getattr(self, field.name) for field in dataclasses.fields(self))
-        return everything - self.context - self.rounding
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the device must have free for the process: all of it."""
-        return self.allocated + self.rounding + self.context
-
-    def to_dict(self) -> dict[str, Any]:
-        """The categories by name, with ``allocated`` and ``reserved``."""
-        return {**dataclasses.asdict(self), "allocated": self.allocated, "reserved": self.reserved}
-
-
-def predict(footprint: Footprint, plan: Plan, inventory: Inventory) -> dict[str, DeviceBytes]:
-    """What each device of the plan holds at the peak of a step.
+def predict(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision: str = "32-true") -> dict[str, DeviceBytes]:
+    """What each device of the plan holds at its fullest moment: of a step, a validation, a checkpoint, or before the first step.
 
     Args:
         footprint: of the module, at the whole batch.
-        plan: single, ddp or fsdp.
+        plan: of any engine.
         inventory: has the plan's devices.
+        precision: the Trainer's; it decides which copies DeepSpeed keeps.
 
     Returns:
         The bytes by device id, in the plan's order.
 
     Raises:
-        ValueError: if the plan's engine isn't one of those, or it names a block or a device that isn't there.
+        ValueError: if the plan names a block or a device that isn't there.
     """
-    if plan.engine not in _ENGINES:
-        raise ValueError(f"the memory of engine {plan.engine!r} can't be predicted; only that of {', '.join(_ENGINES)}")
     known = {block.fqn: index for index, block in enumerate(footprint.blocks)}
-    for fqn in (*plan.recompute, *plan.shard):
+    for fqn in (*plan.recompute, *plan.shard, *plan.cuts):
         if fqn not in known:
             raise ValueError(
                 f"the plan names the block {fqn!r}, but the footprint has {', '.join(known) or 'no blocks'}; plan again for this module"
             )
     recomputed = frozenset(known[fqn] for fqn in plan.recompute)
-    found: dict[tuple[int, bool], DeviceBytes] = {}
+    found: dict[tuple[int, str, int], DeviceBytes] = {}
     result = {}
     for rank, device_id in enumerate(plan.devices):
-        kind = inventory.device(device_id).kind
-        key = _rows(footprint.batch_size, rank, plan.world_size), kind == "cpu"
+        device = inventory.device(device_id)
+        rows = _rows(footprint.batch_size, rank, plan.world_size)
+        # Ranks with as many samples on devices alike hold the same, but for a pipeline's stages, and what rank 0 does for all.
+        key = rows, "cpu" if device.kind == "cpu" else device.name, rank if plan.engine == "pipeline" else min(rank, 1)
         if key not in found:
-            share = key[0] / footprint.batch_size if footprint.batch_size else 1.0
-            moments = [_recompute(moment, footprint, recomputed, share) for moment in _moments(footprint, recomputed)]
-            engine = _ENGINES[plan.engine]
-            found[key] = max((engine(footprint, plan, moment, share, key[1]) for moment in moments), key=lambda held: held.allocated)
-        result[device_id] = _on_device(found[key], kind, plan.world_size)
+            held = _fullest(footprint, plan, rank, rows, recomputed, device, precision)
+            found[key] = _on_device(held, footprint, plan, device)
+        result[device_id] = found[key]
     return result
 
 
@@ -112,138 +72,63 @@ def _rows(batch_size: int, rank: int, world_size: int) -> int:
     return max(1, -(-(batch_size - rank) // world_size)) if batch_size else 0
 
 
-def _on_device(held: DeviceBytes, kind: str, world_size: int) -> DeviceBytes:
-    """The same with what lies around it on that kind of device; a CPU's allocator gives back what is freed."""
-    if kind == "cpu":
-        return held
-    return dataclasses.replace(
-        held,
-        context=CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0),
-        rounding=int(held.allocated * ROUNDING_SHARE) + ROUNDING_BYTES,
-    )
+def _fullest(
+    footprint: Footprint, plan: Plan, rank: int, rows: int, recomputed: frozenset[int], device: Device, precision: str
+) -> DeviceBytes:
+    """The fullest of a rank's occasions."""
+    on_cpu = device.kind == "cpu"
+    share = rows / footprint.batch_size if footprint.batch_size else 1.0
+    if plan.engine == "zero":
+        step = zero_bytes(footprint, plan, share=share, precision=precision, on_cpu=on_cpu)
+    elif plan.engine == "pipeline":
+        step = pipeline_bytes(footprint, plan, rank, on_cpu=on_cpu)
+    else:
+        parts = max(1, plan.micro_batches)
+        once = -(-rows // parts) / footprint.batch_size if footprint.batch_size else 1.0 / parts
+        moments = moments_of(footprint, recomputed, once)
+        if plan.engine == "fsdp":
+            step = fsdp_bytes(footprint, plan, moments, rank=rank, share=share, copies=on_cpu)
+        else:
+            step = _whole(footprint, plan, moments, share)
+    others = (occasion(footprint, plan, step, rank=rank, share=share, on_cpu=on_cpu) for occasion in _OCCASIONS)
+    return max((step, *(held for held in others if held is not None)), key=lambda held: held.allocated)
 
 
-def _moments(footprint: Footprint, recomputed: frozenset[int]) -> tuple[Moment, ...]:
-    """The footprint's moments and the end of backward, when FSDP reduces; without them one at which everything is there at once."""
-    if footprint.moments:
-        return (*footprint.moments, Moment(phase="reduce", gradient_bytes=footprint.gradient_bytes))
-    again = max((footprint.blocks[index].activation_bytes for index in recomputed), default=0)
-    return (
-        Moment(
-            phase="forward",
-            held=len(footprint.blocks),
-            gradient_bytes=footprint.gradient_bytes,
-            activation_bytes=footprint.activation_bytes + again,
-            temporary_bytes=footprint.temporary_bytes,
-        ),
-    )
+_OCCASIONS = (start_bytes, validation_bytes, checkpoint_bytes)
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A moment on one rank: activations and temporary are of its share of the batch."""
+def _whole(footprint: Footprint, plan: Plan, moments: Moments, share: float) -> DeviceBytes:
+    """One device, or replicas of it: everything is there.
 
-    phase: str
-    held: int
-    running: bool
-    gradients: int
-    activations: int
-    temporary: int
-
-
-def _recompute(moment: Moment, footprint: Footprint, recomputed: frozenset[int], share: float) -> _Held:
-    """The moment on a rank's share, with the recomputed blocks' activations gone before their backward and after their forward."""
-    scaled = moment.activation_bytes
-    fixed = moment.fixed_bytes
-    for index in recomputed:
-        block = footprint.blocks[index]
-        if index < moment.held:
-            scaled -= block.activation_bytes - block.fixed_bytes
-            scaled += block.input_extra_bytes
-            fixed -= block.fixed_bytes
-        elif index == moment.held and moment.phase == "backward":
-            scaled += block.input_extra_bytes
-    activations = max(0, scaled)
-    return _Held(
-        phase=moment.phase,
-        held=moment.held,
-        running=moment.running,
-        gradients=moment.gradient_bytes,
-        activations=round(activations * share),
-        temporary=round(moment.temporary_bytes * share) + max(0, fixed),
-    )
-
-
-def _single(footprint: Footprint, plan: Plan, moment: _Held, share: float, cpu: bool) -> DeviceBytes:
-    """One device holds everything."""
+    DDP's buckets hold every gradient all the time (``gradient_as_bucket_view``), and are reduced in place. They are built once: with
+    ``find_unused_parameters`` they aren't rebuilt after the first step (``reducer.hpp``, ``should_rebuild_buckets``). Under ``no_sync``
+    (Lightning's accumulation) gradients lie beside the buckets until the last batch's backward moves them there. Where a batch is worked
+    off in parts, the gradients of the first are there all the time, too.
+    """
+    gradients = moments.gradients
+    if plan.engine == "ddp" or plan.micro_batches > 1:
+        waiting = np.where(moments.waiting, moments.gradients, 0) if plan.engine == "ddp" else 0
+        gradients = footprint.gradient_bytes + np.zeros_like(moments.gradients) + waiting
+    sums = gradients + moments.activations + moments.temporary
+    place = int(np.argmax(sums))
     return DeviceBytes(
         parameters=footprint.parameter_bytes,
-        gradients=moment.gradients,
+        gradients=int(gradients[place]),
         optimizer=footprint.optimizer_bytes,
-        activations=moment.activations,
-        temporary=moment.temporary,
+        activations=int(moments.activations[place]),
+        temporary=int(moments.temporary[place]),
         buffers=footprint.buffer_bytes,
         input=round(footprint.input_bytes * share),
     )
 
 
-def _ddp(footprint: Footprint, plan: Plan, moment: _Held, share: float, cpu: bool) -> DeviceBytes:
-    """Replicas: as one device, but the gradients' buckets (``gradient_as_bucket_view``) are always there; they are reduced in place."""
-    return dataclasses.replace(_single(footprint, plan, moment, share, cpu), gradients=footprint.gradient_bytes)
-
-
-def _fsdp(footprint: Footprint, plan: Plan, moment: _Held, share: float, cpu: bool) -> DeviceBytes:
-    """Shards: 1/W of parameters, gradients and state, and what is gathered at the moment.
-
-    As ``fully_shard`` does it (torch 2.13, ``_fsdp_param_group.py``): the root's own parameters stay gathered from its forward to the end
-    of backward, a block's until its forward's end if it reshards, and again in its backward. A gather goes through a flat buffer, which
-    forward keeps until the next gather, and backward allocates one block ahead. Gradients stay whole until the block's backward ends, then
-    go through another flat buffer, kept until the next block's do; the root's own stay whole to the end.
-    """
-    world_size = plan.world_size
-    names = set(plan.shard)
-    blocks = [block if block.fqn in names else LayerFootprint(fqn=block.fqn) for block in footprint.blocks]
-    root_parameters = footprint.parameter_bytes - sum(block.parameter_bytes for block in blocks)
-    root_gradients = footprint.gradient_bytes - sum(block.gradient_bytes for block in blocks)
-    gradients = _part(moment.gradients, world_size)
-    temporary = moment.temporary
-    gathered = buffers = 0
-    running = moment.held
-    if moment.phase == "optimizer":
-        temporary = _part(temporary, world_size)
-    elif moment.phase == "reduce":
-        gradients = _part(moment.gradients - root_gradients, world_size) + root_gradients
-        buffers = root_gradients + _part(root_gradients, world_size)
-    else:
-        last = running if moment.phase == "forward" and not moment.running else running + 1
-        kept = blocks[running:last] if plan.reshard_after_forward else blocks[:last]
-        gathered = root_parameters + sum(block.parameter_bytes for block in kept)
-        if moment.phase == "forward":
-            buffers = next((block.parameter_bytes for block in reversed(blocks[:last]) if block.parameter_bytes), root_parameters)
-            if not moment.running:
-                # The next block's gather begins before the last one's buffer is let go; gloo takes as much again for itself.
-                buffers += sum(block.parameter_bytes for block in blocks[running : running + 1]) * (2 if cpu else 1)
-        else:
-            done = min(sum(block.gradient_bytes for block in blocks[running + 1 :]), moment.gradients)
-            gradients = _part(done, world_size) + moment.gradients - done
-            buffers = next((block.gradient_bytes for block in blocks[running + 1 :] if block.gradient_bytes), 0)
-            if plan.reshard_after_forward:
-                buffers += next((block.parameter_bytes for block in reversed(blocks[:running]) if block.parameter_bytes), 0)
-    return DeviceBytes(
-        parameters=_part(footprint.parameter_bytes, world_size),
-        gradients=gradients,
-        optimizer=_part(footprint.optimizer_bytes, world_size),
-        activations=moment.activations,
-        temporary=temporary,
-        buffers=footprint.buffer_bytes,
-        input=round(footprint.input_bytes * share),
-        communication=gathered + buffers,
+def _on_device(held: DeviceBytes, footprint: Footprint, plan: Plan, device: Device) -> DeviceBytes:
+    """The same with what lies around it on that kind of device; a CPU's allocator gives back what is freed."""
+    if device.kind == "cpu":
+        return held
+    held = replace(held, workspace=workspace_bytes(footprint, device.name))
+    return replace(
+        held,
+        context=context_bytes(device.name) + nccl_bytes(plan.world_size),
+        rounding=int(held.allocated * ROUNDING_SHARE) + ROUNDING_BYTES,
     )
-
-
-def _part(size_bytes: int, world_size: int) -> int:
-    """One rank's part of what is split evenly, rounded up."""
-    return -(-size_bytes // world_size)
-
-
-_ENGINES = {"single": _single, "ddp": _ddp, "fsdp": _fsdp}

@@ -1,0 +1,221 @@
+"""One rank of a pipeline, by hand on torch.distributed.pipelining: what its stages really take. The oracle of ``memory_stages.py``.
+
+It knows nothing of how the package predicts; a plan tells it what to run.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_autopar.plans import Plan
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class Block(nn.Module):
+    """A transformer's block: attention and MLP, each behind a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.attention(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(pl.LightningModule):
+    """A language model like GPT, with a training step of its own. The batch is a tensor of tokens.
+
+    Args:
+        width: of the residual stream.
+        depth: blocks.
+        words: of the vocabulary.
+        length: tokens of a sample.
+        heads: of attention.
+        tied: whether the head shares its matrix with the embedding.
+    """
+
+    def __init__(self, *, width: int = 64, depth: int = 8, words: int = 512, length: int = 64, heads: int = 4, tied: bool = False) -> None:
+        super().__init__()
+        self.words, self.length, self.width = words, length, width
+        self.tokens, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream's beginning."""
+        return self.tokens(tokens) + self.places.weight
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Of what comes out of the last block."""
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(x, tokens)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+class StageModule(nn.Module):
+    """The blocks of one stage of a :class:`GPT`, with what comes before or after them at the ends."""
+
+    def __init__(self, model: GPT, first: int, last: int, recompute: frozenset[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(model.blocks[index] for index in range(first, last))
+        self.ends = nn.ModuleList()
+        if first == 0:
+            self.ends += [model.tokens, model.places]
+        if last == len(model.blocks):
+            self.ends += [model.norm, model.head]
+        self._recompute = [first + index in recompute for index in range(last - first)]
+        self._embed = model.embed if first == 0 else None
+        self._loss = model.loss if last == len(model.blocks) else None
+
+    def forward(self, *received: Tensor, tokens: Tensor) -> Tensor:
+        x = received[0] if self._embed is None else self._embed(tokens)
+        for block, again in zip(self.blocks, self._recompute, strict=True):
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        return x if self._loss is None else self._loss(x, tokens)
+
+
+class AloneStage(PipelineStage):
+    """A stage whose neighbours aren't there: nobody is asked for shapes."""
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+
+def measure_stage(model: GPT, plan: Plan, rank: int, batch: Tensor, *, device: torch.device, fake: bool = False) -> dict[str, int]:
+    """Run three steps of a rank's stages, and measure the fullest moment of the last one.
+
+    The process group must have been set up: one of as many ranks as the plan's devices. The model is the same on all of them; nothing but
+    the rank's own stages is put on the device. Replicas are kept in step by DDP, as views of its buckets.
+
+    Args:
+        model: the whole of it, on the CPU.
+        plan: a pipeline; without a schedule of several stages a rank where it has replicas, as DDP can't.
+        rank: of this process; with a fake process group any.
+        batch: tokens of the whole batch, on the CPU.
+        device: where to run.
+        fake: whether the process group is torch's fake one, where sends and receives do nothing.
+
+    Returns:
+        ``allocated`` bytes, as torch's allocator counts them; on a GPU also ``reserved``.
+    """
+    assert plan.schedule is not None
+    names = [f"blocks.{index}" for index in range(len(model.blocks))]
+    bounds = [0, *(names.index(cut) for cut in plan.cuts), len(names)]
+    recompute = frozenset(names.index(fqn) for fqn in plan.recompute)
+    ranks = plan.devices_per_replica
+    position, replica = rank % ranks, rank // ranks
+    batch = batch[replica :: plan.replicas].clone()
+    pipe = data = None
+    if plan.replicas > 1:
+        mesh = init_device_mesh(device.type, (plan.replicas, ranks), mesh_dim_names=("data", "pipe"))
+        pipe, data = mesh.get_group("pipe"), mesh.get_group("data")
+    rows = -(-len(batch) // plan.micro_batches)
+    between = torch.empty(rows, model.length, model.width, device=device, requires_grad=True)
+    stages = []
+    for index in range(position, plan.stages, ranks):
+        module: nn.Module = StageModule(model, bounds[index], bounds[index + 1], recompute).to(device)
+        if plan.shard:
+            for child in module.blocks:
+                fully_shard(child, mesh=mesh["data"], reshard_after_forward=False)
+            fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
+        elif data is not None:
+            module = DistributedDataParallel(module, process_group=data, gradient_as_bucket_view=True)
+        known = {}
+        if fake or data is not None:  # to infer shapes a stage runs a backward of its own, on which DDP's reducer stumbles
+            last = index == plan.stages - 1
+            known = {"input_args": () if index == 0 else (between,), "output_args": torch.empty((), device=device) if last else between}
+        stages.append((AloneStage if fake else PipelineStage)(module, index, plan.stages, device, group=pipe, **known))
+    del between
+    kind = _SCHEDULES[plan.schedule]
+    several = kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
+    schedule = kind(stages if several else stages[0], plan.micro_batches, loss_fn=lambda loss, _: loss)
+    optimizer = torch.optim.AdamW([parameter for stage in stages for parameter in stage.submod.parameters()], 1e-3)
+    target = torch.zeros(len(batch), device=device) if any(stage.is_last for stage in stages) else None
+
+    def step() -> None:
+        tokens = batch.to(device, copy=True)
+        schedule.step(tokens=tokens, target=target, losses=[] if target is not None else None, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=plan.replicas == 1 or bool(plan.shard))  # DDP's buckets stay
+
+    step()
+    step()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
+    return {"allocated": _resident(optimizer, stages) + _peak(step)}
+
+
+def _resident(optimizer: torch.optim.Optimizer, stages: list[Any]) -> int:
+    """Bytes that are there between two steps: parameters, optimizer state, and the stages' buffers."""
+    tensors = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    tensors += [parameter.grad for parameter in tensors if parameter.grad is not None]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    for stage in stages:
+        infos = [info for table in (stage.args_recv_info, stage.grad_recv_info) for row in table.values() for info in row]
+        tensors += [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+    tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _peak(step: Any) -> int:
+    """The most that a step allocates at once, by the profiler's memory events."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        step()
+    level = peak = 0
+    for _, size in sorted((event.start_ns(), event.nbytes()) for event in profile.kineto_results.events() if event.name() == "[memory]"):
+        level += size
+        peak = max(peak, level)
+    return peak
+
+
+def rank_of_pipeline(rank: int, world_size: int, values: dict[str, Any], plan: Plan, rows: int) -> dict[str, int]:
+    """In a rank with a process group: the measurement of its stages on the CPU."""
+    torch.manual_seed(0)
+    model = GPT(**values)
+    batch = torch.randint(0, model.words, (rows, model.length))
+    measured = measure_stage(model, plan, rank, batch, device=torch.device("cpu"))
+    dist.barrier()
+    return measured

@@ -1,0 +1,238 @@
+"""The footprint's moments as columns, on one rank's share of the batch and with blocks recomputed. Arithmetic only: no plan, no engine.
+
+A footprint of a hundred blocks has a thousand moments, and a search asks for hundreds of plans: columns keep that under a millisecond each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_autopar.memory.footprint import Footprint, Moment
+
+Column: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+#: Footprints whose columns are kept at hand.
+_REMEMBERED = 8
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What a rank holds at the moments of a step, beside parameters, optimizer state, buffers and input; a column an aspect.
+
+    Args:
+        forward: whether it is one of forward.
+        backward: whether it is one of backward.
+        held: how many leading blocks hold what they saved; the one that runs excepted.
+        running: whether the block of that index runs, in forward or backward; else it is what comes before that block.
+        boundary: whether that part of the step has just begun.
+        ended: of a boundary in backward the block whose backward ends there; -1 where none does.
+        accumulated: of one of backward whether that adds to gradients of an earlier batch, which count as complete all the time.
+        waiting: whether gradients of a batch that isn't the step's last one may be there, which replicas don't reduce yet.
+        gradients: complete gradients.
+        activations: tensors that forward made and that grow with the batch.
+        temporary: everything else.
+    """
+
+    forward: Flags
+    backward: Flags
+    held: Column
+    running: Flags
+    boundary: Flags
+    ended: Column
+    accumulated: Flags
+    waiting: Flags
+    gradients: Column
+    activations: Column
+    temporary: Column
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A footprint's figures, at the whole batch."""
+
+    forward: Flags
+    backward: Flags
+    held: Column
+    running: Flags
+    boundary: Flags
+    ended: Column
+    accumulated: Flags
+    waiting: Flags
+    gradients: Column
+    activations: Column
+    temporary: Column
+    fixed: Column
+    block_scaled: Column
+    block_fixed: Column
+    block_extra: Column
+    block_peak: Column
+    block_unsaved: Column
+
+
+_known: dict[int, tuple[Footprint, _Columns]] = {}
+
+
+def moments_of(footprint: Footprint, recomputed: Collection[int], share: float) -> Moments:
+    """The moments of a rank that computes ``share`` of the batch at a time.
+
+    Recomputed blocks hold their input only, from their forward to their backward; in their backward they hold everything, and at its
+    beginning their forward runs again.
+
+    Args:
+        footprint: at the whole batch.
+        recomputed: indices of blocks.
+        share: the part of the batch; what has a fixed size stays as it is.
+    """
+    columns = _columns_of(footprint)
+    scaled, fixed = columns.activations, columns.fixed
+    again = np.zeros(0, dtype=np.intp)
+    if recomputed:
+        chosen = np.zeros(len(footprint.blocks), dtype=np.int64)
+        chosen[list(recomputed)] = 1
+        # A block that has just begun its backward hasn't run its forward again yet.
+        begins = columns.backward & columns.running & columns.boundary
+        gone = columns.held + begins
+        scaled = scaled - _before(chosen * (columns.block_scaled - columns.block_extra), gone)
+        fixed = fixed - _before(chosen * columns.block_fixed, gone)
+        running = columns.backward & columns.running & ~columns.boundary
+        scaled = scaled + np.where(running, _at(chosen * columns.block_extra, columns.held), 0)
+        # In forward such a block saves nothing, but local names may hold a tensor past its last use: the middle of both.
+        runs = columns.forward & columns.running & ~columns.boundary
+        scaled = scaled - np.where(runs, _at(chosen * (columns.block_peak - columns.block_unsaved), columns.held), 0)
+        again = np.flatnonzero(begins & (_at(chosen, columns.held) > 0))
+    activations = np.maximum(scaled, 0)
+    temporary = np.rint(columns.temporary * share).astype(np.int64) + np.maximum(fixed, 0)
+    if len(again):
+        peaks = columns.block_peak[columns.held[again]]
+        activations = np.concatenate([activations, activations[again] + peaks])
+        temporary = np.concatenate([temporary, temporary[again]])
+
+    inside = np.arange(len(activations)) >= len(columns.held)  # running a forward again is no boundary
+
+    def flags(column: Flags) -> Flags:
+        return np.concatenate([column, column[again]])
+
+    def sizes(column: Column) -> Column:
+        return np.concatenate([column, column[again]])
+
+    return Moments(
+        forward=flags(columns.forward),
+        backward=flags(columns.backward),
+        held=sizes(columns.held),
+        running=flags(columns.running),
+        boundary=flags(columns.boundary) & ~inside,
+        ended=np.where(inside, -1, sizes(columns.ended)),
+        accumulated=flags(columns.accumulated),
+        waiting=flags(columns.waiting),
+        gradients=sizes(columns.gradients),
+        activations=np.rint(activations * share).astype(np.int64),
+        temporary=temporary,
+    )
+
+
+def _before(values: Column, counts: Column) -> Column:
+    """Of each count the sum of so many leading values."""
+    sums: Column = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
+    return sums[counts]
+
+
+def _at(values: Column, indices: Column) -> Column:
+    """The values at these indices; 0 behind the last one."""
+    padded: Column = np.append(values, 0)
+    return padded[indices]
+
+
+def _columns_of(footprint: Footprint) -> _Columns:
+    """A footprint's columns, made once while it is in use."""
+    known = _known.get(id(footprint))
+    if known is not None and known[0] is footprint:
+        return known[1]
+    while len(_known) >= _REMEMBERED:
+        del _known[next(iter(_known))]
+    columns = _make(footprint)
+    _known[id(footprint)] = footprint, columns
+    return columns
+
+
+def _make(footprint: Footprint) -> _Columns:
+    moments = footprint.moments or _all_at_once(footprint)
+    blocks = footprint.blocks
+
+    accumulated = _accumulated(moments)
+    first = next((index for index, moment in enumerate(moments) if moment.phase == "backward"), 0)
+    last = max((index + 1 for index, adds in enumerate(accumulated) if adds), default=0)
+
+    def column(values: Collection[int]) -> Column:
+        return np.fromiter(values, dtype=np.int64, count=len(values))
+
+    def flags(values: Collection[bool]) -> Flags:
+        return np.fromiter(values, dtype=np.bool_, count=len(values))
+
+    return _Columns(
+        forward=flags([moment.phase == "forward" for moment in moments]),
+        backward=flags([moment.phase == "backward" for moment in moments]),
+        held=column([moment.held for moment in moments]),
+        running=flags([moment.running for moment in moments]),
+        boundary=flags([moment.boundary for moment in moments]),
+        ended=column(_ended(moments)),
+        accumulated=flags(accumulated),
+        waiting=flags([first <= index < last for index in range(len(moments))]),
+        gradients=column([moment.gradient_bytes for moment in moments]),
+        activations=column([moment.activation_bytes for moment in moments]),
+        temporary=column([moment.temporary_bytes for moment in moments]),
+        fixed=column([moment.fixed_bytes for moment in moments]),
+        block_scaled=column([block.activation_bytes - block.fixed_bytes for block in blocks]),
+        block_fixed=column([block.fixed_bytes for block in blocks]),
+        block_extra=column([block.input_extra_bytes for block in blocks]),
+        block_peak=column([block.forward_peak_bytes for block in blocks]),
+        block_unsaved=column(
+            [(block.forward_peak_bytes + (block.forward_unsaved_bytes or block.forward_peak_bytes)) // 2 for block in blocks]
+        ),
+    )
+
+
+def _ended(moments: tuple[Moment, ...]) -> list[int]:
+    """Of each moment the block whose backward ends there."""
+    ended, last = [], -1
+    for moment in moments:
+        now = moment.held if moment.running and moment.phase == "backward" else -1
+        ended.append(last if moment.boundary and moment.phase == "backward" and now != last else -1)
+        last = now
+    return ended
+
+
+def _accumulated(moments: tuple[Moment, ...]) -> list[bool]:
+    """Of each moment whether its backward found gradients when it began."""
+    found, last, there = [], "", False
+    for moment in moments:
+        if moment.phase == "backward" and last != "backward":
+            there = moment.boundary and moment.gradient_bytes > 0
+        last = moment.phase
+        found.append(there and last == "backward")
+    return found
+
+
+def _all_at_once(footprint: Footprint) -> tuple[Moment, ...]:
+    """Where the step wasn't traced: forward's end as if everything were there, and the same within each block, forward and backward."""
+    end = Moment(
+        phase="forward",
+        held=len(footprint.blocks),
+        gradient_bytes=footprint.gradient_bytes,
+        activation_bytes=footprint.activation_bytes,
+        temporary_bytes=footprint.temporary_bytes,
+    )
+    moments = [end]
+    gradients, activations = 0, footprint.activation_bytes
+    for index in reversed(range(len(footprint.blocks))):
+        block = footprint.blocks[index]
+        gradients += block.gradient_bytes
+        within = replace(end, held=index, running=True, activation_bytes=activations)
+        moments += [within, replace(within, phase="backward", gradient_bytes=gradients)]
+        activations -= block.activation_bytes
+    return tuple(moments)

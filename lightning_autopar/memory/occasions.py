@@ -1,0 +1,119 @@
+"""Fullest moments outside of a training step: before the first one, in validation, while a checkpoint is saved; and the host's memory.
+
+Arithmetic only: neither torch nor Lightning. Each function gives a rank's bytes then, None where a step always holds more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_autopar.memory.device_bytes import DeviceBytes, HostBytes
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.sharded import evaluation_communication, resident_bytes, sharding_of
+from lightning_autopar.memory.zero_bytes import zero_host_bytes
+from lightning_autopar.plans import Plan
+
+MIB = 1 << 20
+#: DDP sends rank 0's weights in buffers of that size, two at a time (torch ``distributed.py``, ``broadcast_bucket_size``; ``comm.cpp``,
+#: ``broadcast_coalesced``), where the ranks aren't forked from one process that has them.
+_BROADCAST_BYTES = 250 * MIB
+_BROADCASTS = 2
+
+
+def start_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, rank: int, share: float, on_cpu: bool) -> DeviceBytes | None:
+    """While replicas take over rank 0's weights."""
+    if plan.engine != "ddp" or on_cpu:
+        return None
+    whole = footprint.parameter_bytes + footprint.buffer_bytes
+    sent = min(whole, _BROADCASTS * _BROADCAST_BYTES)
+    return DeviceBytes(parameters=footprint.parameter_bytes, buffers=footprint.buffer_bytes, communication=sent, occasion="start")
+
+
+def validation_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, rank: int, share: float, on_cpu: bool) -> DeviceBytes | None:
+    """A validation step between two training steps. Lightning has set the gradients to None (``on_validation_model_zero_grad``).
+
+    DDP's buckets stay, and so do ZeRO's. None where the footprint knows of no validation, and for a pipeline, whose stages hold one
+    micro-batch then instead of several.
+    """
+    if footprint.evaluation_bytes is None or not footprint.training or plan.engine == "pipeline":
+        return None
+    runs = round(footprint.evaluation_bytes * share)
+    if plan.engine == "fsdp":
+        sharding = sharding_of(footprint, plan, rank)
+        begins, computes = evaluation_communication(sharding, reshard=bool(plan.reshard_after_forward))
+        # While a block is gathered, what enters it is there, not what it makes.
+        enters = round((max((block.input_bytes for block in footprint.blocks), default=0) + footprint.input_bytes) * share)
+        communication, temporary = max((begins, min(enters, runs)), (computes, runs), key=sum)
+        held = replace(resident_bytes(footprint, plan, sharding, share=0), communication=communication)
+    elif plan.engine == "zero":
+        held, temporary = step, runs
+    else:
+        held, temporary = replace(step, gradients=footprint.gradient_bytes if plan.engine == "ddp" else 0), runs
+    return replace(held, activations=0, temporary=temporary, input=0, occasion="validation")
+
+
+def checkpoint_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, rank: int, share: float, on_cpu: bool) -> DeviceBytes | None:
+    """While a checkpoint is saved after a step: shards are made whole, one tensor at a time (``state/checkpoint.py``).
+
+    Gradients are there. ``DTensor.full_tensor`` pads a rank's part where it is shorter than the others', and gathers into a buffer of equal
+    parts; gloo makes a copy of that. Other engines write what they hold as it is.
+    """
+    if plan.engine != "fsdp" or not footprint.training:
+        return None
+    sharding = sharding_of(footprint, plan, rank)
+    held = resident_bytes(footprint, plan, sharding, share=share)
+    gradients = 0 if "optimizer" in plan.offload else sharding.total.reduced // sharding.shards
+    gathered = max(
+        (_gathered_bytes(rows, row_bytes, sharding.shards, rank, on_cpu) for rows, row_bytes in _parameters(footprint)), default=0
+    )
+    return replace(held, gradients=gradients, communication=gathered, occasion="checkpoint")
+
+
+def _parameters(footprint: Footprint) -> set[tuple[int, int]]:
+    """Rows and bytes of a row of each parameter; the largest one as a single column where they aren't known."""
+    layers = (*footprint.blocks, *footprint.outer)
+    return {(rows, row_bytes) for layer in layers for rows, row_bytes, _ in layer.parameter_rows} or {
+        (footprint.largest_parameter_bytes, 1)
+    }
+
+
+def _gathered_bytes(rows: int, row_bytes: int, shards: int, rank: int, copies: bool) -> int:
+    """What it takes to make one tensor whole."""
+    part = -(-rows // shards)
+    short = rows - (rank % shards) * part < part
+    return part * row_bytes * (shards * (1 + copies) + short)
+
+
+def host_bytes(footprint: Footprint, plan: Plan, *, precision: str = "32-true", workers: int = 0, resumes: bool = False) -> HostBytes:
+    """What a plan takes of one host's memory at its fullest moment, if all of its ranks run there; CPU devices' own part isn't counted.
+
+    A checkpoint holds parameters, buffers and optimizer state. Lightning writes it into memory (``_atomic_save``), then into the file.
+    Where tensors are sharded, the whole state dict lies in rank 0's memory besides. For reading it, each replica takes the whole file, and
+    FSDP maps it.
+
+    Args:
+        footprint: of the module.
+        plan: of any engine.
+        precision: the Trainer's; it decides which copies DeepSpeed keeps.
+        workers: the DataLoader's, on each rank.
+        resumes: whether the run begins with a checkpoint.
+    """
+    state = footprint.parameter_bytes + footprint.buffer_bytes + (footprint.optimizer_bytes if footprint.training else 0)
+    saving = state * (2 if plan.engine in ("fsdp", "pipeline") else 1) + footprint.largest_parameter_bytes
+    loading = {"fsdp": 0, "single": state}.get(plan.engine, state * plan.world_size) if resumes else 0
+    offload = pinned = 0
+    if plan.engine == "zero":
+        offload, pinned = (size * plan.world_size for size in zero_host_bytes(footprint, plan, precision=precision))
+    if plan.engine == "fsdp" and plan.offload:
+        sharding = sharding_of(footprint, plan)
+        total, ranks = sharding.total, plan.world_size
+        offload = (total.shard + total.reduced // sharding.shards) * ranks + footprint.optimizer_bytes * plan.replicas
+    return HostBytes(
+        # Forked ranks share the pages of the module that the first process holds; one device takes it over.
+        module=footprint.parameter_bytes + footprint.buffer_bytes if plan.world_size > 1 else 0,
+        checkpoint=max(saving if footprint.training else 0, loading),
+        # Each worker has two batches ready, and one is page-locked on its way.
+        input=footprint.input_bytes * (2 * workers + 1),
+        offload=offload,
+        pinned=pinned,
+    )

@@ -1,0 +1,288 @@
+"""What each part of a step takes by itself, read off its tape: for engines that run parts of it elsewhere, or in smaller batches.
+
+Knows the tape alone: no plan, no engine, no torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_autopar.memory.tape import MARKS, Event, Kind, Tape
+
+_SCALED: frozenset[Kind] = frozenset({"input", "activations", "temporary"})
+_MADE: frozenset[Kind] = frozenset({"activations", "temporary", "fixed"})
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of tensors: those that grow with the batch (at the whole one), and those that don't."""
+
+    scaled: int = 0
+    fixed: int = 0
+
+    def at(self, share: float) -> int:
+        """Bytes at a share of the batch."""
+        return round(self.scaled * share) + self.fixed
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.scaled + other.scaled, self.fixed + other.fixed)
+
+    def __sub__(self, other: Size) -> Size:
+        return Size(self.scaled - other.scaled, self.fixed - other.fixed)
+
+
+_NOTHING = Size()
+
+
+@dataclass
+class Peaks:
+    """The fullest moments of something: which of them is the fullest depends on the share of the batch."""
+
+    sizes: list[Size] = field(default_factory=lambda: [_NOTHING])
+
+    def see(self, size: Size) -> None:
+        """Remember it unless a fuller one is known."""
+        if any(one.scaled >= size.scaled and one.fixed >= size.fixed for one in self.sizes):
+            return
+        self.sizes = [one for one in self.sizes if one.scaled > size.scaled or one.fixed > size.fixed]
+        self.sizes.append(size)
+
+    def at(self, share: float) -> int:
+        """Bytes at the fullest of them."""
+        return max(size.at(share) for size in self.sizes)
+
+
+class Crossing(NamedTuple):
+    """A storage that enters a block: its size, the part that made it, and whether some part keeps it for backward."""
+
+    size: Size
+    made: int
+    kept: bool
+
+
+@dataclass
+class Part:
+    """One part of the step: part 2i is what runs before block i (and after block i - 1), part 2i + 1 is block i.
+
+    Args:
+        inner: made in its forward, and kept until its own backward.
+        lent: made in its forward, and kept until the backward of another part, by the number of that part.
+        forward: what its forward takes, tensors that it made alone.
+        forward_given: the same with tensors that parts before it made and that aren't kept for backward.
+        backward: what its backward takes, what its forward kept and gradients in the making included; complete gradients are not. By
+            whether the gradient that reaches it, and whether what other parts have lent it, is counted.
+        first: the same with the gradients that it completes.
+        crossing: of a block: what enters it and was made by another block or between blocks, storage by storage: what must be sent where
+            a pipeline is cut here.
+        anew: of a block: what enters it and was made before the first block (masks, rotary embeddings), kept for backward: what must be
+            made anew where a pipeline is cut here.
+        returns: what its backward leaves to the parts before it: the gradients of its inputs.
+        flow: all gradients of activations that its backward makes, one after the other.
+        active: whether its backward makes anything.
+    """
+
+    inner: Size = _NOTHING
+    lent: dict[int, Size] = field(default_factory=dict)
+    forward: Peaks = field(default_factory=Peaks)
+    forward_given: Peaks = field(default_factory=Peaks)
+    backward: dict[tuple[bool, bool], Peaks] = field(
+        default_factory=lambda: {(a, b): Peaks() for a in (False, True) for b in (False, True)}
+    )
+    first: dict[tuple[bool, bool], Peaks] = field(default_factory=lambda: {(a, b): Peaks() for a in (False, True) for b in (False, True)})
+    crossing: list[Crossing] = field(default_factory=list)
+    anew: Size = _NOTHING
+    returns: Size = _NOTHING
+    flow: Size = _NOTHING
+    active: bool = False
+
+
+_KNOWN: dict[int, tuple[weakref.ref[Tape], list[Part]]] = {}
+
+
+def parts_of(tape: Tape, blocks: int) -> list[Part]:
+    """The parts of a step, in the order in which they run; worked out once for each tape.
+
+    Args:
+        tape: of the step.
+        blocks: how many blocks the footprint has.
+
+    Returns:
+        ``2 * blocks + 1`` of them.
+    """
+    known = _KNOWN.get(id(tape))
+    if known is None or known[0]() is not tape:
+        key = id(tape)
+        known = weakref.ref(tape, lambda _: _KNOWN.pop(key, None)), _Reader(tape, blocks).parts
+        _KNOWN[key] = known
+    return known[1]
+
+
+@dataclass
+class _Storage:
+    """A storage that the step made."""
+
+    size: Size
+    made: int
+    freed: int | None = None
+
+
+class _Reader:
+    """One tape on its way to parts."""
+
+    def __init__(self, tape: Tape, blocks: int) -> None:
+        self.parts = [Part() for _ in range(2 * blocks + 1)]
+        events = list(tape)
+        begin = max((index for index, event in enumerate(events) if event.action == "leave" and event.storage == -1), default=len(events))
+        turn = next((index for index in range(begin, len(events)) if events[index].action in ("backward", "return")), len(events))
+        end = next((index for index in range(turn, len(events)) if events[index].action == "optimizer"), len(events))
+        self._before = {event.storage for event in events[:begin] if event.action == "allocate"}
+        self._storages: dict[int, _Storage] = {}
+        self._kept(events[begin:turn], events[turn:end])
+        self._forward(events[begin:turn])
+        self._backward(events[turn:end])
+
+    @staticmethod
+    def _number(action: str, storage: int) -> int:
+        """Of the part that begins with a mark."""
+        return {"forward": 2 * storage + 1, "leave": 2 * storage + 2, "backward": 2 * storage + 1, "return": 2 * storage}[action]
+
+    def _kept(self, forward: list[Event], backward: list[Event]) -> None:
+        """Which of the forward's storages are alive at its end, and in which part's backward each of those goes."""
+        part = 0
+        alive: dict[int, _Storage] = {}
+        for action, storage, size_bytes, kind in forward:
+            if action in MARKS:
+                part = self._number(action, storage)
+            elif action == "allocate" and kind in _MADE:
+                alive[storage] = self._storages[storage] = _Storage(_size(size_bytes, kind), part)
+            elif action == "resize" and storage in alive:
+                alive[storage].size = _size(size_bytes, kind)
+            elif action == "free":
+                alive.pop(storage, None)
+        for action, storage, _, _ in backward:
+            if action in MARKS:
+                part = self._number(action, storage)
+            elif action == "free" and storage in alive:
+                alive.pop(storage).freed = part
+        for rest in alive.values():  # Such as the loss, which the step returns.
+            rest.freed = rest.made
+
+    def _forward(self, events: list[Event]) -> None:
+        """Peaks of the forward, what is kept, and what crosses where."""
+        part, own, given = 0, _NOTHING, _NOTHING
+        alive: dict[int, _Storage] = {}
+        for action, storage, _, _ in events:
+            if action in MARKS:
+                part = self._number(action, storage)
+                own = _NOTHING
+                given = _sum(one.size for one in alive.values() if one.freed is None)
+            elif action == "input" and (one := alive.get(storage)) is not None:
+                if one.made:
+                    self.parts[part].crossing.append(Crossing(one.size, one.made, one.freed is not None))
+                elif one.freed is not None:
+                    self.parts[part].anew += one.size
+            elif action == "allocate" and storage in self._storages:
+                one = alive[storage] = self._storages[storage]
+                own += one.size
+                self.parts[part].forward.see(own)
+                self.parts[part].forward_given.see(own + given)
+            elif action == "free" and storage in alive:
+                one = alive.pop(storage)
+                if one.made == part:
+                    own = own - one.size
+                else:
+                    given = given - one.size
+        for one in self._storages.values():
+            if one.freed is None:
+                continue
+            maker = self.parts[one.made]
+            if one.freed == one.made:
+                maker.inner += one.size
+            else:
+                maker.lent[one.freed] = maker.lent.get(one.freed, _NOTHING) + one.size
+
+    def _backward(self, events: list[Event]) -> None:
+        """Peaks of the backward."""
+        part = len(self.parts) - 1
+        own = lent = temporary = given = gradients = _NOTHING
+        made: dict[int, _Storage] = {}
+        pending, sums = self._pending(events)
+
+        def see() -> None:
+            for (with_given, with_lent), peaks in self.parts[part].backward.items():
+                size = own + temporary + (given if with_given else _NOTHING) + (lent if with_lent else _NOTHING)
+                peaks.see(size)
+                self.parts[part].first[with_given, with_lent].see(size + gradients)
+
+        for (action, storage, size_bytes, kind), following in zip(events, [*events[1:], Event("optimizer", -1, 0, None)], strict=True):
+            if action in MARKS:
+                self.parts[part].returns = temporary + given
+                part = self._number(action, storage)
+                gradients, temporary = _NOTHING, _NOTHING
+                given = _sum(one.size for one in made.values())
+                own = self.parts[part].inner
+                lent = _sum(maker.lent.get(part, _NOTHING) for maker in self.parts[: part + 1])
+                see()
+            elif action == "allocate" and kind in (*_MADE, "gradients"):
+                size = _NOTHING if storage in sums else _size(size_bytes, kind)
+                if kind == "gradients":
+                    gradients += size
+                else:
+                    made[storage] = _Storage(size, part)
+                    temporary += size
+                    if kind == "temporary" and following.action != "free":
+                        self.parts[part].flow += size
+                self.parts[part].active = True
+                see()
+                if storage in pending:
+                    temporary -= made.pop(storage).size
+                    gradients += size
+            elif action == "become" and kind == "gradients" and storage in pending:
+                gradients += Size(0, size_bytes)
+            elif action == "become" and kind == "gradients" and storage in made:
+                one = made.pop(storage)
+                temporary, given = (temporary - one.size, given) if one.made == part else (temporary, given - one.size)
+                gradients += Size(0, size_bytes or one.size.at(1.0))
+            elif action == "free":
+                if storage in made:
+                    one = made.pop(storage)
+                    temporary, given = (temporary - one.size, given) if one.made == part else (temporary, given - one.size)
+                elif storage in self._storages and (kept := self._storages[storage]).freed == part:
+                    own, lent = (own - kept.size, lent) if kept.made == part else (own, lent - kept.size)
+        self.parts[part].returns = temporary + given
+
+    @staticmethod
+    def _pending(events: list[Event]) -> tuple[set[int], set[int]]:
+        """Gradients of shared parameters, which wait beyond their part for what other parts add to them, and the sums that come of it.
+
+        Apart, each part's gradient is complete at once, and there is no sum.
+        """
+        begun: dict[int, int] = {}  # of this part, in order, with their sizes
+        waiting: dict[int, int] = {}
+        pending: set[int] = set()
+        sums: set[int] = set()
+        for action, storage, size_bytes, kind in events:
+            if action in MARKS:
+                waiting |= begun
+                begun = {}
+            elif action == "allocate" and kind == "fixed":
+                begun[storage] = size_bytes
+            elif storage in waiting and action in ("free", "become"):
+                pending.add(storage)
+                if action == "free":
+                    sums |= {one for one, size in list(begun.items())[-1:] if size == waiting[storage]}
+                del waiting[storage]
+            elif action in ("free", "become"):
+                begun.pop(storage, None)
+        return pending | set(waiting), sums
+
+
+def _size(size_bytes: int, kind: Kind | None) -> Size:
+    return Size(size_bytes, 0) if kind in _SCALED else Size(0, size_bytes)
+
+
+def _sum(sizes: Iterable[Size]) -> Size:
+    return sum(sizes, _NOTHING)

@@ -1,0 +1,225 @@
+"""The predicted stages of a pipeline against real ones over gloo, and what must hold of any."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.memory.stage_rank import GPT, measure_stage, rank_of_pipeline
+from benchmarks.memory_stages import MODELS, ROWS, footprint_of, make_plan
+from lightning_autopar._fork import run_forked
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.parts import Size, parts_of
+from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
+from lightning_autopar.memory.tape import Tape
+from lightning_autopar.plans import Plan
+from tests.ranks import run_ranks
+
+_TRACED: dict[str, Footprint] = {}
+
+
+def traced(name: str) -> Footprint:
+    if name not in _TRACED:
+        _TRACED[name] = footprint_of(MODELS[name])
+    return _TRACED[name]
+
+
+def quiet_rank(rank: int, world_size: int, *arguments: Any) -> dict[str, int]:
+    warnings.simplefilter("ignore")
+    return rank_of_pipeline(rank, world_size, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("narrow", make_plan("1f1b", 2, 4, 8)),
+        ("narrow", make_plan("1f1b", 2, 8, 8, cuts=(3,), recompute=8)),
+        ("narrow", make_plan("interleaved_1f1b", 2, 4, 8, stages=4)),
+        ("tied", make_plan("gpipe", 2, 4, 9)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.title(),
+)
+def test_a_stage_takes_what_was_predicted(name: str, plan: Plan) -> None:
+    measured = run_ranks(quiet_rank, plan.world_size, MODELS[name], plan, ROWS, timeout_seconds=90)
+    for rank, real in enumerate(measured):
+        predicted = pipeline_bytes(traced(name), plan, rank, on_cpu=True)
+        assert predicted.allocated == pytest.approx(real["allocated"], rel=0.01)
+
+
+SHARDED = replace(make_plan("1f1b", 2, 4, 8, replicas=2), shard=tuple(f"blocks.{index}" for index in range(8)))
+
+
+@pytest.mark.parametrize(("plan", "rank"), [(SHARDED, 1), (make_plan("1f1b", 4, 8, 8), 1)], ids=["shards", "operations that hold nothing"])
+def test_a_rank_without_its_neighbours_takes_what_was_predicted(plan: Plan, rank: int) -> None:
+    def run() -> int:
+        warnings.simplefilter("ignore")
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        torch.manual_seed(0)
+        model = GPT(**MODELS["narrow"])
+        batch = torch.randint(0, model.words, (ROWS, model.length))
+        return measure_stage(model, plan, rank, batch, device=torch.device("cpu"), fake=True)["allocated"]
+
+    measured = run_forked(run, timeout_seconds=90)
+    assert pipeline_bytes(traced("narrow"), plan, rank).allocated == pytest.approx(measured, rel=0.01)
+
+
+def hand_made(blocks: int) -> Footprint:
+    """A footprint of blocks that save 1000 bytes, hand on 100, and have a gradient of 40; an embedding comes before, a loss after."""
+    tape, storage = Tape(), 0
+
+    def make(size_bytes: int, kind: Any) -> int:
+        nonlocal storage
+        storage += 1
+        tape.add("allocate", storage, size_bytes, kind)
+        return storage
+
+    tape.add("leave", -1)
+    streams, saved = [make(100, "activations")], []
+    for index in range(blocks):
+        tape.add("forward", index)
+        tape.add("input", streams[-1])
+        saved.append(make(1000, "activations"))
+        streams.append(make(100, "activations"))
+        tape.add("output", streams[-1])
+        tape.add("leave", index)
+    loss = make(400, "activations")
+    tape.add("return", blocks)
+    flowing = make(100, "temporary")
+    tape.add("free", loss)
+    tape.add("free", streams.pop())
+    for index in reversed(range(blocks)):
+        tape.add("backward", index)
+        gradient = make(40, "fixed")
+        tape.add("become", gradient, 40, "gradients")
+        before = make(100, "temporary")
+        tape.add("free", flowing)
+        flowing = before
+        tape.add("free", saved.pop())
+        tape.add("free", streams.pop())
+        tape.add("return", index)
+    gradient = make(10, "fixed")
+    tape.add("become", gradient, 10, "gradients")
+    tape.add("free", flowing)
+    tape.add("optimizer", -1)
+    block = {"parameters": 10, "parameter_bytes": 40, "gradient_bytes": 40, "optimizer_bytes": 80}
+    embedding = LayerFootprint(fqn="", parameters=3, parameter_bytes=10, gradient_bytes=10, optimizer_bytes=20)
+    return Footprint(
+        parameters=10 * blocks + 3,
+        trainable_parameters=10 * blocks + 3,
+        batch_size=8,
+        parameter_bytes=40 * blocks + 10,
+        gradient_bytes=40 * blocks + 10,
+        optimizer_bytes=80 * blocks + 20,
+        buffer_bytes=0,
+        activation_bytes=1100 * blocks + 500,
+        temporary_bytes=0,
+        input_bytes=8,
+        blocks=tuple(LayerFootprint(fqn=f"blocks.{index}", **block) for index in range(blocks)),
+        outer=(embedding, *(LayerFootprint(fqn="") for _ in range(blocks))),
+        tape=tape,
+    )
+
+
+def test_parts_are_read_off_the_tape() -> None:
+    footprint = hand_made(3)
+    assert footprint.tape is not None
+    parts = parts_of(footprint.tape, 3)
+    assert parts is parts_of(footprint.tape, 3)
+    assert [part.inner.scaled for part in parts] == [0, 1000, 0, 1000, 0, 1000, 400]
+    assert [part.lent for part in parts[:2]] == [{1: Size(100, 0)}, {3: Size(100, 0)}]
+    assert [[one.size.scaled for one in part.crossing] for part in parts] == [[], [], [], [100], [], [100], []]
+    assert (parts[1].forward.at(1.0), parts[1].forward_given.at(0.5)) == (1100, 550)
+    # Its own, the gradient of its output and of its input, and that of its parameter or what was lent to it.
+    assert parts[3].backward[True, True].at(1.0) == 1000 + 200 + 100
+    assert parts[3].first[True, False].at(1.0) == 1000 + 200 + 40
+    assert parts[3].first[False, False].at(0.5) == 500 + 50 + 40
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "activations"),
+    # A share of 1/4: each of two blocks saves 250 and hands on 25; the embedding makes 25, the loss saves 100. All micro-batches are in
+    # flight, or as many as there are stages to come.
+    [("gpipe", 0, 4 * 575), ("1f1b", 0, 2 * 575), ("gpipe", 1, 4 * 650), ("1f1b", 1, 650)],
+)
+def test_activations_in_flight_are_as_counted_by_hand(schedule: Any, rank: int, activations: int) -> None:
+    found = pipeline_bytes(hand_made(4), make_plan(schedule, 2, 4, 4), rank)
+    own = 80 if rank else 90
+    assert (found.parameters, found.optimizer, found.input, found.activations) == (own, 2 * own, 8, activations)
+    # Buffers to receive into, of 25 for each micro-batch; under 1F1B the gradient that was sent last stays a while.
+    assert found.communication == 4 * 25 + (25 if (schedule, rank) == ("1f1b", 1) else 0)
+
+
+@pytest.mark.parametrize("name", ["narrow", "tied"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_stages_hold_the_whole_module_between_them(name: str, schedule: Any) -> None:
+    footprint = traced(name)
+    found = [pipeline_bytes(footprint, make_plan(schedule, 4, 8, len(footprint.blocks)), rank) for rank in range(4)]
+    twice = sum(use[2] for use in footprint.also_uses)
+    assert sum(stage.parameters for stage in found) == footprint.parameter_bytes + twice
+    assert (twice > 0) == (name == "tied")
+    assert sum(stage.optimizer for stage in found) == pytest.approx(footprint.optimizer_bytes + 2 * twice, rel=1e-3)
+
+
+def test_less_is_in_flight_later_and_under_1f1b_and_with_recomputation() -> None:
+    footprint = traced("narrow")
+    one = [pipeline_bytes(footprint, make_plan("1f1b", 4, 8, 8), rank).activations for rank in range(4)]
+    all_of_them = [pipeline_bytes(footprint, make_plan("gpipe", 4, 8, 8), rank).activations for rank in range(4)]
+    again = [pipeline_bytes(footprint, make_plan("1f1b", 4, 8, 8, recompute=8), rank).allocated for rank in range(4)]
+    assert one == sorted(one, reverse=True)
+    assert all(fewer <= more for fewer, more in zip(one, all_of_them, strict=True))
+    assert again[0] < pipeline_bytes(footprint, make_plan("1f1b", 4, 8, 8), 0).allocated / 1.5
+
+
+def test_replicas_share_the_batch_and_shards_the_states() -> None:
+    footprint = traced("narrow")
+    alone = make_plan("1f1b", 2, 4, 8)
+    devices = tuple(f"cpu:{index}" for index in range(4))
+    replicas = replace(alone, devices=devices, replicas=2)
+    shards = replace(replicas, shard=tuple(block.fqn for block in footprint.blocks))
+    first, one, part = (pipeline_bytes(footprint, plan, 0) for plan in (alone, replicas, shards))
+    assert pipeline_bytes(footprint, replicas, 2) == one
+    assert one.activations == pytest.approx(first.activations / 2, rel=0.01)
+    assert (one.parameters, one.optimizer, one.gradients) == (first.parameters, first.optimizer, first.gradients)
+    assert part.parameters == -(-one.parameters // 2)
+    assert part.optimizer == -(-one.optimizer // 2)
+    assert part.communication >= one.communication + one.parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"cuts": ("blocks.99",)}, "'blocks.99'"),
+        ({"cuts": ("blocks.0",)}, "after the first one"),
+        ({"recompute": ("head",)}, "'head'"),
+    ],
+)
+def test_a_plan_for_another_module_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        pipeline_bytes(traced("narrow"), replace(make_plan("1f1b", 2, 4, 8), **change), 0)
+
+
+def test_cuts_must_be_in_running_order_and_the_step_traced() -> None:
+    plan = make_plan("1f1b", 3, 4, 8)
+    with pytest.raises(ValueError, match="order in which they run"):
+        pipeline_bytes(traced("narrow"), replace(plan, cuts=plan.cuts[::-1]), 0)
+    with pytest.raises(ValueError, match="wasn't traced"):
+        pipeline_bytes(replace(traced("narrow"), tape=None), plan, 0)
+
+
+def test_a_hundred_blocks_take_a_millisecond_a_stage() -> None:
+    footprint = hand_made(100)
+    plan = make_plan("1f1b", 4, 8, 100)
+    pipeline_bytes(footprint, plan, 0)
+    seconds = []
+    for _ in range(20):
+        begin = time.process_time()
+        for rank in range(4):
+            pipeline_bytes(footprint, plan, rank)
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) / 4 < 0.001
