@@ -11,17 +11,19 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lightning_autopar.api import plan
+    from lightning_autopar.callbacks.monitor import PlanMonitor
     from lightning_autopar.planning.report import NothingFits, Report
     from lightning_autopar.plans import Plan
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
 __version__ = "0.1.0"
-__all__ = ["AutoParallelStrategy", "NothingFits", "Plan", "Report", "plan"]
+__all__ = ["AutoParallelStrategy", "NothingFits", "Plan", "PlanMonitor", "Report", "plan"]
 
 _HOMES = {
     "AutoParallelStrategy": "lightning_autopar.strategies.auto",
     "NothingFits": "lightning_autopar.planning.report",
     "Plan": "lightning_autopar.plans",
+    "PlanMonitor": "lightning_autopar.callbacks.monitor",
     "Report": "lightning_autopar.planning.report",
     "plan": "lightning_autopar.api",
 }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_autopar._fork import run_forked
+from lightning_autopar.memory.allocator_options import options_from_environment
 from lightning_autopar.memory.batch import FirstBatch, batch_size_of
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import probe
+from lightning_autopar.memory.residual_cache import load_residuals
 from lightning_autopar.memory.trace import trace
 from lightning_autopar.planning.candidates import Constraints, check_allow
 from lightning_autopar.planning.planner import make_report
@@ -52,6 +55,7 @@ def plan(
         NothingFits: if no plan fits, with the report.
         ValueError: if an argument can't be.
     """
+    inventory = probe(devices, accelerator=_accelerator())
     constraints = Constraints(
         allow=BUILT_ENGINES if allow is None else check_allow(allow),
         memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
@@ -59,8 +63,9 @@ def plan(
         objective=objective,
         precision=str(precision),
         pinned=pinned,
+        allocator=options_from_environment(os.environ),
+        residuals=load_residuals(module, str(precision), inventory),
     )
-    inventory = probe(devices, accelerator=_accelerator())
     footprint = run_forked(_trace, module, batch, precision, inventory.devices[0].kind != "cpu", timeout_seconds=_TRACE_SECONDS)
     if isinstance(footprint, ValueError):
         raise footprint

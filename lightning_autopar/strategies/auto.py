@@ -25,7 +25,9 @@ class AutoParallelStrategy(ParallelStrategy):
     """Chooses how to run a module on the devices that are free now, and runs it: one device, DDP, or FSDP2.
 
     Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used:
-    for each device id ``peak_bytes`` and ``step_seconds``.
+    for each device id what :class:`lightning_autopar.strategies.measure.Measured` says, such as ``peak_bytes`` and ``step_seconds``. What a
+    training run took corrects the next prediction for the same module; the variable AUTOPAR_CACHE is the folder that this is kept in, or
+    "off".
 
     Args:
         allow: The engines to choose from: "single", "ddp", "fsdp"; all by default.

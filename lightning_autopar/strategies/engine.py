@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from lightning_autopar._lightning_compat import TrainerFn, combined_mode
 from lightning_autopar.memory.inventory import Device
+from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
 from lightning_autopar.state.loader import BatchShare, ExactLoader, fit_progress, is_loader_state
 from lightning_autopar.state.snapshot import load_snapshot
@@ -52,6 +54,8 @@ class Assignment:
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
         weights_only: as given to the trainer; Lightning 2.6 forgets it where a checkpoint is restored after setup (``Trainer._run``).
         large: whether the module is so large that no rank but the first should ever build all of it.
+        candidate: the plan with its prediction.
+        budgets: bytes that the plan may use of each device, by its id.
     """
 
     plan: Plan
@@ -63,6 +67,8 @@ class Assignment:
     large: bool = False
     from_snapshot: bool = False
     weights_only: bool | None = None
+    candidate: Candidate | None = None
+    budgets: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def torch_devices(self) -> list[torch.device]:
@@ -81,13 +87,11 @@ class EngineMixin(Strategy):
     """
 
     assignment: Assignment
-    meter: Meter
     _layer_sync: Any
 
     def attach(self, assignment: Assignment) -> None:
         """Give the engine its assignment; called once, before the trainer sees the engine."""
         self.assignment = assignment
-        self.meter = Meter()
         self._share: BatchShare | None = None
         self._exit = ExitStack()
         self._draws: GlobalDraws | None = None
@@ -234,6 +238,7 @@ class EngineMixin(Strategy):
                 self._logging.note_loss(output)
         if not module.automatic_optimization:
             self._drawing = False  # its backward passes are over
+        self.meter.note(self, "forward")
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,7 +269,9 @@ class EngineMixin(Strategy):
         """Weigh this rank's mean by its samples, so that the ranks' average is the whole batch's mean."""
         if self._share is not None and self._share.weight != 1.0:
             closure_loss = closure_loss * self._share.weight
+        self.meter.note(self, "backward")
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.meter.note(self, "gradients")
         module = self.lightning_module
         assert module is not None
         if module.automatic_optimization:
@@ -307,9 +314,14 @@ class EngineMixin(Strategy):
 
     # -- what ran ----------------------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def meter(self) -> Meter:
+        """Measures what this rank uses."""
+        return Meter(self.assignment.devices[self._rank].id)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Measure time and memory at the boundary between two steps."""
-        self.meter.boundary(self)
+        self.meter.boundary(self, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
     def on_train_start(self) -> None:
@@ -327,12 +339,12 @@ class EngineMixin(Strategy):
 
     def on_validation_start(self) -> None:
         """An evaluation between two steps is no part of either."""
-        self.meter.pause()
+        self.meter.pause(self)
         super().on_validation_start()
 
     def on_train_end(self) -> None:
         """The last step is over."""
-        self.meter.boundary(self)
+        self.meter.finish(self)
         super().on_train_end()
 
     @property

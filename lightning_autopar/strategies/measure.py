@@ -1,4 +1,4 @@
-"""What a rank really used: seconds a step and peak bytes on its device. Knows nothing of predictions."""
+"""What a rank really used: seconds a step, and bytes on its device by what holds them. Knows nothing of predictions."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+
+from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices
+from lightning_autopar.memory.recorder import Recorder
+from lightning_autopar.memory.storages import storage_sizes
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
-#: The steps whose memory is measured on CPU devices: optimizer state is there, and the second one frees the gradients of the first in the
-#: profile's sight. What was allocated before the profile began is freed unseen.
-_FIRST_PROFILED, _LAST_PROFILED = 2, 3
-#: Steps whose time says nothing: lazy initialisation, and those under the profiler.
-_WARM_UP = _LAST_PROFILED + 1
+#: Steps that say nothing: the first has no optimizer state, the second frees nothing of what a steady step holds from the one before.
+_WARM_UP = 2
+#: As many steps are recorded on CPU devices: whatever the first one frees of the time before is freed in the second in the record's sight.
+_RECORDED = 2
+#: An evaluation between the two spoils a record. After so many, a run goes without.
+_TRIES = 3
 #: What the profiler and the allocator write to stderr whenever memory is profiled, and nobody can turn off (torch 2.13, kineto).
 _NOISE = (
     b"USDT:",
@@ -31,79 +36,272 @@ _NOISE = (
     b"Memory block of unknown size was allocated before the profiling started",
 )
 
+#: Where a step is: its forward is over, its backward begins, its gradients are complete.
+Point = Literal["forward", "backward", "gradients"]
 
-class Meter:
-    """Collects the times of step boundaries and one step's peak memory.
 
-    A GPU's peak is the caching allocator's ``max_memory_allocated``. A CPU device has no such counter: there it is what is resident at a
-    step's start (parameters, buffers, optimizer state) plus the running sum of the profiler's memory events over two steps. Where the user
-    profiles already, or the run is shorter, there is no such figure.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one rank used.
+
+    Args:
+        peak_bytes: the most that tensors took at once: in the recorded steps on a CPU device, in the whole run on a GPU (torch's
+            ``max_memory_allocated``). None where the run was too short, or the user profiled.
+        step_seconds: median of a step; None where the run was too short.
+        bytes: what held a training step's peak: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``, and ``"rest"``, which is
+            activations, temporaries, communication and input. Without ``"gradients"`` where those can't be told from the rest. Empty where
+            the step's peak isn't known: on a GPU if something before the first step took more.
+        reserved_bytes: on a GPU the most that torch's allocator held of the device (``max_memory_reserved``).
+        context_bytes: on a GPU what the process holds beside that, as the driver counts it; None where it doesn't tell.
     """
 
-    def __init__(self) -> None:
-        self.peak_bytes: int | None = None
+    peak_bytes: int | None = None
+    step_seconds: float | None = None
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``strategy.measured`` has it for each device."""
+        return asdict(self)
+
+
+class Meter:
+    """Collects the times of step boundaries, and what the steps after the second one hold.
+
+    A CPU device has no counter of its own: two steps run under a :class:`lightning_autopar.memory.recorder.Recorder`. A GPU's allocator
+    counts by itself, and is only asked.
+
+    Args:
+        device_id: the device's id in the inventory.
+    """
+
+    def __init__(self, device_id: str) -> None:
+        self._device_id = device_id
         self._steps: list[float] = []
         self._last: float | None = None
-        self._count = 0
-        self._profile: Any = None
+        self._begun = 0
+        self._recorder = Recorder()
+        self._recorded = 0
+        self._tries = 0
         self._quiet = ExitStack()
-        self._resident_bytes = 0
+        self._gpu: GpuSteps | None = None
+        self._peak_bytes: int | None = None
+        self._bytes: dict[str, int] = {}
+        self._reserved_bytes: int | None = None
+        self._context_bytes: int | None = None
 
     @property
-    def step_seconds(self) -> float | None:
-        """Median time from one step's start to the next one's, None before enough steps have run."""
-        return statistics.median(self._steps) if self._steps else None
+    def measured(self) -> Measured:
+        """What is known up to now."""
+        return Measured(
+            peak_bytes=self._peak_bytes,
+            step_seconds=statistics.median(self._steps) if self._steps else None,
+            bytes=self._bytes,
+            reserved_bytes=self._reserved_bytes,
+            context_bytes=self._context_bytes,
+        )
 
-    def boundary(self, strategy: Strategy) -> None:
-        """A step starts now, and with it the one before has ended."""
-        now = time.perf_counter()
-        if self._count > _LAST_PROFILED:
-            self._close_profile()
-        if self._last is not None and self._count > _WARM_UP:
-            self._steps.append(now - self._last)
-        if self._count == _FIRST_PROFILED and strategy.root_device.type == "cpu":
-            self._open_profile(strategy)
-        self._count += 1
+    def boundary(self, strategy: Strategy, batch_idx: int) -> None:
+        """The step of this batch starts now, and with it the one before has ended."""
+        self._end_step(strategy)
+        if strategy.root_device.type == "cuda":
+            if self._begun == 0:
+                self._gpu = GpuSteps(torch.cuda.max_memory_allocated(strategy.root_device))
+        elif self._wanted and _settled(strategy, batch_idx):
+            self._record(strategy)
+        self._begun += 1
         self._last = time.perf_counter()
 
-    def pause(self) -> None:
+    def note(self, strategy: Strategy, point: Point) -> None:
+        """The running step has come so far; costs nothing outside of the steps that are measured."""
+        if self._recorder.running:
+            self._recorder.note(gradients=storage_sizes(_gradients(strategy), strategy.root_device))
+        elif self._gpu is not None:
+            self._note_on_gpu(strategy, point)
+
+    def pause(self, strategy: Strategy) -> None:
         """What follows belongs to no step."""
-        self._abandon_profile()
-        self._last = None
+        self._end_step(strategy)
+        self._abandon()
+
+    def finish(self, strategy: Strategy) -> None:
+        """The steps are over; what comes of them is known after this. Does nothing more when called again."""
+        self.pause(strategy)
+        self._ask(strategy.root_device)
 
     def stop(self, strategy: Strategy) -> None:
-        """The run is over: read what can only be read now."""
-        self._abandon_profile()
-        device = strategy.root_device
-        if device.type == "cuda" and torch.cuda.is_initialized():
-            self.peak_bytes = torch.cuda.max_memory_allocated(device)
+        """The run is over, however it came about: read what can only be read now."""
+        self._abandon()
+        self._ask(strategy.root_device)
 
-    def _open_profile(self, strategy: Strategy) -> None:
-        if torch.autograd._profiler_enabled():
+    def _end_step(self, strategy: Strategy) -> None:
+        """If one is running: take its time, unless it is one of those that say nothing, and see whether the record is complete."""
+        if self._last is None:
             return
-        self._resident_bytes = _storage_bytes(_resident(strategy))
+        if self._recorder.running:
+            self._recorded += 1
+            if self._recorded == _RECORDED:
+                self._conclude(strategy)
+        elif self._begun > _WARM_UP:
+            self._steps.append(time.perf_counter() - self._last)
+        if self._gpu is not None:
+            self._note_on_gpu(strategy, None)
+            if self._begun > _WARM_UP:
+                held = {kind: sum(sizes.values()) for kind, sizes in _held(strategy).items() if kind != "gradients"}
+                self._bytes, self._gpu = self._gpu.bytes(held), None
+        self._last = None
+
+    # -- CPU devices -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _wanted(self) -> bool:
+        return self._begun >= _WARM_UP and self._tries < _TRIES and not self._bytes and not self._recorder.running
+
+    def _record(self, strategy: Strategy) -> None:
+        self._tries += 1
+        self._recorded = 0
         self._quiet.enter_context(without_noise())
-        self._profile = torch.autograd.profiler.profile(profile_memory=True)
-        self._profile.__enter__()
+        if not self._recorder.start(**_held(strategy)):
+            self._abandon()
 
-    def _close_profile(self) -> None:
-        profile = self._abandon_profile()
-        if profile is None:
+    def _conclude(self, strategy: Strategy) -> None:
+        self._recorder.note(**_held(strategy))
+        recording = self._recorder.stop()
+        self._quiet.close()
+        if recording is None:
             return
-        events = sorted((event.start_ns(), event.nbytes()) for event in profile.kineto_results.events() if event.name() == "[memory]")
-        current = peak = 0
-        for _, size_bytes in events:
-            current += size_bytes
-            peak = max(peak, current)
-        self.peak_bytes = self._resident_bytes + peak
+        self._peak_bytes = recording.peak_bytes
+        self._bytes = {**recording.bytes, "rest": recording.peak_bytes - sum(recording.bytes.values())}
 
-    def _abandon_profile(self) -> Any:
-        """Stop profiling; what came of it so far is no figure."""
-        profile, self._profile = self._profile, None
-        if profile is not None:
-            profile.__exit__(None, None, None)
-            self._quiet.close()
-        return profile
+    def _abandon(self) -> None:
+        """Stop recording; what came of it so far is no figure."""
+        self._recorder.abandon()
+        self._quiet.close()
+
+    # -- GPUs --------------------------------------------------------------------------------------------------------------------------
+
+    def _note_on_gpu(self, strategy: Strategy, point: Point | None) -> None:
+        assert self._gpu is not None
+        gradients = storage_sizes(_gradients(strategy), strategy.root_device)
+        self._gpu.note(point, torch.cuda.max_memory_allocated(strategy.root_device), sum(gradients.values()))
+
+    def _ask(self, device: torch.device) -> None:
+        if device.type == "cuda" and torch.cuda.is_initialized():
+            self._peak_bytes = torch.cuda.max_memory_allocated(device)
+            self._reserved_bytes = torch.cuda.max_memory_reserved(device)
+            process_bytes = _process_bytes(self._device_id)
+            if process_bytes is not None:
+                self._context_bytes = max(0, process_bytes - torch.cuda.memory_reserved(device))
+
+
+class GpuSteps:
+    """Which part of a training step makes the peak of a GPU's allocator, and which gradients are there then.
+
+    The counter can't be set back, since it is the user's as well; so a part is known to make the peak if the counter rises in it.
+
+    Args:
+        peak_bytes: the counter before the first step.
+    """
+
+    def __init__(self, peak_bytes: int) -> None:
+        self._peak_bytes = peak_bytes
+        self._risen = False
+        self._there = 0
+        self._at_peak: int | None = None
+
+    def note(self, point: Point | None, peak_bytes: int, gradient_bytes: int) -> None:
+        """The part before this point is over; None: the step is.
+
+        Args:
+            point: where the step is.
+            peak_bytes: the counter.
+            gradient_bytes: gradients that are there now.
+        """
+        if peak_bytes > self._peak_bytes:
+            self._peak_bytes, self._risen = peak_bytes, True
+            self._at_peak = None if point == "gradients" else self._there  # in the middle of backward nobody can tell
+        self._there = gradient_bytes
+
+    def bytes(self, held: Mapping[str, int]) -> dict[str, int]:
+        """The peak by what holds it; nothing if it wasn't a step that made it.
+
+        Args:
+            held: parameters, optimizer states and buffers.
+        """
+        if not self._risen:
+            return {}
+        found = dict(held)
+        if self._at_peak is not None:
+            found["gradients"] = self._at_peak
+        return {**found, "rest": self._peak_bytes - sum(found.values())}
+
+
+def _process_bytes(device_id: str) -> int | None:
+    """What this process holds of a GPU, as NVML counts it; None where it doesn't know the process (other namespaces, MIG)."""
+    try:
+        devices, _, _ = read_devices()
+    except NvmlUnavailable:
+        return None
+    for device in devices:
+        if device.id == device_id:
+            return next((process.used_bytes for process in device.processes if process.own), None)
+    return None
+
+
+# -- what holds memory from one step to the next ---------------------------------------------------------------------------------------
+
+
+def _held(strategy: Strategy) -> dict[str, dict[int, int]]:
+    """Bytes by storage of all that a step finds there, by kind."""
+    module = strategy.lightning_module
+    assert module is not None
+    states = chain.from_iterable(_bare(optimizer).state.values() for optimizer in strategy.optimizers)
+    tensors: dict[str, Any] = {
+        "parameters": module.parameters(),
+        "gradients": _gradients(strategy),
+        "optimizer": _tensors(states),
+        "buffers": module.buffers(),
+    }
+    return {kind: storage_sizes(each, strategy.root_device) for kind, each in tensors.items()}
+
+
+def _gradients(strategy: Strategy) -> Iterator[Tensor]:
+    """The optimizers' parameters come first: under FSDP2 the module holds others while it is gathered."""
+    module = strategy.lightning_module
+    assert module is not None
+    groups = chain.from_iterable(_bare(optimizer).param_groups for optimizer in strategy.optimizers)
+    for parameter in chain(chain.from_iterable(group["params"] for group in groups), module.parameters()):
+        if parameter.grad is not None:
+            yield parameter.grad
+
+
+def _bare(optimizer: Any) -> Any:
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Those inside of nested containers, as LBFGS and Shampoo keep them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _settled(strategy: Strategy, batch_idx: int) -> bool:
+    """Whether the steps from this batch on are as all later ones: with accumulated gradients the batch before the optimizer steps."""
+    module = strategy.lightning_module
+    assert module is not None
+    trainer = module.trainer
+    if not module.automatic_optimization or trainer.accumulate_grad_batches == 1:
+        return True
+    return trainer.global_step > 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+# -- stderr --------------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -123,31 +321,3 @@ def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
             if kept:
                 os.write(real, kept)
             os.close(real)
-
-
-def _resident(strategy: Strategy) -> Iterator[Tensor]:
-    """Every tensor that lives from one step to the next. Gradients are freed and allocated anew, unless they are views of DDP's buckets."""
-    module = strategy.lightning_module
-    assert module is not None
-    model = strategy.model
-    in_buckets = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
-    for parameter in module.parameters():
-        yield parameter
-        if in_buckets and parameter.grad is not None:
-            yield parameter.grad
-    yield from module.buffers()
-    states = chain.from_iterable(optimizer.state.values() for optimizer in strategy.optimizers)
-    for value in chain.from_iterable(state.values() for state in states):
-        if isinstance(value, Tensor):
-            yield value
-
-
-def _storage_bytes(tensors: Iterator[Tensor]) -> int:
-    """Bytes of the tensors' storages, each storage once; of a DTensor this rank's part."""
-    storages: dict[int, int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.device.type != "meta":
-            storage = local.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

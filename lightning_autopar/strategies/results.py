@@ -34,6 +34,7 @@ from lightning_autopar._lightning_compat import (
 from lightning_autopar.state import rng
 from lightning_autopar.state.checkpoint import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
 from lightning_autopar.state.loader import unwrapped
+from lightning_autopar.strategies.measure import Measured
 from lightning_autopar.strategies.metrics import sync_states
 from lightning_autopar.strategies.objects import LIMIT_BYTES, Changes, Survey
 from lightning_autopar.units import format_bytes
@@ -58,8 +59,7 @@ class Results:
     """One rank's part of what a run leaves behind."""
 
     value: Any
-    peak_bytes: int | None
-    step_seconds: float | None
+    measured: Measured
     progress: dict[str, Any] = field(default_factory=dict)
     random: dict[str, Any] = field(default_factory=dict)
     changes: Changes | None = None
@@ -157,7 +157,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
         apart: whether the ranks may be at different places, after a failure.
     """
     engine: Any = trainer.strategy
-    results = Results(value=_on_cpu(value), peak_bytes=engine.meter.peak_bytes, step_seconds=engine.meter.step_seconds)
+    results = Results(value=_on_cpu(value), measured=engine.meter.measured)
     module = trainer.lightning_module
     fitting = trainer.state.fn == TrainerFn.FITTING
     first = rank == 0

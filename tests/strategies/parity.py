@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_autopar.memory.residuals import Residuals
+from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.auto import AutoParallelStrategy
@@ -94,8 +96,8 @@ def _decided(plan: Plan | None, draws: DrawPlan | None, large: bool) -> Iterator
 
     def decide(trainer: Any, settings: Any, bound: Any, **_: Any) -> Any:
         assert plan is not None
-        candidate = SimpleNamespace(bytes={}, seconds=SimpleNamespace(step=0.0), notes=())
-        report: Any = SimpleNamespace(footprint=SimpleNamespace(parameter_bytes=0, optimizer_bytes=0), best_candidate=candidate)
+        footprint = SimpleNamespace(parameter_bytes=0, optimizer_bytes=0)
+        report: Any = SimpleNamespace(footprint=footprint, best_candidate=Candidate(plan=plan, fits=True), residuals=Residuals())
         return Decision(report=report, assignment=Assignment(plan=plan, devices=bound[0].devices, draws=draws, large=large))
 
     before = launcher.decide

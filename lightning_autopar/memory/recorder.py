@@ -1,0 +1,241 @@
+"""Recorder: what this process's tensors take of the host's memory while it is open, allocation by allocation. Knows nothing of steps.
+
+A CPU device has no counter like ``torch.cuda.max_memory_allocated``. What it has are the profiler's memory events, with two flaws, both
+dealt with here (torch 2.13, c10/core/CPUAllocator.cpp):
+
+- A thread reports only if it carries the profiler's thread-local state. A tensor whose last reference goes in one of gloo's threads is
+  freed unseen, so that a running sum of the events grows with each step of DDP or FSDP. The allocator's own total, which each event
+  carries, leaves those out for the same reason, unless ``FLAGS_caffe2_report_cpu_memory_usage`` (declared in CPUAllocator.h) makes every
+  thread count.
+- What was allocated before isn't known, so that its end isn't seen: whoever opens the recorder says what there is (:meth:`Recorder.note`).
+  What an earlier recorder saw begin, and none saw end, is still in the allocator's table; a thread without a profiler that frees something
+  else at such an address takes the old size off the total. Only a second recording in a process can meet that.
+
+Operations themselves aren't recorded, only allocations: a step under it takes a few per cent longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import RecordScope, _EventType
+from torch.autograd import profiler
+
+log = logging.getLogger(__name__)
+
+_MARK = "autopar::mark"
+
+
+@dataclass(kw_only=True)
+class _Block:
+    """One allocation, from the event of its birth to that of its death, both by number; born before the first event: −1."""
+
+    size_bytes: int
+    birth: int
+    death: float = float("inf")
+    noted: dict[str, int] = field(default_factory=dict)  # by kind: the last note's event that said so
+
+    def alive(self, index: int) -> bool:
+        return self.birth <= index < self.death
+
+    def end_unseen(self, index: float, last: Mapping[str, int]) -> None:
+        """It was freed by another thread, before this event, and before the first note that should hold it and doesn't; or not at all."""
+        gone = bool(self.noted) and all(noted < last[kind] for kind, noted in self.noted.items())
+        self.death = max(self.noted.values()) + 1 if gone else index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What came of it.
+
+    Args:
+        peak_bytes: the most that was allocated at once, with what was noted to be there at the start.
+        bytes: of that the bytes of each kind that was noted.
+    """
+
+    peak_bytes: int
+    bytes: Mapping[str, int]
+
+
+class _Allocations(profiler.profile):
+    """The profiler for memory events and marks alone: it records the scope of ``record_function``, not that of every operation.
+
+    It leaves torch's global word of a running profiler unsaid, so that it can tell somebody else's, which takes this one's place.
+    """
+
+    def _start_trace(self) -> None:
+        self.entered = True
+        this: Any = self
+        enable: Any = profiler._enable_profiler  # its annotation lacks the scopes
+        enable(this.config(create_trace_id=False), self.kineto_activities, {RecordScope.USER_SCOPE})
+
+
+class Recorder:
+    """Counts what is allocated on the CPU between :meth:`start` and :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+        self._notes: list[dict[str, Mapping[int, int]]] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether it is open."""
+        return self._profile is not None
+
+    def start(self, **kinds: Mapping[int, int]) -> bool:
+        """Begin, with what is there; False where somebody else is profiling already, whom it would disturb.
+
+        Args:
+            kinds: as for :meth:`note`.
+        """
+        assert not self.running
+        if torch.autograd._profiler_enabled():
+            return False
+        self._notes = []
+        _count_in_every_thread(True)
+        self._profile = _Allocations(profile_memory=True)
+        self._profile.__enter__()
+        self.note(**kinds)
+        return True
+
+    def note(self, **kinds: Mapping[int, int]) -> None:
+        """Say what some of the storages hold now.
+
+        Args:
+            kinds: of each kind the bytes by storage address, as :func:`lightning_autopar.memory.storages.storage_sizes` gives them. A
+                storage that was there before the start counts until the last note that holds it.
+        """
+        assert self.running
+        with profiler.record_function(_MARK):
+            self._notes.append(kinds)
+
+    def stop(self) -> Recording | None:
+        """End it, and work out the peak; some µs an allocation. None where somebody began to profile meanwhile."""
+        notes = self._notes
+        profile = self._close()
+        return None if profile is None else _worked_out(_events(profile), notes)
+
+    def abandon(self) -> None:
+        """End it without a result."""
+        if self.running:
+            self._close()
+
+    def _close(self) -> Any:
+        profile, self._profile, self._notes = self._profile, None, []
+        _count_in_every_thread(False)
+        if profiler._is_profiler_enabled or not torch.autograd._profiler_enabled():  # theirs goes on, or is over
+            return None
+        profile.__exit__(None, None, None)
+        return profile
+
+
+#: An event: address, bytes (negative where they are freed), the allocator's total after it; None stands for a mark.
+_Event = tuple[int, int, int] | None
+
+
+def _events(profile: Any) -> list[_Event]:
+    """Allocations of the CPU and marks, in order."""
+    found: list[tuple[int, int, _Event]] = []
+
+    def collect(nodes: Any) -> None:
+        pending = list(nodes)
+        while pending:
+            node = pending.pop()
+            kind, fields = node.typed
+            if kind == _EventType.Allocation:
+                if fields.device.type == "cpu":
+                    found.append((node.start_time_ns, len(found), (fields.ptr, fields.alloc_size, fields.total_allocated)))
+            elif node.name == _MARK:
+                found.append((node.start_time_ns, len(found), None))
+            pending.extend(node.children)
+
+    collect(profile.kineto_results.experimental_event_tree())
+    found.sort(key=lambda each: each[0])
+    return [event for _, _, event in found]
+
+
+def _worked_out(events: list[_Event], notes: list[dict[str, Mapping[int, int]]]) -> Recording:
+    """The peak over the events, and what was alive then."""
+    blocks: list[_Block] = []
+    live: dict[int, _Block] = {}
+    before: dict[int, _Block] = {}  # by address: what was there at the start
+    running: list[int] = []  # the allocator's total after each event, from the first one's on
+    last: dict[str, int] = {}  # by kind: the last note's event
+    stale = 0
+    base: int | None = None
+    pending = iter(notes)
+    for index, event in enumerate(events):
+        if event is None:
+            for kind, sizes in next(pending).items():
+                last[kind] = index
+                for address, size_bytes in sizes.items():
+                    block = live.get(address)
+                    if block is None:
+                        block = before.setdefault(address, _Block(size_bytes=size_bytes, birth=-1))
+                        block.death = index + 1
+                    block.noted[kind] = index
+            running.append(running[-1] if running else 0)
+            continue
+        address, size_bytes, total_bytes = event
+        if base is None:
+            base = total_bytes - size_bytes
+        if size_bytes > 0:
+            if address in live:
+                live[address].end_unseen(index, last)
+            live[address] = _Block(size_bytes=size_bytes, birth=index)
+            blocks.append(live[address])
+        elif address in live:
+            live.pop(address).death = index
+        else:
+            stale -= size_bytes  # left in the allocator's table by an earlier recording: not ours
+        running.append(total_bytes - base + stale)
+    for index, extra_bytes in _steps(before.values(), len(events)):
+        running[index] += extra_bytes
+    peak_bytes = max(running, default=0)
+    peak = running.index(peak_bytes) if running else 0
+    bytes_by_kind = {kind: 0 for note in notes for kind in note}
+    for block in blocks:
+        if block.death == float("inf"):
+            block.end_unseen(block.death, last)
+    for block in (*before.values(), *blocks):
+        if block.alive(peak) and block.noted:
+            bytes_by_kind[min(block.noted)] += block.size_bytes
+    return Recording(peak_bytes=peak_bytes, bytes=bytes_by_kind)
+
+
+def _steps(blocks: Any, count: int) -> Iterator[tuple[int, int]]:
+    """Of blocks that were there before: how many bytes of them are left after each event."""
+    ends: dict[int, int] = {}
+    total = 0
+    for block in blocks:
+        total += block.size_bytes
+        ends[int(block.death)] = ends.get(int(block.death), 0) + block.size_bytes
+    for index in range(count):
+        total -= ends.get(index, 0)
+        yield index, total
+
+
+def _count_in_every_thread(on: bool) -> None:
+    """Let torch's CPU allocator count what threads without a profiler allocate and free, or stop it."""
+    flag = _flag()
+    if flag is not None:
+        flag.value = on
+
+
+@cache
+def _flag() -> Any:
+    """The switch for that; None where this build of torch doesn't export it, and the total may come out too high under gloo."""
+    folder = Path(torch.__file__).parent / "lib"
+    for path in sorted(folder.glob("libc10.*")):
+        try:
+            return ctypes.c_bool.in_dll(ctypes.CDLL(str(path)), "FLAGS_caffe2_report_cpu_memory_usage")
+        except (OSError, ValueError):
+            log.debug("torch's CPU allocator can't be told to count every thread", exc_info=True)
+    return None

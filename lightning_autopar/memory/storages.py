@@ -1,0 +1,45 @@
+"""Storages: where tensors really lie, and how many bytes that takes. It doesn't know what the tensors are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
+    """The storages behind a tensor: of a DTensor this rank's part, of a sparse one indices and values, of a wrapper all that it wraps."""
+    if is_traceable_wrapper_subclass(tensor):  # a DTensor, torchao's quantised ones, a collective's result that is still on its way
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, Tensor):  # torch 2.13's DTensor names its mesh as well
+                yield from storages(part)
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
+            yield part.untyped_storage()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
+            yield part.untyped_storage()
+    elif tensor.layout == torch.sparse_coo:
+        for part in (tensor._indices(), tensor._values()):
+            yield part.untyped_storage()
+
+
+def storage_sizes(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
+    """Bytes of the tensors' storages on one device by their address, each storage once.
+
+    Args:
+        tensors: of any kind; those on other devices and on the meta device count nothing.
+        device: of a GPU with or without its index.
+    """
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        for storage in storages(tensor):
+            same = storage.device.type == device.type and device.index in (None, storage.device.index)
+            if same and storage.nbytes():
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes

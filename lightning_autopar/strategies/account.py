@@ -1,0 +1,59 @@
+"""What is made of a run's figures when it is over: they are said beside the prediction, and kept for the next one."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.residual_cache import add_record
+from lightning_autopar.memory.residuals import make_record
+from lightning_autopar.planning.report import Report
+from lightning_autopar.units import format_bytes, format_seconds
+
+
+def announce_measured(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
+    """Log what was predicted beside what was measured, once, on rank 0."""
+    candidate = report.best_candidate
+    assert candidate is not None, "a plan has run"
+    lines = []
+    for device, values in measured.items():
+        words = []
+        peak_bytes, step_seconds = values["peak_bytes"], values["step_seconds"]
+        if peak_bytes is not None and device in candidate.bytes:
+            predicted_bytes = candidate.bytes[device].allocated
+            occasion = candidate.bytes[device].to_dict().get("occasion", "step")
+            when = "" if occasion == "step" else f" for a {occasion}"
+            words.append(
+                f"memory {format_bytes(predicted_bytes)} predicted{when}, {format_bytes(peak_bytes)} measured "
+                f"({peak_bytes / predicted_bytes - 1:+.1%})"
+            )
+        if step_seconds and candidate.seconds is not None:
+            words.append(f"step {format_seconds(candidate.seconds.step)} predicted, {format_seconds(step_seconds)} measured")
+        if words:
+            lines.append(f"  {device}: {'; '.join(words)}")
+    if lines:
+        rank_zero_info("\n".join([f"autopar: plan {candidate.plan.title()}", *lines]))
+
+
+def learn(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
+    """Keep what a training run took beside what was predicted, before any correction, for the next plan of the same module.
+
+    Args:
+        report: of the plan that ran.
+        measured: of each of its devices; a run that is too short to be measured teaches nothing.
+    """
+    candidate, residuals = report.best_candidate, report.residuals
+    assert candidate is not None, "a plan has run"
+    devices = candidate.plan.devices
+    held = [each for each in map(candidate.raw.get, devices) if isinstance(each, DeviceBytes)]
+    if residuals.key is None or len(held) < len(devices) or any(device not in measured for device in devices):
+        return
+    names = [residuals.devices[device] for device in devices]
+    today = datetime.date.today().isoformat()
+    record = make_record(candidate.plan, names, held, [measured[device] for device in devices], today)
+    if record is not None:
+        add_record(residuals.key, record)
