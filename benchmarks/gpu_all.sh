@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: the tests marked gpu, and the example on it. Results go into the folder that is given.
+# Everything that needs a GPU, in one go of at most nine minutes: the tests marked gpu, the example, and predicted against measured memory.
+# Results go into the folder that is given.
 #
 #     benchmarks/gpu_all.sh RESULTS_FOLDER
 #
-# Uses the python3 on the PATH, with the package's dependencies installed.
+# Uses the python3 on the PATH, with the package's dependencies, transformers and peft installed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 results=${1:?give the folder for the results}
 mkdir -p "$results"
 failed=0
+export PYTHONPATH=.
 nvidia-smi > "$results/nvidia-smi.txt" || failed=1
-PYTHONPATH=. timeout 300 python3 -m pytest -m gpu -v 2>&1 | tee "$results/gpu_tests.txt" || failed=1
-PYTHONPATH=. timeout 200 python3 -c "import lightning_autopar, runpy; runpy.run_path('examples/train_gpt.py', run_name='__main__')" 2>&1 |
+timeout 300 python3 benchmarks/memory_gpu.py --seconds 240 --json "$results/memory_gpu.json" > "$results/memory_gpu.txt" 2>&1 || failed=1
+tail -n 40 "$results/memory_gpu.txt"
+timeout 150 python3 -m pytest -m gpu -v 2>&1 | tee "$results/gpu_tests.txt" || failed=1
+timeout 80 python3 -c "import lightning_autopar, runpy; runpy.run_path('examples/train_gpt.py', run_name='__main__')" 2>&1 |
 	tee "$results/train_gpt.txt" || failed=1
 exit $failed

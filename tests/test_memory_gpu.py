@@ -1,0 +1,29 @@
+"""The GPU memory benchmark runs from end to end on a machine without one; what its figures are on a GPU is its own business."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "memory_gpu.py"
+
+
+@pytest.mark.timeout(240)  # three processes, each with the imports of torch, Lightning and transformers
+def test_it_runs_on_a_cpu_and_writes_every_part(tmp_path: Path) -> None:
+    out = tmp_path / "memory_gpu.json"
+    command = [sys.executable, str(BENCHMARK), "--device", "cpu", "--quick", "--models", "U-Net", "--json", str(out)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(out.read_text())
+    assert {"date", "machine", "versions", "device", "goals", "summary", "rows", "fits", "failed", "context"} <= set(found)
+    assert found["device"] == "cpu"
+    assert not found["failed"]
+    assert {row["precision"] for row in found["rows"]} == {"32-true", "bf16-mixed"}
+    for row in found["rows"]:
+        assert row["measured"]["reserved"] is None
+        assert abs(row["allocated_error"]) < 0.05
+    assert found["summary"]["allocated"]["median"] < 0.05
