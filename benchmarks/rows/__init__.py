@@ -1,0 +1,1 @@
+"""Published training runs as modules, batches and plans of ours."""
