@@ -123,7 +123,7 @@ def test_ranks_compute_what_one_device_does(world_size: int, sizes: tuple[int, .
 
 
 def check(actual: Tensor, orders: list[Tensor], exact: Tensor, what: str) -> None:
-    """Near what one device computes; where that is badly conditioned, as near the exact result as one device is in some order, or nearly."""
+    """Near what one device computes; where that is badly conditioned, as near the exact result as one device in some order, or nearly."""
     expected = orders[0]
     assert actual.dtype == expected.dtype
     if not expected.numel():
