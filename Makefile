@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench-overhead clean
+.PHONY: demo test check bench-overhead bench-memory clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -25,6 +25,9 @@ check: $(INSTALLED)
 
 bench-overhead: $(INSTALLED)
 	$(RUN)/python benchmarks/overhead.py
+
+bench-memory: $(INSTALLED)
+	$(RUN)/python benchmarks/memory_cpu.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
