@@ -15,7 +15,7 @@ BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "memory_gpu.py"
 @pytest.mark.timeout(240)  # three processes, each with the imports of torch, Lightning and transformers
 def test_it_runs_on_a_cpu_and_writes_every_part(tmp_path: Path) -> None:
     out = tmp_path / "memory_gpu.json"
-    command = [sys.executable, str(BENCHMARK), "--device", "cpu", "--quick", "--models", "U-Net", "--json", str(out)]
+    command = [sys.executable, str(BENCHMARK), "--device", "cpu", "--quick", "--models", "MLP", "--json", str(out)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(out.read_text())

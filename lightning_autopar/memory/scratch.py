@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_autopar.memory.scratch_convolution import Scratch, convolution, convolution_backward
 from lightning_autopar.memory.scratch_recurrent import recurrent_backward, recurrent_forward, recurrent_workspace
 
-__all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "HiddenOf", "Scratch", "ScratchOf"]
+__all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "Scratch", "ScratchOf", "cpu_scratch"]
 
 aten = torch.ops.aten
 
@@ -284,6 +284,31 @@ CPU_SCRATCH: Mapping[Any, ScratchOf] = {
     aten.baddbmm.default: _product(1),
 }
 #: Outputs on a CPU that are larger than their fakes, by operation.
+#: What is said where the kernels that run aren't those that were read.
+UNREAD = "what convolutions and recurrent layers take inside of one operation was read from oneDNN's kernels for AVX2; this CPU runs others"
+_ONEDNN = (
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.mkldnn_rnn_layer.default,
+    aten.mkldnn_rnn_layer_backward.default,
+)
+
+
+def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
+    """:data:`CPU_SCRATCH`; ``notes`` gets :data:`UNREAD` where this CPU picks other kernels and one of them is asked for."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return CPU_SCRATCH
+
+    def telling(found: ScratchOf) -> ScratchOf:
+        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+            notes[UNREAD] = None
+            return found(args, kwargs, output)
+
+        return tell
+
+    return {**CPU_SCRATCH, **{operation: telling(CPU_SCRATCH[operation]) for operation in _ONEDNN}}
+
+
 CPU_HIDDEN: Mapping[Any, HiddenOf] = {
     aten.mkldnn_rnn_layer.default: recurrent_workspace,
     aten.mse_loss.default: _reduced_loss,

@@ -33,7 +33,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.guess import guess
 from lightning_autopar.memory.layers import layers
 from lightning_autopar.memory.rehearsal import Rehearsal, announced
-from lightning_autopar.memory.scratch import CPU_HIDDEN, CPU_SCRATCH
+from lightning_autopar.memory.scratch import CPU_HIDDEN, UNREAD, cpu_scratch
 from lightning_autopar.memory.tape import Kind, Tape
 from lightning_autopar.memory.tracker import MemoryTracker, Phase
 from lightning_autopar.memory.values import ShadowValues
@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 #: A module up to this size is run for real, once, where fakes won't do.
 _SMALL_BYTES = 200 << 20
 _MARGIN_REAL = 0.1
+#: Kernels that nobody has looked into.
+_MARGIN_UNREAD = 0.2
 #: What a guess that decides about shapes is taken to be worth at least.
 _MARGIN_SHAPED = 0.05
 #: A trace that took longer isn't repeated to learn what its guesses are worth.
@@ -192,7 +194,7 @@ class _Tracing:
         on_cpu = self.target == "cpu"
         tracker = MemoryTracker(
             batch_size=self.first.batch_size,
-            scratch=CPU_SCRATCH if on_cpu else cuda_scratch(shadow.guesses),
+            scratch=(cpu_scratch if on_cpu else cuda_scratch)(shadow.guesses),
             hidden=CPU_HIDDEN if on_cpu else CUDA_HIDDEN,
         )
         for parameter in module.parameters():
@@ -296,7 +298,7 @@ class _Tracing:
             configures_model=is_overridden("configure_model", self.module),
             moments=found.moments,
             traced=note is None,
-            margin=_MARGIN_REAL if note is not None or searching else 0.0,
+            margin=_MARGIN_UNREAD if UNREAD in shadow.guesses else _MARGIN_REAL if note is not None or searching else 0.0,
             asks_for_world=rehearsal.asked_for_world,
             evaluation_bytes=evaluation_bytes,
             assumptions=tuple(dict.fromkeys(assumptions)),
