@@ -238,8 +238,7 @@ def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings |
     # An evaluation has no loss that anything is trained on; what it draws is told by shape.
     split, draws = None, DrawPlan() if footprint.random_draws else None
     if probe and stage == "fit":
-        if "collate" not in batch.draws and pads(batch):
-            batch = replace(batch, draws=(*batch.draws, "collate"))
+        batch = _collated_whole(batch)
         # Where collating draws random numbers or pads, ranks take their rows of the collated batch, and so does the probe.
         probed = replace(batch, samples=None, collate=None) if "collate" in batch.draws else batch
         split, draws = probe_split(module, trainer, probed, flops=footprint.flops)
@@ -281,7 +280,14 @@ def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | Non
     except Exception as error:  # as in _find
         return Failure.of(error)
     validation = _validation_batch(module, trainer) if stage == "fit" else None
+    if stage == "fit":
+        batch = _collated_whole(batch)
     return replace(batch, samples=None, collate=None), None if validation is None else replace(validation, samples=None, collate=None)
+
+
+def _collated_whole(batch: FirstBatch) -> FirstBatch:
+    """The batch, marked as one that ranks must collate whole if its samples are padded to the longest: a part would be padded otherwise."""
+    return replace(batch, draws=(*batch.draws, "collate")) if "collate" not in batch.draws and pads(batch) else batch
 
 
 def _validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
@@ -321,6 +327,8 @@ def _guess(trainer: Trainer, reason: str) -> Findings | Failure:
         batch = first_batch(module, trainer, stage)
     except Exception as error:  # as above
         return Failure.of(error)
+    if stage == "fit":
+        batch = _collated_whole(batch)
     footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
     split = SplitFinding(probed=False, reason=f"the step could not be looked at: {reason}")
     return Findings(footprint=footprint, split=split, draws=DrawPlan(), data_draws=batch.draws, unshardable=None)

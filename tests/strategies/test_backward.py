@@ -57,3 +57,41 @@ def test_the_step_is_traced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [block.fqn for block in found.blocks] == list(BLOCKS)
     torch.testing.assert_close(again.state_dict(), weights, rtol=0, atol=0)
     assert torch.equal(state, torch.get_rng_state())
+
+
+class Padded(Fitted):
+    """Its loss depends on how far a sample is padded, as a model's without a mask does."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.net(torch.cat([batch, batch.new_full((*batch.shape[:1], 8 - batch.shape[1]), 2.0)], 1)).square().mean()
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1.0)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:autopar")
+@pytest.mark.parametrize("looked", ["here", "not at all"])
+def test_padding_is_the_whole_batchs_where_no_copy_could_be_run(looked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that collated its own samples would pad them to another length."""
+
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("nothing can be looked at")
+
+    if looked == "here":
+        monkeypatch.setattr(decide, "backward_survives_fork", lambda: False)
+    else:
+        monkeypatch.setattr(decide, "_find", refuse)
+    generator = torch.Generator().manual_seed(3)
+    samples = [torch.randn(length, generator=generator) for length in (8, 3, 5, 2, 7, 1, 4, 6)]
+    weights = []
+    for strategy in ("auto", AutoParallelStrategy(devices="2xcpu:1GiB", allow=["ddp"])):
+        torch.manual_seed(0)
+        module = Padded()
+        trainer = pl.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(samples, batch_size=4, collate_fn=padded))  # type: ignore[arg-type]
+        weights.append(module.state_dict())
+    torch.testing.assert_close(weights[1], weights[0])
