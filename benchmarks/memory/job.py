@@ -78,6 +78,26 @@ class Batches(Dataset[Any]):
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.batch)
 
 
+def hugging_face(model: str, config: str, *, checkpointing: bool = False, **settings: Any) -> nn.Module:
+    """A model of that class with that configuration, in training mode; nothing is downloaded.
+
+    Args:
+        model: class in transformers.
+        config: its configuration's class.
+        checkpointing: by the model's own means.
+    """
+    import transformers
+
+    settled = getattr(transformers, config)(**settings)
+    if hasattr(settled, "use_cache"):
+        settled.use_cache = False
+    net: nn.Module = getattr(transformers, model)(settled)
+    net.train()
+    if checkpointing:
+        net.gradient_checkpointing_enable({"use_reentrant": False})
+    return net
+
+
 # -- optimizers and losses that many jobs share ----------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from memory.job import Learner, MakeOptimizer, classification, own_loss, regression
+from memory.job import Learner, MakeOptimizer, classification, hugging_face, own_loss, regression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +42,7 @@ def gpu_models(*, small: bool) -> list[GpuModel]:
 
 def _hf(name: str, model: str, config: str, batch: Callable[[], Any], *, checkpointing: bool = False, **settings: Any) -> GpuModel:
     def build(optimizer: MakeOptimizer) -> pl.LightningModule:
-        import transformers
-
-        settled = getattr(transformers, config)(**settings)
-        if hasattr(settled, "use_cache"):
-            settled.use_cache = False
-        net = getattr(transformers, model)(settled)
-        net.train()
-        if checkpointing:
-            net.gradient_checkpointing_enable({"use_reentrant": False})
+        net = hugging_face(model, config, checkpointing=checkpointing, **settings)
         return Learner(net, own_loss, optimizer)
 
     return GpuModel(name=name, build=build, batch=batch)

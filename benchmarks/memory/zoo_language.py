@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-from memory.job import Job, Learner, MakeOptimizer, adam, adamw, momentum, own_loss, sgd
+from memory.job import Job, Learner, MakeOptimizer, adam, adamw, hugging_face, momentum, own_loss, sgd
 
 VOCABULARY = 8000
 WIDTH, DEPTH, HEADS = 256, 4, 4
@@ -18,13 +17,7 @@ def _hf(model: str, config: str, optimizer: MakeOptimizer = adamw, checkpointing
     """A function that builds the model of that class with that configuration."""
 
     def build() -> Learner:
-        settled = getattr(transformers, config)(**settings)
-        if hasattr(settled, "use_cache"):
-            settled.use_cache = False
-        net = getattr(transformers, model)(settled)
-        net.train()
-        if checkpointing:
-            net.gradient_checkpointing_enable({"use_reentrant": False})
+        net = hugging_face(model, config, checkpointing=checkpointing, **settings)
         return Learner(net, own_loss, optimizer)
 
     return build

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_autopar.memory.cuda_attention import attention
-from lightning_autopar.memory.cuda_autocast import Casts, cuda_autocast, replaced, temporary_library
+from lightning_autopar.memory.cuda_autocast import Casts, cuda_autocast, temporary_library
 from lightning_autopar.memory.cuda_rnn import cuda_rnn
+from lightning_autopar.memory.replaced import replaced
 
 aten = torch.ops.aten
 

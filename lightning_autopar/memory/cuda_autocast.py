@@ -18,6 +18,8 @@ from torch.amp import autocast_mode
 from torch.library import Library, fallthrough_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_autopar.memory.replaced import replaced
+
 Policy = Literal["lower", "float32", "float32 by dtype", "float32 by overload", "promote"]
 
 
@@ -279,18 +281,3 @@ def _enter_state(stack: ExitStack, casts: Casts) -> None:
         (autocast_mode, "_cast", cast),
     ):
         stack.enter_context(replaced(owner, name, value))
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute, and put back or remove it on leaving."""
-    own = name in vars(owner)
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

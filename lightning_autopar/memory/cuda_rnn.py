@@ -15,7 +15,8 @@ import torch
 from torch import _VF, Tensor
 from torch.library import Library
 
-from lightning_autopar.memory.cuda_autocast import Casts, below_autocast, eligible, replaced, temporary_library
+from lightning_autopar.memory.cuda_autocast import Casts, below_autocast, eligible, temporary_library
+from lightning_autopar.memory.replaced import replaced
 
 aten = torch.ops.aten
 

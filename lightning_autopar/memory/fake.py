@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_autopar.memory.as_cuda import as_cuda
 from lightning_autopar.memory.dynamic import padded
 from lightning_autopar.memory.lean import LeanFakeMode
+from lightning_autopar.memory.replaced import replaced
 from lightning_autopar.memory.values import ShadowValues
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | No
         for attribute in vars(module).values():
             if isinstance(attribute, (Dataset, DataLoader, np.ndarray)):
                 memo[id(attribute)] = attribute  # not copied: large, and no part of the step
-    with _replaced(Tensor, "__deepcopy__", to_fake), _replaced(nn.Parameter, "__deepcopy__", to_fake), _copied_along(modules):
+    with replaced(Tensor, "__deepcopy__", to_fake), replaced(nn.Parameter, "__deepcopy__", to_fake), _copied_along(modules):
         try:
             return copy.deepcopy(value, dict(memo))
         except Exception as error:
@@ -114,43 +115,28 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
         target: ``"cuda"`` makes the step use what torch uses there and not on a CPU, see :func:`.as_cuda.as_cuda`.
     """
     with ExitStack() as stack:
-        stack.enter_context(_replaced(torch, "compile", functools.partial(_no_compile, {} if shadow is None else shadow.guesses)))
+        stack.enter_context(replaced(torch, "compile", functools.partial(_no_compile, {} if shadow is None else shadow.guesses)))
         if "torch._dynamo" in sys.modules:
             # Inductor can't compile for fakes that aren't its own.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         import_utils = sys.modules.get("transformers.utils.import_utils")
         if import_utils is not None and hasattr(import_utils, "is_fake_tensor"):
             # Hugging Face takes fakes for an export, and builds other masks then.
-            stack.enter_context(_replaced(import_utils, "is_fake_tensor", lambda value: False))
+            stack.enter_context(replaced(import_utils, "is_fake_tensor", lambda value: False))
         if shadow is not None:
-            stack.enter_context(_replaced(Tensor, "numpy", lambda self, *, force=False: _numpy(self, shadow)))
-            stack.enter_context(_replaced(Tensor, "__format__", _format))
-            stack.enter_context(_replaced(nn.Module, "_apply", _apply))
-            stack.enter_context(_replaced(torch._VF, "_pad_packed_sequence", functools.partial(padded, shadow)))
+            stack.enter_context(replaced(Tensor, "numpy", lambda self, *, force=False: _numpy(self, shadow)))
+            stack.enter_context(replaced(Tensor, "__format__", _format))
+            stack.enter_context(replaced(nn.Module, "_apply", _apply))
+            stack.enter_context(replaced(torch._VF, "_pad_packed_sequence", functools.partial(padded, shadow)))
             for name in _MAKERS:
-                stack.enter_context(_replaced(torch, name, _here(getattr(torch, name))))
+                stack.enter_context(replaced(torch, name, _here(getattr(torch, name))))
             for name in _METHODS:
-                stack.enter_context(_replaced(Tensor, name, _here(getattr(Tensor, name))))
+                stack.enter_context(replaced(Tensor, name, _here(getattr(Tensor, name))))
             for name in ("cuda", "pin_memory"):
-                stack.enter_context(_replaced(Tensor, name, lambda self, *args, **kwargs: self))
+                stack.enter_context(replaced(Tensor, name, lambda self, *args, **kwargs: self))
         if target == "cuda":
             stack.enter_context(as_cuda({} if shadow is None else shadow.guesses))
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute, and put back or remove it on leaving."""
-    own = name in vars(owner)
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 def _no_compile(notes: dict[str, None], model: Any = None, **_: Any) -> Any:
@@ -237,7 +223,7 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
     """``Module.to`` and its kin on fakes: torch's own exchanges tensors, which nothing may refer to weakly then, and a fake's mode does."""
     for child in module.children() if recurse else ():
         child._apply(function)
-    replaced = _APPLIED.setdefault(function, {})
+    known = _APPLIED.setdefault(function, {})
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
@@ -248,7 +234,7 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
         if applied.device == parameter.device:
             parameter.data = applied
         else:  # tied ones stay tied
-            new = replaced.setdefault(id(parameter), (parameter, nn.Parameter(applied, parameter.requires_grad)))[1]
+            new = known.setdefault(id(parameter), (parameter, nn.Parameter(applied, parameter.requires_grad)))[1]
             module._parameters[name] = new
     for name, buffer in module._buffers.items():
         if buffer is not None:

@@ -54,19 +54,9 @@ class Moments:
 
 @dataclass(frozen=True)
 class _Columns:
-    """A footprint's figures, at the whole batch."""
+    """A footprint's figures, at the whole batch: its moments without what has a fixed size, that, and the blocks'."""
 
-    forward: Flags
-    backward: Flags
-    held: Column
-    running: Flags
-    boundary: Flags
-    ended: Column
-    accumulated: Flags
-    waiting: Flags
-    gradients: Column
-    activations: Column
-    temporary: Column
+    moments: Moments
     fixed: Column
     block_scaled: Column
     block_fixed: Column
@@ -90,30 +80,31 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float) 
         share: the part of the batch; what has a fixed size stays as it is.
     """
     columns = _columns_of(footprint)
-    scaled, fixed = columns.activations, columns.fixed
+    whole = columns.moments
+    scaled, fixed = whole.activations, columns.fixed
     again = np.zeros(0, dtype=np.intp)
     if recomputed:
         chosen = np.zeros(len(footprint.blocks), dtype=np.int64)
         chosen[list(recomputed)] = 1
         # A block that has just begun its backward hasn't run its forward again yet.
-        begins = columns.backward & columns.running & columns.boundary
-        gone = columns.held + begins
+        begins = whole.backward & whole.running & whole.boundary
+        gone = whole.held + begins
         scaled = scaled - _before(chosen * (columns.block_scaled - columns.block_extra), gone)
         fixed = fixed - _before(chosen * columns.block_fixed, gone)
-        running = columns.backward & columns.running & ~columns.boundary
-        scaled = scaled + np.where(running, _at(chosen * columns.block_extra, columns.held), 0)
+        running = whole.backward & whole.running & ~whole.boundary
+        scaled = scaled + np.where(running, _at(chosen * columns.block_extra, whole.held), 0)
         # In forward such a block saves nothing, but local names may hold a tensor past its last use: the middle of both.
-        runs = columns.forward & columns.running & ~columns.boundary
-        scaled = scaled - np.where(runs, _at(chosen * (columns.block_peak - columns.block_unsaved), columns.held), 0)
-        again = np.flatnonzero(begins & (_at(chosen, columns.held) > 0))
+        runs = whole.forward & whole.running & ~whole.boundary
+        scaled = scaled - np.where(runs, _at(chosen * (columns.block_peak - columns.block_unsaved), whole.held), 0)
+        again = np.flatnonzero(begins & (_at(chosen, whole.held) > 0))
     activations = np.maximum(scaled, 0)
-    temporary = np.rint(columns.temporary * share).astype(np.int64) + np.maximum(fixed, 0)
+    temporary = np.rint(whole.temporary * share).astype(np.int64) + np.maximum(fixed, 0)
     if len(again):
-        peaks = columns.block_peak[columns.held[again]]
+        peaks = columns.block_peak[whole.held[again]]
         activations = np.concatenate([activations, activations[again] + peaks])
         temporary = np.concatenate([temporary, temporary[again]])
 
-    inside = np.arange(len(activations)) >= len(columns.held)  # running a forward again is no boundary
+    inside = np.arange(len(activations)) >= len(whole.held)  # running a forward again is no boundary
 
     def flags(column: Flags) -> Flags:
         return np.concatenate([column, column[again]])
@@ -122,15 +113,15 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float) 
         return np.concatenate([column, column[again]])
 
     return Moments(
-        forward=flags(columns.forward),
-        backward=flags(columns.backward),
-        held=sizes(columns.held),
-        running=flags(columns.running),
-        boundary=flags(columns.boundary) & ~inside,
-        ended=np.where(inside, -1, sizes(columns.ended)),
-        accumulated=flags(columns.accumulated),
-        waiting=flags(columns.waiting),
-        gradients=sizes(columns.gradients),
+        forward=flags(whole.forward),
+        backward=flags(whole.backward),
+        held=sizes(whole.held),
+        running=flags(whole.running),
+        boundary=flags(whole.boundary) & ~inside,
+        ended=np.where(inside, -1, sizes(whole.ended)),
+        accumulated=flags(whole.accumulated),
+        waiting=flags(whole.waiting),
+        gradients=sizes(whole.gradients),
         activations=np.rint(activations * share).astype(np.int64),
         temporary=temporary,
     )
@@ -174,7 +165,7 @@ def _make(footprint: Footprint) -> _Columns:
     def flags(values: Collection[bool]) -> Flags:
         return np.fromiter(values, dtype=np.bool_, count=len(values))
 
-    return _Columns(
+    whole = Moments(
         forward=flags([moment.phase == "forward" for moment in moments]),
         backward=flags([moment.phase == "backward" for moment in moments]),
         held=column([moment.held for moment in moments]),
@@ -186,6 +177,9 @@ def _make(footprint: Footprint) -> _Columns:
         gradients=column([moment.gradient_bytes for moment in moments]),
         activations=column([moment.activation_bytes for moment in moments]),
         temporary=column([moment.temporary_bytes for moment in moments]),
+    )
+    return _Columns(
+        moments=whole,
         fixed=column([moment.fixed_bytes for moment in moments]),
         block_scaled=column([block.activation_bytes - block.fixed_bytes for block in blocks]),
         block_fixed=column([block.fixed_bytes for block in blocks]),

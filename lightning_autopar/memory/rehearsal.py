@@ -238,7 +238,7 @@ class Rehearsal:
         return self._defaults()
 
     def _defaults(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._default_dtype is None else _default_dtype(self._default_dtype)
+        return nullcontext() if self._default_dtype is None else default_dtype(self._default_dtype)
 
 
 @contextmanager
@@ -272,7 +272,8 @@ def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callab
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """While open, new floating-point tensors have that type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

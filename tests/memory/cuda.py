@@ -102,13 +102,3 @@ def saved_bytes(run: Callable[[], Any], without: list[Tensor], *, at_least: int 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
     return sum(size for size, _ in found.values())
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_autopar.memory.rehearsal import default_dtype
 from lightning_autopar.memory.trace import trace
 from tests.memory.cuda import (
     BF16,
     FLOAT,
     amp,
     aten,
-    default_dtype,
     on_cuda,
     saved_bytes,
 )

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_autopar.memory.as_cuda import as_cuda
 from lightning_autopar.memory.fake import fake_copy, fake_mode
-from tests.memory.cuda import BF16, FLOAT, default_dtype, saved_bytes
+from lightning_autopar.memory.rehearsal import default_dtype
+from tests.memory.cuda import BF16, FLOAT, saved_bytes
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
