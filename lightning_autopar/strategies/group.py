@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,5 +36,17 @@ def join_group(strategy: ParallelStrategy, backend: str) -> None:
     else:
         assert strategy.cluster_environment is not None
         init_dist_connection(strategy.cluster_environment, backend, **options)
+        if backend == "gloo":  # for NCCL Lightning does the same (``_init_dist_connection``)
+            atexit.register(_leave_group)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def _leave_group() -> None:
+    """At the end of a process that somebody else has started: join gloo's threads while there is an interpreter.
+
+    A thread of C++ that wants Python afterwards is unwound by force, which ends the process by ``std::terminate`` once its work is done. A
+    process that failed leaves without: its peers may never come to the collectives that it has begun.
+    """
+    if distributed_is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
