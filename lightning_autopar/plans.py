@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -39,6 +41,8 @@ class Plan:
         micro_batches: parts of a rank's batch that run one after the other, gradients added up; of a pipeline those in flight.
         replicas: how many copies of the model the devices hold. Fsdp: 1 is one copy sharded over all, more is hybrid sharding. Pipeline:
             how many pipelines run side by side. Rank ``r`` belongs to replica ``r // (world_size / replicas)``.
+        shares: ddp and fsdp: of each rank, how much of a batch it gets beside the others; empty where all get as much. The samples are
+            dealt out in turns, see :func:`deal`.
         zero_stage: ZeRO only: 1 shards the optimizer's state, 2 the gradients as well, 3 the parameters, too.
         offload: what lies in host memory between uses, in the order of ``OFFLOADS``: ``"optimizer"`` (its state and its step),
             ``"parameters"``. ZeRO: stage 3 can offload parameters. FSDP: both or none, as its ``CPUOffloadPolicy`` moves parameters,
@@ -59,6 +63,7 @@ class Plan:
     recompute: tuple[str, ...] = ()
     micro_batches: int = 1
     replicas: int = 1
+    shares: tuple[int, ...] = ()
     zero_stage: int | None = None
     offload: tuple[Offload, ...] = ()
     cuts: tuple[str, ...] = ()
@@ -77,6 +82,7 @@ class Plan:
         if self.engine == "fsdp" and not isinstance(self.reshard_after_forward, bool):
             raise ValueError(f"an fsdp plan needs reshard_after_forward, true or false, but it is {self.reshard_after_forward!r}")
         self._check_replicas()
+        self._check_shares()
         self._check_zero()
         self._check_offload()
         self._check_pipeline()
@@ -100,6 +106,18 @@ class Plan:
         if self.replicas == self.world_size:
             instead = "choose engine 'ddp'" if self.engine == "fsdp" else "a pipeline needs at least two"
             raise ValueError(f"{self.replicas} replicas leave each one device of {self.world_size}; {instead}, or have fewer replicas")
+
+    def _check_shares(self) -> None:
+        """One whole number a rank, made as small as they can be; even ones are none."""
+        if not self.shares:
+            return
+        if self.engine not in ("ddp", "fsdp"):
+            raise ValueError(f"shares is {self.shares!r}, but the engine is {self.engine!r}; leave it out, or choose 'ddp' or 'fsdp'")
+        if len(self.shares) != self.world_size or not all(_is_whole(share) and share >= 1 for share in self.shares):
+            raise ValueError(f"shares needs a whole number of at least 1 for each of {self.world_size} ranks, but is {self.shares!r}")
+        common = gcd(*self.shares)
+        even = len(set(self.shares)) == 1
+        object.__setattr__(self, "shares", () if even else tuple(share // common for share in self.shares))
 
     def _check_zero(self) -> None:
         """The stage, of a ZeRO plan and no other."""
@@ -185,6 +203,18 @@ class Plan:
         """In how many parts the module runs, one after the other: 1 where it isn't a pipeline."""
         return len(self.cuts) + 1
 
+    @property
+    def dealing(self) -> tuple[int, ...]:
+        """Which rank gets a batch's samples, in turns: sample ``i`` is rank ``dealing[i % len(dealing)]``'s."""
+        return deal(self.shares) if self.shares else tuple(range(self.world_size))
+
+    def rows(self, batch_size: int) -> tuple[int, ...]:
+        """How many samples of a batch each rank gets; of a pipeline each replica's ranks share what the replica gets alike."""
+        if self.engine == "pipeline":
+            counts = count_dealt(tuple(range(self.replicas)), batch_size)
+            return tuple(counts[rank // self.devices_per_replica] for rank in range(self.world_size))
+        return count_dealt(self.dealing, batch_size)
+
     def title(self) -> str:
         """A few words for a table: ``"fsdp ×2, reshard, recompute 4"``."""
         if self.engine == "pipeline":
@@ -196,6 +226,8 @@ class Plan:
             words.append("reshard" if self.reshard_after_forward else "keep gathered")
         if self.replicas > 1:
             words.append(f"{self.replicas} {'sharded ' if self.engine == 'pipeline' and self.shard else ''}replicas")
+        if self.shares:
+            words.append(f"shares {':'.join(map(str, self.shares))}" if self.world_size <= 4 else "uneven shares")
         if self.offload:
             words.append(f"offload {' + '.join(self.offload)}")
         if self.recompute:
@@ -228,6 +260,8 @@ class Plan:
             value = data.get(name, [])
             if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
                 raise ValueError(f"a plan's {name!r} must be a list of strings, but is {value!r}")
+        if not isinstance(shares := data.get("shares", []), (list, tuple)):
+            raise ValueError(f"a plan's 'shares' must be a list of whole numbers, but is {shares!r}")
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**cast(dict[str, Any], values))
 
@@ -253,6 +287,32 @@ class Plan:
         if not isinstance(data, dict):
             raise ValueError(f"a plan is a JSON object, but this is a {type(data).__name__}")
         return cls.from_dict(data)
+
+
+@lru_cache(maxsize=256)
+def deal(shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Ranks in turns, each as often as its share, spread as evenly as can be: (1, 2) gives (1, 0, 1).
+
+    Any first part of it has each rank's share of it to within one, so that a short last batch is shared alike, and what a sample's rank is
+    depends on its place in the batch alone. (Smooth weighted round-robin, as in nginx's upstream module.)
+    """
+    total, credit, turns = sum(shares), [0] * len(shares), []
+    for _ in range(total):
+        credit = [have + share for have, share in zip(credit, shares, strict=True)]
+        rank = max(range(len(shares)), key=lambda index: (credit[index], -index))
+        credit[rank] -= total
+        turns.append(rank)
+    return tuple(turns)
+
+
+@lru_cache(maxsize=4096)
+def count_dealt(dealing: tuple[int, ...], batch_size: int) -> tuple[int, ...]:
+    """How many of a batch's samples each rank gets when they are dealt out in these turns."""
+    whole, rest = divmod(batch_size, len(dealing))
+    counts = [0] * (max(dealing) + 1)
+    for turn, rank in enumerate(dealing):
+        counts[rank] += whole + (turn < rest)
+    return tuple(counts)
 
 
 def _is_whole(value: object) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_autopar.memory.tape import Tape
+from lightning_autopar.memory.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class LayerFootprint:
         backward_flops: of its backward.
         moved_bytes: inputs and outputs of every operation of its forward: what a roofline needs.
         backward_moved_bytes: the same of its backward.
+        work: the operations of its forward, by kind and size.
+        backward_work: of its backward.
     """
 
     fqn: str
@@ -57,6 +60,8 @@ class LayerFootprint:
     backward_flops: int = 0
     moved_bytes: int = 0
     backward_moved_bytes: int = 0
+    work: tuple[Work, ...] = ()
+    backward_work: tuple[Work, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For people and JSON."""
@@ -136,6 +141,7 @@ class Footprint:
             belongs to the part or block that uses it first; one that the step doesn't use, to the first part.
         also_uses: for outer parts that use a parameter which another part or a block holds (tied embeddings): index among ``outer``, the
             parameter's FQN, and its bytes: of parameter, gradient, optimizer state.
+        optimizer_work: the operations of the optimizers' steps and of clipping.
         tape: every allocation of the step, in order; None where it wasn't traced.
         evaluation_bytes: the most that a validation step of the same run holds beside parameters, gradients, optimizer state and buffers;
             its batch included. None where there is none or it isn't known.
@@ -170,6 +176,7 @@ class Footprint:
     blocks: tuple[LayerFootprint, ...] = ()
     outer: tuple[LayerFootprint, ...] = ()
     also_uses: tuple[tuple[int, str, int, int, int], ...] = ()
+    optimizer_work: tuple[Work, ...] = ()
     tape: Tape | None = None
     evaluation_bytes: int | None = None
     tied: tuple[tuple[str, ...], ...] = ()

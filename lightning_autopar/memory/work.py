@@ -1,0 +1,58 @@
+"""Work: operations of one kind and size, as a roofline needs them. Data only: it knows no device, and not how they were counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+WorkKind = Literal["matmul", "attention", "convolution", "recurrent", "pointwise", "reduce", "gather", "scatter", "copy", "other"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One kernel, which a part of the step runs ``count`` times. Sizes are of one run, at the traced batch.
+
+    Args:
+        kind: ``"matmul"``: a product of two matrices, or of a batch of them; ``"attention"``: a fused kernel, forward or backward;
+            ``"reduce"``: norms, softmax, sums, losses; ``"gather"``: embedding, index; ``"scatter"``: their backward; ``"copy"``: casts,
+            clones, concatenations, fills; ``"pointwise"``: one pass over elements.
+        name: the operation's, such as ``"mm"``.
+        dtype: in which it computes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp64"``, ``"int8"``, …
+        count: how often it runs.
+        flops: a multiply-add counts two.
+        moved_bytes: its inputs and outputs.
+        fixed_bytes: the part of ``moved_bytes`` that doesn't depend on the batch: parameters, their casts, their gradients.
+        shape: matmul: (batch, m, n, k); attention: (batch, heads, query length, key length, width of a head); convolution: (batch, input
+            channels, output channels, output positions, kernel positions, groups); else empty.
+        growing: which entry of ``shape`` grows with the batch; None where none does.
+    """
+
+    kind: WorkKind
+    name: str
+    dtype: str
+    count: int = 1
+    flops: int = 0
+    moved_bytes: int = 0
+    fixed_bytes: int = 0
+    shape: tuple[int, ...] = ()
+    growing: int | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether it depends on the batch at all."""
+        return self.growing is not None or self.moved_bytes > self.fixed_bytes
+
+    def at(self, share: float) -> Work:
+        """The same at another batch, ``share`` times the traced one."""
+        if share == 1.0 or not self.grows:
+            return self
+        shape = self.shape
+        if self.growing is not None:
+            grown = max(1, round(shape[self.growing] * share))
+            shape = (*shape[: self.growing], grown, *shape[self.growing + 1 :])
+        return replace(
+            self,
+            flops=round(self.flops * share),
+            moved_bytes=self.fixed_bytes + round((self.moved_bytes - self.fixed_bytes) * share),
+            shape=shape,
+        )
