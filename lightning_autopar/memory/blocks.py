@@ -106,7 +106,9 @@ class BlockWatcher:
     def _before(self, record: Record) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._tracker.phase != "forward":
-                return  # the user's own recomputation
+                if self._tracker.phase == "backward" and record.index is not None:
+                    self._tracker.repeat_block(record.index)  # the user's own recomputation
+                return
             record.calls += 1
             if record.calls > 1 or self._running is not None:
                 return

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd import _get_sequence_nr
+from torch.autograd.function import BackwardCFunction
 
 #: Tensors below this size aren't worth telling apart by their size.
 _TELLING_ELEMENTS = 1024
+
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+_saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Input(NamedTuple):
@@ -52,6 +58,8 @@ class Dependence:
         self._batch_size = batch_size
         self._lengths = {batch_size} if batch_size else set()
         self._nodes: dict[int, tuple[set[int], set[int]]] = {}
+        self._made = -1
+        self._in_function = False
 
     def add_batch(self, shape: Sequence[int]) -> None:
         """A tensor of the batch has this shape: lengths of dimensions that come of flattening it are the batch's, too."""
@@ -62,6 +70,21 @@ class Dependence:
     def begin_step(self) -> None:
         """Another step: autograd's nodes are new."""
         self._nodes.clear()
+        self._made, self._in_function = _get_sequence_nr(), False
+
+    def maker(self) -> int | None:
+        """The number of autograd's node for the operation that runs now; None where it has none, as what makes a mask.
+
+        A node is made just before its operation runs. One of the user's own (``autograd.Function``) stands for all operations of its
+        forward, while which gradients are off.
+        """
+        number, enabled = _get_sequence_nr(), torch.is_grad_enabled()
+        if number != self._made:
+            self._made, self._in_function = number, not enabled
+        elif enabled or not self._in_function:
+            self._in_function = False
+            return None
+        return number - 1
 
     def note(self, node: int, inputs: Sequence[Input], output: Tensor | None) -> None:
         """Remember the sizes of a forward operation's inputs for its backward.
@@ -109,6 +132,14 @@ class Dependence:
             return False
         # Convolutions and normalisations give the input's gradient first.
         return place == 0 and any(not item.scaled and item.tensor.numel() in fixed for item in inputs)
+
+
+def recomputes() -> bool:
+    """Whether a forward runs again inside of backward (``torch.utils.checkpoint``), so that sizes follow from inputs as in forward.
+
+    Gradients are on then, and what is saved passes through hooks; or a node of Python runs it, where checkpointing is reentrant.
+    """
+    return torch.is_grad_enabled() and (_saving_hooks(False) is not None or isinstance(_current_node(), BackwardCFunction))
 
 
 _NONE: tuple[set[int], set[int]] = (set(), set())

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _foreach_utils
 from torch.utils._device import _device_constructors
 from torch.utils.data import DataLoader, Dataset
 
@@ -128,6 +129,10 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
             stack.enter_context(replaced(Tensor, "__format__", _format))
             stack.enter_context(replaced(nn.Module, "_apply", _apply))
             stack.enter_context(replaced(torch._VF, "_pad_packed_sequence", functools.partial(padded, shadow)))
+            # Clipping runs over all gradients at once on a CPU, too, where their type is known.
+            stack.enter_context(
+                replaced(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor])
+            )
             for name in _MAKERS:
                 stack.enter_context(replaced(torch, name, _here(getattr(torch, name))))
             for name in _METHODS:

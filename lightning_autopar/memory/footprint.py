@@ -36,8 +36,10 @@ class LayerFootprint:
         backward_flops: of its backward.
         moved_bytes: inputs and outputs of every operation of its forward: what a roofline needs.
         backward_moved_bytes: the same of its backward.
-        work: the operations of its forward, by kind and size.
-        backward_work: of its backward.
+        draw_bytes: what the largest random draw over the samples in its forward takes for the whole batch: a rank that has a part of the
+            batch makes it all the same, and keeps its rows.
+        work: the operations of its forward, by kind and size; empty where it wasn't traced. Their sums are ``flops`` and ``moved_bytes``.
+        backward_work: of its backward, with forwards that the module itself runs again there.
     """
 
     fqn: str
@@ -60,6 +62,7 @@ class LayerFootprint:
     backward_flops: int = 0
     moved_bytes: int = 0
     backward_moved_bytes: int = 0
+    draw_bytes: int = 0
     work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
 
@@ -141,7 +144,7 @@ class Footprint:
             belongs to the part or block that uses it first; one that the step doesn't use, to the first part.
         also_uses: for outer parts that use a parameter which another part or a block holds (tied embeddings): index among ``outer``, the
             parameter's FQN, and its bytes: of parameter, gradient, optimizer state.
-        optimizer_work: the operations of the optimizers' steps and of clipping.
+        optimizer_work: the operations of the optimizers' steps and of clipping: of one update, also where gradients are accumulated.
         tape: every allocation of the step, in order; None where it wasn't traced.
         evaluation_bytes: the most that a validation step of the same run holds beside parameters, gradients, optimizer state and buffers;
             its batch included. None where there is none or it isn't known.

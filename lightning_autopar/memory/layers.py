@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from lightning_autopar.memory.attribution import Account, Places, account
 from lightning_autopar.memory.blocks import BlockWatcher, Record
 from lightning_autopar.memory.footprint import LayerFootprint, Moment
-from lightning_autopar.memory.operations import Cost
+from lightning_autopar.memory.tally import OPTIMIZER, collected
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.tracker import MemoryTracker
+from lightning_autopar.memory.work import Work, flops, moved_bytes
 
 #: Blocks of one list and class that hold less than this share of the parameters and of the activations are no units of anything.
 _SHARE = 0.01
@@ -34,9 +36,10 @@ class Layers:
     activation_bytes: int
     flops: int
     moved_bytes: int
+    optimizer_work: tuple[Work, ...]
 
 
-def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, bytes_of: BytesOf, *, batches: int) -> Layers:
+def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, bytes_of: BytesOf, *, batches: int, updates: int) -> Layers:
     """Attribute the recorded step.
 
     Args:
@@ -45,6 +48,7 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
         watcher: its blocks.
         bytes_of: of its parameters.
         batches: how many batches the step took.
+        updates: of how many of them each was followed by the optimizers' steps: 1 under accumulation.
     """
     tape = tracker.tape
     assert tape is not None
@@ -55,13 +59,18 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     places = Places(tape, kept)
     settled = places.settled(tape, tracker.arrived, tracker.last_uses)
     found = account(settled, len(places.blocks))
-    costs = _costs(tracker.costs, places, batches)
+    counts = tracker.tally.works(tracker.arrived)
+    costs = _costs(counts, places, batches)
+    optimizer_work = collected(counts.get((OPTIMIZER, False), Counter()), updates)
     records: list[Record] = [watcher.order[index] for index in places.blocks]
     owners, also_uses = _owners(module, tracker, places, records, bytes_of)
+    draws = [0] * len(owners)
+    for index, size in tracker.draws.items():
+        draws[places.part(index)] = max(draws[places.part(index)], size)
     parts: list[LayerFootprint] = []
     for part, own in enumerate(owners):
         record = records[part // 2] if part % 2 else None
-        figures: dict[str, Any] = asdict(found.parts[part]) | costs[part]
+        figures: dict[str, Any] = asdict(found.parts[part]) | costs[part] | {"draw_bytes": draws[part]}
         if record is not None:
             figures |= {"fqn": record.fqn, "recomputable": record.recomputable}
         parts.append(replace(_held(own, bytes_of), **figures))
@@ -73,7 +82,8 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
         moments=tuple(dict.fromkeys(found.moments)),
         activation_bytes=found.activation_bytes,
         flops=sum(part.flops + part.backward_flops for part in parts),
-        moved_bytes=sum(cost.moved_bytes + cost.backward_moved_bytes for cost in tracker.costs.values()) // batches,
+        moved_bytes=sum(part.moved_bytes + part.backward_moved_bytes for part in parts) + moved_bytes(optimizer_work) * updates // batches,
+        optimizer_work=optimizer_work,
     )
 
 
@@ -98,15 +108,27 @@ def _large_enough(module: nn.Module, candidates: list[Record], tape: Tape, found
     return kept
 
 
-def _costs(costs: dict[int, Cost], places: Places, batches: int) -> list[dict[str, int]]:
-    """FLOPs and bytes moved of one batch, by part; the optimizer's left out."""
-    found = [dict.fromkeys(Cost.__slots__, 0) for _ in range(2 * len(places.blocks) + 1)]
-    for part, cost in costs.items():
-        if part >= 0:
-            of_part = found[places.part(part)]
-            for name in of_part:
-                of_part[name] += getattr(cost, name) // batches
-    return found
+def _costs(counts: Mapping[tuple[int, bool], Counter[Work]], places: Places, batches: int) -> list[dict[str, Any]]:
+    """Work of one batch, its FLOPs and bytes moved, by part; the optimizer's left out."""
+    merged: list[tuple[Counter[Work], Counter[Work]]] = [(Counter(), Counter()) for _ in range(2 * len(places.blocks) + 1)]
+    for (part, backward), found in counts.items():
+        if part != OPTIMIZER:
+            merged[places.part(part)][backward].update(found)
+    costs = []
+    seen: dict[tuple[Work, ...], tuple[Work, ...]] = {}  # parts that are alike share one tuple
+    for pair in merged:
+        work, backward_work = (seen.setdefault(found, found) for found in (collected(side, batches) for side in pair))
+        costs.append(
+            {
+                "work": work,
+                "backward_work": backward_work,
+                "flops": flops(work),
+                "backward_flops": flops(backward_work),
+                "moved_bytes": moved_bytes(work),
+                "backward_moved_bytes": moved_bytes(backward_work),
+            }
+        )
+    return costs
 
 
 def _owners(

@@ -163,6 +163,7 @@ class Rehearsal:
                 self._hook("on_after_backward")
             self._enter("optimizer")
             if last and optimizer is not None:
+                self._unscale(optimizer)
                 self._hook("on_before_optimizer_step", optimizer)
                 self.module.configure_gradient_clipping(
                     optimizer,
@@ -218,6 +219,18 @@ class Rehearsal:
 
     # -- what Lightning's strategy would do ------------------------------------------------------------------------------------------------
 
+    def _unscale(self, optimizer: Optimizer) -> None:
+        """Under float16: ``GradScaler.unscale_``, one pass over all gradients of a type, unless the optimizer does so itself."""
+        if self._autocast_dtype is not torch.float16 or getattr(optimizer, "_step_supports_amp_scaling", False):
+            return
+        found = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in found:
+            if gradient is not None and gradient.layout is torch.strided:
+                by_type.setdefault(gradient.dtype, []).append(gradient)
+        for gradients in by_type.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(1), torch.ones(1))
+
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.module.backward(loss, *args, **kwargs)
 
@@ -251,10 +264,18 @@ def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callab
         enter: gets the phase's name.
     """
     original = torch.autograd.backward
+    inside = False
 
     def backward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:  # a backward pass of its own within a node's: reentrant checkpointing
+            return original(*args, **kwargs)
+        inside = True
         enter("backward")
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            inside = False
         enter("optimizer" if automatic else "forward")
         return result
 

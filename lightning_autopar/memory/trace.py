@@ -260,7 +260,8 @@ class _Tracing:
             size = _bytes(parameter)
             return size, size if id(parameter) in learns else 0, states.get(id(parameter), 0)
 
-        found = layers(module, tracker, watcher, bytes_of, batches=batches)
+        updates = 1 if module.automatic_optimization else batches
+        found = layers(module, tracker, watcher, bytes_of, batches=batches, updates=updates)
         live = tracker.live
         parameter_bytes, buffer_bytes, optimizer_bytes, input_bytes = (live[kind] for kind in _RESIDENT)
         gradient_bytes = sum(bytes_of(parameter)[1] for parameter in trainable)
@@ -284,6 +285,7 @@ class _Tracing:
             largest_parameter_bytes=max((_bytes(parameter) for parameter in parameters), default=0),
             flops=found.flops,
             moved_bytes=found.moved_bytes,
+            optimizer_work=found.optimizer_work,
             blocks=found.blocks,
             outer=found.outer,
             also_uses=found.also_uses,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,11 +18,13 @@ from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autopar.memory.accumulation import adds_in_place, references_of_one_holder
-from lightning_autopar.memory.dependence import Dependence, Input
+from lightning_autopar.memory.calls import tensors_in
+from lightning_autopar.memory.dependence import Dependence, Input, recomputes
 from lightning_autopar.memory.lean import device_of
-from lightning_autopar.memory.operations import Cost, Operation, operation
+from lightning_autopar.memory.operations import Operation, operation
 from lightning_autopar.memory.scratch import HiddenOf, Scratch, ScratchOf
 from lightning_autopar.memory.storages import storages
+from lightning_autopar.memory.tally import OPTIMIZER, Tally
 from lightning_autopar.memory.tape import KINDS, Action, Kind, Tape
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -78,8 +80,10 @@ class MemoryTracker(TorchDispatchMode):
         self.random_draws: dict[str, None] = {}
         self.phase: Phase = "forward"
         self.tape: Tape | None = None
-        #: FLOPs and bytes moved since :meth:`record`, by part; the optimizer's under -1.
-        self.costs: dict[int, Cost] = {}
+        #: What the largest random draw over the samples takes in forward, by part.
+        self.draws: dict[int, int] = {}
+        #: The operations since :meth:`record`.
+        self.tally = Tally()
         #: The parts whose forward uses a parameter or buffer, in order, by its id.
         self.uses: dict[int, dict[int, None]] = {}
         #: Storages in which gradients of parameters have come.
@@ -96,6 +100,7 @@ class MemoryTracker(TorchDispatchMode):
         self._pending: tuple[Action, int] | None = None
         self._starts: list[int] = []
         self._started: list[int] = []
+        self._repeating = -1
         self._resize: Callable[..., Any] | None = None
 
     # -- what the caller says --------------------------------------------------------------------------------------------------------------
@@ -117,7 +122,7 @@ class MemoryTracker(TorchDispatchMode):
     def begin_step(self) -> None:
         """A batch starts."""
         self._outer = self._part = 0
-        self._starts, self._started = [], []
+        self._starts, self._started, self._repeating = [], [], -1
         self._dependence.begin_step()
 
     def enter(self, phase: Phase) -> None:
@@ -144,6 +149,17 @@ class MemoryTracker(TorchDispatchMode):
         for cell in self._cells_of(inputs):
             self._write("input", cell.number)
 
+    def repeat_block(self, block: int) -> None:
+        """The forward of a block begins once more, inside of backward.
+
+        Autograd can't tell: where checkpointing is reentrant, the node that runs it was made before the block began.
+        """
+        part = 2 * block + 1
+        self._repeating = self._node()
+        if part != self._part:
+            self._part = part
+            self._write("backward", block)
+
     def end_block(self, block: int, outputs: Iterable[Tensor]) -> None:
         """The forward of a block has ended, and these tensors leave it."""
         for cell in self._cells_of(outputs):
@@ -155,7 +171,7 @@ class MemoryTracker(TorchDispatchMode):
     def record(self) -> None:
         """Start the tape: what is alive now, then all that happens."""
         self.tape = Tape()
-        self.costs, self.last_uses = {}, {}
+        self.tally, self.last_uses = Tally(), {}
         for uses in self.uses.values():
             uses.clear()
         for cell in sorted(self._cells.values(), key=lambda cell: cell.number):
@@ -232,7 +248,7 @@ class MemoryTracker(TorchDispatchMode):
         if node is None:
             return -1
         number: int = node._sequence_nr()
-        if number != _ACCUMULATE_GRAD:
+        if number not in (_ACCUMULATE_GRAD, self._repeating):
             place = bisect_right(self._starts, number) - 1
             part = self._started[place] if place >= 0 else _CURRENT
             if part not in (_CURRENT, self._part):
@@ -257,14 +273,21 @@ class MemoryTracker(TorchDispatchMode):
         node = self._node() if self.phase == "backward" else -1
         if func is _ADD and node >= 0 and self._adds_in_place(args, kwargs, node):
             func = _ADD_IN_PLACE
+            known = operation(func)
         output = func(*args, **kwargs)
         inputs = self._inputs(args, kwargs)
         before = self._number
-        self._account(func, known, node, args, kwargs, inputs, output)
+        made = self._account(func, known, node, args, kwargs, inputs, output)
         scratch = self._scratch.get(func)
         if scratch is not None:
             self._add_scratch(scratch(args, kwargs, output))
-        self._charge(known, args, kwargs, inputs, output)
+        if known.draws and self.phase != "optimizer" and known.has_drawn(args, kwargs):
+            self.random_draws[known.name] = None
+            if self.phase == "forward" and made and made[0].scaled:
+                self.draws[self._part] = max(self.draws.get(self._part, 0), known.drawn_bytes(made[0].tensor))
+        if self.tape is not None and known.moves:
+            part = OPTIMIZER if self.phase == "optimizer" else self._part
+            self.tally.add(part, self.phase == "backward", func, known, args, kwargs, inputs, output, made)
         if self._part % 2 and self.phase == "forward" and self.tape is not None:
             position = len(self.tape)
             self.last_uses.update((number, position) for item in inputs for number in item.storages)
@@ -278,7 +301,7 @@ class MemoryTracker(TorchDispatchMode):
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Input]:
         """The tensors that an operation reads; says which part uses which parameter."""
         inputs = []
-        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+        for tensor in tensors_in((*args, *kwargs.values()) if kwargs else args):
             if type(tensor) is FakeTensor and tensor.layout is torch.strided:
                 cell = self._cells.get(tensor.untyped_storage()._cdata)
                 cells = [] if cell is None else [cell]
@@ -295,27 +318,39 @@ class MemoryTracker(TorchDispatchMode):
 
     def _account(
         self, function: Any, known: Operation, node: int, args: Any, kwargs: dict[str, Any], inputs: list[Input], output: Any
-    ) -> None:
-        """Count what the operation has made."""
+    ) -> list[Input]:
+        """Count what the operation has made, and give its outputs."""
         if node == _ACCUMULATE_GRAD:
-            self.arrived |= {cell.number for cell in self._cells_of(item.tensor for item in inputs)}
+            if id(_current_node().variable) in self.uses:  # no leaf of the user's, or of reentrant checkpointing
+                self.arrived |= {cell.number for cell in self._cells_of(item.tensor for item in inputs)}
         elif self.phase != "optimizer":
-            self._dependence.note(_get_sequence_nr() - 1, inputs, output if known.is_view and isinstance(output, Tensor) else None)
+            maker = self._dependence.maker()
+            if maker is not None:
+                self._dependence.note(maker, inputs, output if known.is_view and isinstance(output, Tensor) else None)
         if known.is_view:
-            return
+            return []
+        if inputs and output is inputs[0].tensor:
+            return inputs[:1]  # in place
         hidden = self._hidden.get(function)
-        for place, tensor in enumerate(_tensors((output,))):
+        made = []
+        for place, tensor in enumerate(tensors_in((output,))):
+            cell: Cell | None = None
             for storage in _storages(tensor):
-                if storage._cdata in self._cells or tensor.device.type == "meta":
+                cell = self._cells.get(storage._cdata)
+                if cell is not None or tensor.device.type == "meta":
                     continue
                 if self.phase == "forward":
                     kind: Kind = "activations" if self._dependence.of_forward(inputs, tensor) else "fixed"
+                elif self.phase == "backward" and recomputes():
+                    kind = "temporary" if self._dependence.of_forward(inputs, tensor) else "fixed"
                 elif self.phase == "backward":
                     kind = "temporary" if self._dependence.of_backward(node, inputs, tensor, place) else "fixed"
                 else:
                     kind = "fixed"
                 cell = self._track(storage, kind, None if hidden is None else hidden(args, kwargs, output, tensor))
                 cell.node = node
+            made.append(Input(tensor, False, 0) if cell is None else Input(tensor, cell.kind in _SCALED, cell.size_bytes, (cell.number,)))
+        return made
 
     def _add_scratch(self, scratch: Scratch | None) -> None:
         """Something that is there for a moment."""
@@ -326,28 +361,6 @@ class MemoryTracker(TorchDispatchMode):
             self._write("allocate", number, size, kind)
         for number, _, kind in taken:
             self._write("free", number, 0, kind)
-
-    def _charge(self, known: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Input], output: Any) -> None:
-        """Count the operation's FLOPs, bytes moved and random draws."""
-        if known.is_view:
-            return
-        cost = self.costs.setdefault(-1 if self.phase == "optimizer" else self._part, Cost())
-        flops = 0 if known.flops is None else known.flops(args, kwargs, output)
-        moved_bytes = 0
-        if known.moves:
-            written = sum(_bytes(tensor) for tensor in _tensors((output,)))
-            read = [min(_bytes(item.tensor), item.storage_bytes) for item in inputs]
-            if known.picks and read:
-                read[0] = min(read[0], written)
-            moved_bytes = written + sum(read)
-        if self.phase == "backward":
-            cost.backward_flops += flops
-            cost.backward_moved_bytes += moved_bytes
-        else:
-            cost.flops += flops
-            cost.moved_bytes += moved_bytes
-        if known.draws and self.phase != "optimizer" and known.has_drawn(args, kwargs):
-            self.random_draws[known.name] = None
 
     def __enter__(self) -> MemoryTracker:
         original = self._resize = torch.UntypedStorage.resize_
@@ -373,15 +386,6 @@ class MemoryTracker(TorchDispatchMode):
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or outputs, those in lists included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,16 +15,20 @@ class Work:
 
     Args:
         kind: ``"matmul"``: a product of two matrices, or of a batch of them; ``"attention"``: a fused kernel, forward or backward;
-            ``"reduce"``: norms, softmax, sums, losses; ``"gather"``: embedding, index; ``"scatter"``: their backward; ``"copy"``: casts,
-            clones, concatenations, fills; ``"pointwise"``: one pass over elements.
-        name: the operation's, such as ``"mm"``.
+            ``"reduce"``: norms, softmax, sums, losses, pooling; ``"gather"``: embedding, index; ``"scatter"``: their backward; ``"copy"``:
+            casts, clones, concatenations, fills; ``"pointwise"``: one pass over elements, the optimizers' over lists of tensors (foreach,
+            fused) too.
+        name: the operation's, such as ``"mm"``. A convolution's backward is two products, ``"convolution_backward.input"`` and
+            ``".weight"``; attention that leaves later keys out ends in ``".causal"``, a convolution of tensors laid out so in
+            ``".channels_last"``.
         dtype: in which it computes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp64"``, ``"int8"``, …
         count: how often it runs.
-        flops: a multiply-add counts two.
-        moved_bytes: its inputs and outputs.
+        flops: a multiply-add counts two; of causal attention the whole square counts, of which kernels may leave half out.
+        moved_bytes: its inputs and outputs, once for each pass over them.
         fixed_bytes: the part of ``moved_bytes`` that doesn't depend on the batch: parameters, their casts, their gradients.
         shape: matmul: (batch, m, n, k); attention: (batch, heads, query length, key length, width of a head); convolution: (batch, input
-            channels, output channels, output positions, kernel positions, groups); else empty.
+            channels, output channels, output positions, kernel positions, groups), of its backward those of its forward; recurrent: (steps,
+            batch, width of the input, of the state, layers × directions); else empty.
         growing: which entry of ``shape`` grows with the batch; None where none does.
     """
 
@@ -56,3 +61,13 @@ class Work:
             moved_bytes=self.fixed_bytes + round((self.moved_bytes - self.fixed_bytes) * share),
             shape=shape,
         )
+
+
+def flops(works: Iterable[Work]) -> int:
+    """Of all runs of some work together."""
+    return sum(work.count * work.flops for work in works)
+
+
+def moved_bytes(works: Iterable[Work]) -> int:
+    """Of all runs of some work together."""
+    return sum(work.count * work.moved_bytes for work in works)

@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import KINDS, Tape
+from lightning_autopar.memory.work import Work, flops, moved_bytes
 
 #: What of a tape grows with the batch.
 _GROWING = tuple(KINDS.index(kind) for kind in ("input", "activations", "temporary"))
@@ -36,8 +37,18 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
     evaluation = footprint.evaluation_bytes
     moved = sum(layer.moved_bytes + layer.backward_moved_bytes for layer in (*footprint.blocks, *footprint.outer))
     optimizer_moved = max(0, footprint.moved_bytes - moved) if footprint.outer else 0
-    blocks, outer = (tuple(_layer(layer, part) for layer in layers) for layers in (footprint.blocks, footprint.outer))
-    moved_after = sum(layer.moved_bytes + layer.backward_moved_bytes for layer in (*blocks, *outer))
+    works: dict[int, tuple[Work, ...]] = {}
+
+    def rescale(work: tuple[Work, ...]) -> tuple[Work, ...]:
+        """Operations at the new batch; blocks that are alike share theirs."""
+        if id(work) not in works:
+            works[id(work)] = tuple(one.at(float(share)) for one in work)
+        return works[id(work)]
+
+    blocks, outer = (tuple(_layer(layer, part, rescale) for layer in layers) for layers in (footprint.blocks, footprint.outer))
+    layers = (*blocks, *outer)
+    counted = any(layer.work for layer in layers)
+    moved_after = sum(layer.moved_bytes + layer.backward_moved_bytes for layer in layers)
     moments = tuple(
         replace(moment, activation_bytes=part(moment.activation_bytes), temporary_bytes=part(moment.temporary_bytes))
         for moment in footprint.moments
@@ -48,7 +59,7 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
         activation_bytes=part(footprint.activation_bytes, sum(block.fixed_bytes for block in footprint.blocks)),
         temporary_bytes=max(part(footprint.temporary_bytes), min(footprint.temporary_bytes, footprint.parameter_bytes)),
         input_bytes=part(footprint.input_bytes),
-        flops=part(footprint.flops),
+        flops=sum(layer.flops + layer.backward_flops for layer in layers) if counted else part(footprint.flops),
         moved_bytes=moved_after + optimizer_moved if footprint.outer else part(footprint.moved_bytes),
         blocks=blocks,
         outer=outer,
@@ -58,22 +69,32 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
     )
 
 
-def _layer(layer: LayerFootprint, part: Callable[..., int]) -> LayerFootprint:
-    """A block or an outer part; what it reads and writes of parameters and gradients is as much at any batch."""
+def _layer(layer: LayerFootprint, part: Callable[..., int], rescale: Callable[[tuple[Work, ...]], tuple[Work, ...]]) -> LayerFootprint:
+    """A block or an outer part.
+
+    FLOPs and bytes moved are those of its operations; where those aren't known, what it reads and writes of parameters and gradients is
+    taken to be as much at any batch.
+    """
     weights = layer.parameter_bytes
+    work, backward_work = rescale(layer.work), rescale(layer.backward_work)
     return replace(
         layer,
         activation_bytes=part(layer.activation_bytes, layer.fixed_bytes),
         input_bytes=part(layer.input_bytes),
         input_extra_bytes=part(layer.input_extra_bytes),
         output_bytes=part(layer.output_bytes),
-        flops=part(layer.flops),
-        backward_flops=part(layer.backward_flops),
+        draw_bytes=part(layer.draw_bytes),
+        flops=flops(work) if work else part(layer.flops),
+        backward_flops=flops(backward_work) if backward_work else part(layer.backward_flops),
         forward_peak_bytes=part(layer.forward_peak_bytes, layer.fixed_bytes),
         forward_unsaved_bytes=part(layer.forward_unsaved_bytes, layer.fixed_bytes),
         backward_peak_bytes=part(layer.backward_peak_bytes, layer.fixed_bytes),
-        moved_bytes=part(layer.moved_bytes, weights),
-        backward_moved_bytes=part(layer.backward_moved_bytes, weights + layer.gradient_bytes),
+        moved_bytes=moved_bytes(work) if work else part(layer.moved_bytes, weights),
+        backward_moved_bytes=(
+            moved_bytes(backward_work) if backward_work else part(layer.backward_moved_bytes, weights + layer.gradient_bytes)
+        ),
+        work=work,
+        backward_work=backward_work,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autopar.memory.dependence import Dependence, Input
 from lightning_autopar.memory.trace import trace
@@ -144,3 +145,42 @@ def test_the_gradient_of_one_factor_is_made_of_the_other() -> None:
     assert dependence.of_backward(6, [x], product, 0)
     dependence.begin_step()
     assert dependence.of_backward(5, [entry((64, 64), scaled=True), x], product, 0)
+
+
+def test_an_operation_belongs_to_the_node_that_was_made_for_it() -> None:
+    found: list[int | None] = []
+    dependence = Dependence(8)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(dependence.maker())
+            return func(*args, **kwargs or {})
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2 + 1
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] * 2
+
+    x, constant = torch.ones(3, requires_grad=True), torch.ones(3)
+    dependence.begin_step()
+    with Watch():
+        y = x * 3
+        assert found == [y.grad_fn._sequence_nr()]
+        constant * 2
+        with torch.no_grad():
+            x * 2
+        assert found[1:] == [None, None]
+        z = Own.apply(y)
+        assert found[3:] == [z.grad_fn._sequence_nr()] * 2
+        constant + 1
+        with torch.no_grad():
+            constant + 1
+        assert found[5:] == [None, None]
+        z.sum().backward()
+        assert len(found) > 8
+        assert found[7] is not None  # the sum's own
+        assert set(found[8:]) == {None}

@@ -18,8 +18,10 @@ from lightning_autopar.memory.as_cuda import as_cuda
 from lightning_autopar.memory.attribution import Places
 from lightning_autopar.memory.lean import LeanFakeMode
 from lightning_autopar.memory.scratch import Scratch
+from lightning_autopar.memory.tally import collected
 from lightning_autopar.memory.tape import KINDS, Tape
 from lightning_autopar.memory.tracker import MemoryTracker
+from lightning_autopar.memory.work import flops, moved_bytes
 from tests.memory.tapes import levels, marks
 
 aten = torch.ops.aten
@@ -261,30 +263,42 @@ def test_flops_are_those_of_torchs_own_counter() -> None:
         run()
     tracker = MemoryTracker()
     with tracker:
+        tracker.record()
         run()
-    (cost,) = tracker.costs.values()
-    assert cost.flops + cost.backward_flops == counter.get_total_flops() > 0
+    (counts,) = tracker.tally.works(()).values()
+    assert flops(collected(counts)) == counter.get_total_flops() > 0
 
 
 def test_bytes_moved_are_inputs_and_outputs() -> None:
     tracker = MemoryTracker()
+
+    def moved() -> int:
+        return sum(moved_bytes(collected(counts)) for counts in tracker.tally.works(()).values())
+
     with tracker:
+        torch.ones(100)
+        tracker.record()
         a, b = torch.ones(100), torch.ones(100)
-        start = tracker.costs[0].moved_bytes
-        assert start == 2 * 400
+        assert moved() == 2 * 400  # nothing from before the record
         a.view(10, 10).t()
         torch.empty(1000)
-        assert tracker.costs[0].moved_bytes == start
+        assert moved() == 2 * 400
         c = a + b
-        assert tracker.costs[0].moved_bytes == start + 3 * 400
+        assert moved() == 5 * 400
         c.add_(1)
-        assert tracker.costs[0].moved_bytes == start + 5 * 400
+        assert moved() == 7 * 400
         a[:1].expand(100) * 2
-        assert tracker.costs[0].moved_bytes == start + 5 * 400 + 400 + 400  # no more than the storage holds
-        before = tracker.costs[0].moved_bytes
+        assert moved() == 9 * 400  # no more than the storage holds
         F.embedding(torch.zeros(3, dtype=torch.long), torch.ones(1000, 8))
         # Indices made and read, the table made; of the table no more is read than is picked.
-        assert tracker.costs[0].moved_bytes == before + 2 * 24 + 32000 + 2 * 96
+        assert moved() == (total := 9 * 400 + 2 * 24 + 32000 + 2 * 96)
+        b.fill_(3)
+        b.copy_(a)
+        assert moved() == (total := total + 400 + 800)  # what is overwritten isn't read
+        torch._foreach_add_([a, b], 1)
+        assert moved() == (total := total + 4 * 400)  # lists of tensors that an operation changes and doesn't return
+        b.index_add_(0, torch.zeros(3, dtype=torch.long), torch.ones(3))
+        assert moved() == total + 2 * 24 + 12 + 3 * 12  # it touches three places: source read, they themselves read and written
 
 
 @pytest.mark.parametrize(
