@@ -40,24 +40,42 @@ _KINDS = tuple(
         ("b200", 10, 148),
         ("h200", 9, 132),
         ("gh200", 9, 132),
+        ("h20", 9, 78),
         ("h100 pcie", 9, 114),
         ("h100", 9, 132),
+        ("h800", 9, 132),
         ("a100", 8, 108),
+        ("a800", 8, 108),
         ("a6000", 8, 84),
-        ("6000 blackwell", 12, 188),
+        ("a5000", 8, 64),
+        ("a4000", 8, 48),
+        ("(?:pro ?)?6000 blackwell|pro ?6000", 12, 188),
         ("6000 ?ada", 8, 142),
         ("a40", 8, 84),
+        ("a30", 8, 56),
         ("a10g", 8, 80),
         ("a10", 8, 72),
         ("l40", 8, 142),
         ("l4", 8, 58),
+        ("l20", 8, 92),
         ("v100", 7, 80),
         ("p100", 6, 56),
+        ("p40", 6, 30),
+        ("m40", 5, 24),
         ("t4", 7, 40),
         ("5090", 12, 170),
         ("4090", 8, 128),
+        ("4080", 8, 76),
+        ("4070 ?ti ?super", 8, 66),
         ("3090", 8, 82),
+        ("3080", 8, 68),
+        ("3060", 8, 28),
+        ("2080 ?ti", 7, 68),
+        ("titan ?rtx", 7, 72),
+        ("1080 ?ti", 6, 28),
+        ("mi325", 0, 304),
         ("mi300", 0, 304),
+        ("mi250", 0, 104),
     )
 )
 #: Of a device that isn't known: the largest.
@@ -144,4 +162,4 @@ def _kind(device_name: str) -> _Kind:
     words = " ".join(re.findall(r"[a-z0-9]+", device_name.lower()))
     if "pcie" in words and "h100" in words:
         words = "h100 pcie"
-    return next((kind for kind in _KINDS if re.search(rf"(^| |rtx){kind.word}", words)), _UNKNOWN)
+    return next((kind for kind in _KINDS if re.search(rf"(^| |rtx|gtx)(?:{kind.word})", words)), _UNKNOWN)

@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal, Protocol
 
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.work import Work
+from lightning_autopar.plans import Engine
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+class _Token:
+    """Equal for the same object alone, which it keeps alive as long as anything is remembered by it."""
+
+    __slots__ = ("_rates",)
+
+    def __init__(self, rates: object) -> None:
+        self._rates = rates
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Token) and other._rates is self._rates
+
+    def __hash__(self) -> int:
+        return id(self._rates)
 
 
 class Rates(Protocol):
-    """Seconds of single things, on devices that nobody else uses. Answers are quick and may be asked thousands of times."""
+    """Seconds of single things, on devices that nobody else uses. Answers are quick and may be asked thousands of times.
+
+    Answers are remembered: an object gives the same ones as long as it lives. Implementations subclass this.
+    """
+
+    @property
+    def token(self) -> Hashable:
+        """What tells these rates from others: objects with equal tokens give equal answers. By default each object has its own."""
+        return _Token(self)
+
+    def device_class(self, device: Device) -> Hashable:
+        """Devices of one class have the same rates."""
+        return device.id
+
+    def among(self, devices: Sequence[Device], inventory: Inventory) -> Rates:
+        """The rates while a rank works on each of these devices at once: CPU devices share the host's cores and its memory."""
+        return self
 
     def work_seconds(self, device: Device, work: Work) -> float:
         """One run of an operation (its ``count`` isn't read), without the host's part."""
 
-    def issue_seconds(self, device: Device) -> float:
+    def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
         """What the host needs to issue one operation; on a CPU device it comes on top of the operation, on a GPU it runs ahead of it."""
 
+    def loop_seconds(self, device: Device, engine: Engine) -> float:
+        """What a step costs the host of a rank beside its operations and collectives: the trainer's loop and hooks, the engine's own."""
+
+    def unit_seconds(self, device: Device) -> float:
+        """What the hooks of one unit of FSDP cost the host in one step."""
+
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
-        """One collective between ranks on these devices.
+        """One collective between ranks on these devices, its latency included.
 
         Args:
             collective: which.

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from lightning_autopar.memory.catalogue import KNOWN_DEVICES, KnownDevice, find, find_by_device_name
+from lightning_autopar.memory.catalogue import KNOWN_DEVICES, KnownDevice, find, find_by_device_name, sustained_share
 
 GIB = 2**30
 
@@ -52,6 +54,8 @@ def test_an_unknown_name_gets_the_closest() -> None:
         ("NVIDIA A10", "A10-24GB"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("NVIDIA GeForce RTX 4090", "RTX4090-24GB"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX2080Ti-11GB"),
+        ("NVIDIA H20", "H20-96GB"),
     ],
 )
 def test_find_by_device_name(device_name: str, expected: str) -> None:
@@ -68,7 +72,7 @@ def test_a_lesser_device_is_not_taken_for_the_model(device_name: str) -> None:
 @pytest.mark.parametrize("device", KNOWN_DEVICES.values(), ids=lambda device: device.name)
 def test_a_row_is_plausible(device: KnownDevice) -> None:
     assert find(device.name) is device
-    named_gib = int(device.name.split("GB")[0].rsplit("-", 1)[1])
+    named_gib = int(re.search(r"-(\d+)GB", device.name)[1])  # type: ignore[index]
     # The name is the sheet's figure, in GB or GiB; CUDA reports less, never more.
     assert 0.87 * named_gib * 1e9 < device.total_bytes <= named_gib * GIB
     assert 5e12 < device.flops["fp32"] <= device.peak_flops("tf32") <= device.peak_flops("fp16")
@@ -78,8 +82,14 @@ def test_a_row_is_plausible(device: KnownDevice) -> None:
     if device.nvlink_bytes_per_second is None:
         assert device.nvlink_links == 0
     else:
-        assert 5e10 < device.nvlink_bytes_per_second < 1e12
+        assert 4e10 < device.nvlink_bytes_per_second < 1e12
         assert device.nvlink_links > 0
+    assert 10 < device.multiprocessors < 400
+    assert 2**21 < device.l2_bytes < 2**29
+    assert 1e11 < device.peak_flops("fp64") <= device.flops["fp32"]
+    for dtype in ("fp64", "fp32", "tf32", "bf16", "fp16"):
+        # A boost clock beyond the sheet's makes a card of a few per cent more than its sheet says.
+        assert 0.3 * device.peak_flops(dtype) < device.sustained_flops(dtype) < 1.2 * device.peak_flops(dtype), dtype
     assert device.source
     assert all(name == name.casefold() for name in device.device_names)
 
@@ -91,6 +101,14 @@ def test_what_the_matrix_units_dont_know_runs_as_fp32() -> None:
     assert v100.peak_flops("fp16") == 125e12
     with pytest.raises(ValueError, match="dtype 'int8'; choose one of fp32"):
         v100.peak_flops("int8")
+
+
+def test_what_nobody_measured_is_the_median_share_of_the_peak() -> None:
+    measured, unmeasured = find("A100-80GB"), find("A30-24GB")
+    assert measured.sustained_flops("bf16") == 257e12
+    assert unmeasured.sustained_flops("bf16") == pytest.approx(165e12 * sustained_share("bf16"))
+    assert 0.6 < sustained_share("bf16") < 1
+    assert find("V100-32GB").sustained_flops("bf16") == find("V100-32GB").sustained_flops("fp32")
 
 
 def test_no_driver_name_belongs_to_two_models() -> None:

@@ -1,0 +1,216 @@
+"""Seconds of one GPU kernel by its kind and shape, from a catalogue's row. Arithmetic: it knows no plan, no links, and measures nothing.
+
+A matrix product is cut into tiles, each of which one multiprocessor works out by itself; what doesn't fill a tile or the last wave of tiles
+is lost ("Matrix Multiplication Background User's Guide", NVIDIA, "tile and wave quantization"). Everything else is a roofline: the longer
+of arithmetic at the rate that its kind reaches, and of bytes at the bandwidth that its kind reaches.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from lightning_autopar.memory.catalogue import KnownDevice
+from lightning_autopar.memory.work import Work
+
+#: From one kernel's end to the end of an empty one behind it, both issued ahead: what any kernel takes at least.
+KERNEL_SECONDS = 2.0e-6
+#: Of the data sheet's bandwidth, what a copy of large tensors reaches: 1.43 of 1.56 TB/s on A100 (ekondis/mixbench#18), 304 of 336 GB/s on
+#: RTX 2060 (BabelStream's triad, alpaka-group/alpaka#1874).
+COPY_SHARE = 0.9
+#: What other memory-bound kernels of PyTorch reach of a copy's: a norm or softmax goes over its row more than once or waits for sums,
+#: rows picked by index come in pieces, rows added by index use atomics. Estimates, but for those by name below.
+_KIND_SHARE = {"pointwise": 1.0, "copy": 1.0, "reduce": 0.8, "gather": 0.7, "scatter": 0.4, "other": 1.0}
+#: PyTorch's kernels for the weights of a layer norm: forward and backward of 8192 × 4096 in fp32 take 1.04 ms on A100, of 8192 × 1024
+#: 0.21 ms (pytorch/pytorch#87445), five times the tensor's bytes together.
+_NORM_BACKWARD_SHARE = 0.4
+#: Norms over groups go over their input once for its moments and once more to apply them: three passes where input and output are two, five
+#: backward where they are three. Those over the batch do so, too, but there the footprint's bytes count every pass.
+_TWICE_READ_SHARE = 0.6
+#: Bytes per second and multiprocessor out of the L2 cache, about 5 TB/s on A100's 108 and 6 on H100's 132 (microbenchmarks such as Luo et
+#: al., https://arxiv.org/abs/2402.13499). The tests hold the tiles that follow from it to products that were measured.
+_L2_BYTES_PER_SECOND = 45e9
+#: Filling a tile's pipeline: a round trip to memory and the first barrier (about 600 ns on Volta to Hopper).
+_FILL_SECONDS = 0.7e-6
+#: How many multiprocessors fetch an operand together: a cluster of Hopper's gets it from L2 once, Blackwell works in pairs besides
+#: ("Hopper Tuning Guide" and "Blackwell Tuning Guide", NVIDIA). Their kernels write a tile while they work on the next.
+_CLUSTER = {"hopper": 2, "blackwell": 4}
+_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32))
+_SPLITS = (1, 2, 4, 8, 16)
+_LEAST_SPLIT = 256
+#: cuBLAS on matrices whose rows don't begin at 16 bytes: 107 to 116 of 156 TFLOP/s on an RTX 4090 (pytorch/pytorch#181718).
+_UNALIGNED_SHARE = 0.72
+_NAME_SHARE = {
+    "native_layer_norm_backward": _NORM_BACKWARD_SHARE,
+    "_fused_rms_norm_backward": _NORM_BACKWARD_SHARE,
+    "native_group_norm": _TWICE_READ_SHARE,
+    "native_group_norm_backward": _TWICE_READ_SHARE,
+    "embedding_dense_backward": 0.7,  # its sort is counted in its bytes
+}
+_ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
+#: FlashAttention-2 by (backward, width of a head): share of a large matrix product's rate on A100 (230 and 190 TFLOP/s forward, 196 and 170
+#: backward of 257; https://arxiv.org/abs/2307.08691, figures 4 to 6), and the most that a multiprocessor reaches with the instructions it
+#: uses, as measured on H100's 132 (370, 324, 322, 291 TFLOP/s; https://arxiv.org/abs/2407.08608, figures 5 and 6, 16k tokens, not causal).
+_FLASH = {
+    (False, 128): (0.89, 370e12 / 132),
+    (False, 64): (0.74, 324e12 / 132),
+    (True, 128): (0.76, 322e12 / 132),
+    (True, 64): (0.66, 291e12 / 132),
+}
+#: Hopper's tensor cores reach less than their rate by the instructions of those before, which FlashAttention-2 uses: 0.63 (Luo et al.,
+#: https://arxiv.org/abs/2402.13499); on H20 it reaches 84 of 142 TFLOP/s (Dao-AILab/flash-attention#1310).
+_OLD_INSTRUCTIONS = {"hopper": 0.63}
+#: cuDNN's on H100, of a large product's 720 (the same figures): 600 and 413 TFLOP/s forward, 517 and 433 backward.
+_CUDNN = {(False, 128): 0.83, (False, 64): 0.57, (True, 128): 0.72, (True, 64): 0.60}
+#: xformers' CUTLASS kernel, PyTorch's "efficient" one, beside FlashAttention-2 (FlashAttention-2's figure 4: 100 against 176 TFLOP/s).
+_EFFICIENT_SHARE = 0.57
+#: Shorter sequences fill the kernels less: L / (L + this), which gives the same figures' 512 to 16k within 3 %.
+_HALF_LENGTH = {(False, False): 85, (False, True): 290, (True, False): 250, (True, True): 450}
+_WIDE_SHARE = 0.88  # of heads wider than 128, beside 128 (the same figures)
+#: A convolution's gather of its input and its borders, beside the matrix product that it amounts to.
+_CONVOLUTION_SHARE = 0.8
+#: Where a footprint knows only totals: the typical share of a large product's rate over a transformer's products and what lies between.
+_UNKNOWN_SHARE = 0.7
+
+
+@lru_cache(maxsize=65536)
+def kernel_seconds(model: KnownDevice, work: Work) -> float:
+    """One run of an operation on a GPU that nobody else uses, once it is issued.
+
+    Args:
+        model: its row in the catalogue.
+        work: the operation; ``count`` isn't read.
+    """
+    if work.kind == "matmul":
+        arithmetic = _matmul_seconds(model, work)
+    elif work.kind == "attention":
+        arithmetic = _attention_seconds(model, work)
+    elif work.kind == "convolution":
+        arithmetic = _convolution_seconds(model, work)
+    elif work.kind == "recurrent":
+        arithmetic = _recurrent_seconds(model, work)
+    else:
+        # Vectors, not matrices: the rate of plain fp32 arithmetic.
+        arithmetic = work.flops / model.peak_flops("fp64" if work.dtype == "fp64" else "fp32")
+    share = _NAME_SHARE.get(work.name) or _KIND_SHARE.get(work.kind, 1.0)
+    return KERNEL_SECONDS + max(arithmetic, memory_seconds(model, work.moved_bytes, share))
+
+
+def memory_seconds(model: KnownDevice, size_bytes: int, share: float = 1.0) -> float:
+    """So many bytes read or written, out of the L2 cache where they fit into half of it."""
+    bandwidth = model.memory_bytes_per_second * COPY_SHARE
+    if size_bytes <= model.l2_bytes / 2:
+        bandwidth = max(bandwidth, l2_bytes_per_second(model))
+    return size_bytes / (bandwidth * share)
+
+
+def l2_bytes_per_second(model: KnownDevice) -> float:
+    """Bandwidth of the cache that all multiprocessors share."""
+    return _L2_BYTES_PER_SECOND * model.multiprocessors
+
+
+def tiled_seconds(model: KnownDevice, dtype: str, batch: int, m: int, n: int, k: int) -> float:
+    """A batch of products of an m × k by a k × n matrix, arithmetic alone: the best of the tiles that libraries have.
+
+    A multiprocessor works at its part of the rate that a large product sustains, fetches its operands through L2, and pays for filling its
+    pipeline and for writing its tile. Products with few tiles and a long k are split along k, and the parts added up.
+    """
+    size = _ELEMENT_BYTES.get(dtype, 4)
+    rate = model.sustained_flops(dtype if dtype in ("fp64", "fp32", "tf32", "bf16", "fp16") else "fp16") / model.multiprocessors
+    if dtype in ("int8", "fp8"):
+        rate *= 2
+    if size == 2 and (n % 8 or k % 8):
+        rate *= _UNALIGNED_SHARE
+    together = _CLUSTER.get(model.generation, 1)
+    best = float("inf")
+    for rows, columns in _TILES:
+        if (rows > 2 * m and rows > 32) or (columns > 2 * n and columns > 32):
+            continue
+        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        step = max(2 * rows * columns / rate, (rows + columns) * size / _L2_BYTES_PER_SECOND / together)  # of k
+        write = rows * columns * size / _L2_BYTES_PER_SECOND
+        for split in _SPLITS:
+            if split > 1 and (k < split * _LEAST_SPLIT or tiles * split > 2 * model.multiprocessors):
+                break
+            waves = ceil(tiles * split / model.multiprocessors)
+            seconds = waves * ceil(k / split) * step + (_FILL_SECONDS + write) * (waves if together == 1 else 1)
+            if split > 1:
+                seconds += memory_seconds(model, 2 * 4 * split * batch * m * n)
+            best = min(best, seconds)
+    return best
+
+
+def _matmul_seconds(model: KnownDevice, work: Work) -> float:
+    """By its shape; where only FLOPs are known, at a typical share of the rate."""
+    if len(work.shape) != 4 or not all(work.shape):
+        return work.flops / (_UNKNOWN_SHARE * model.sustained_flops(_known_dtype(work.dtype)))
+    batch, m, n, k = work.shape
+    return tiled_seconds(model, work.dtype, batch, m, n, k) if work.flops else 0.0
+
+
+def _attention_seconds(model: KnownDevice, work: Work) -> float:
+    """A fused kernel, by the width of its heads and the length of its sequences."""
+    backward = "backward" in work.name
+    dtype = _known_dtype(work.dtype)
+    sustained = model.sustained_flops(dtype)
+    batch, heads, queries, keys, width = work.shape if len(work.shape) == 5 else (1, 1, 1024, 1024, 64)
+    half = dtype in ("bf16", "fp16") and dtype in model.flops
+    if half and "cudnn" in work.name:
+        narrow, wide = (_CUDNN[backward, size] * sustained for size in (64, 128))
+    elif half:
+        limit = _OLD_INSTRUCTIONS.get(model.generation, 1.0)
+        found = [_FLASH[backward, size] for size in (64, 128)]
+        narrow, wide = (min(min(share, limit) * sustained, most * model.multiprocessors) for share, most in found)
+        if "efficient" in work.name or model.generation in ("volta", "turing"):
+            narrow, wide = narrow * _EFFICIENT_SHARE, wide * _EFFICIENT_SHARE
+    else:
+        narrow = wide = _EFFICIENT_SHARE * sustained
+    # Between the two widths time a score is linear in the width: the products' part, and the exponential's, which has none.
+    slope = (128 / wide - 64 / narrow) / 64
+    rate = width / max(width / wide, 64 / narrow + (width - 64) * slope) if width <= 128 else _WIDE_SHARE * wide
+    causal = work.name.endswith(".causal")
+    flops = work.flops / 2 if causal and queries == keys else work.flops  # tiles above the diagonal are left out
+    rate *= keys / (keys + _HALF_LENGTH[backward, causal])
+    tiles = batch * heads * ceil(queries / 128) / model.multiprocessors
+    return flops / rate * max(1.0, ceil(tiles) / tiles)
+
+
+def _convolution_seconds(model: KnownDevice, work: Work) -> float:
+    """As the matrix product that it amounts to; a depthwise one goes through plain arithmetic and is bound by memory."""
+    dtype = _in_library(model, work.dtype)
+    if len(work.shape) != 6 or not all(work.shape):
+        return work.flops / (_UNKNOWN_SHARE * _CONVOLUTION_SHARE * model.sustained_flops(_known_dtype(dtype)))
+    batch, inputs, outputs, positions, kernel, groups = work.shape
+    if groups > 1 and inputs // groups <= 4:
+        return max(work.flops / model.sustained_flops("fp32"), memory_seconds(model, work.moved_bytes, 0.5))
+    m, n, k = batch * positions, max(1, outputs // groups), max(1, inputs // groups) * kernel
+    product = 2 * groups * m * n * k
+    k = ceil(k / 8) * 8  # cuDNN pads the channels
+    seconds = tiled_seconds(model, dtype, groups, m, ceil(n / 8) * 8, k) / _CONVOLUTION_SHARE
+    seconds *= max(1.0, work.flops / product)
+    if dtype in ("tf32", "bf16", "fp16") and dtype in model.flops and "channels_last" not in work.name:
+        # Tensor cores want channels last: input and output are turned over, each read and written.
+        seconds += memory_seconds(model, 2 * (work.moved_bytes - work.fixed_bytes))
+    return seconds
+
+
+def _recurrent_seconds(model: KnownDevice, work: Work) -> float:
+    """The inputs' products of all steps at once, and the states' step by step, each a kernel that waits for the one before it."""
+    dtype = _in_library(model, work.dtype)
+    if len(work.shape) != 5 or not all(work.shape):
+        return work.flops / (_UNKNOWN_SHARE * model.sustained_flops(_known_dtype(dtype)))
+    steps, batch, inputs, states, layers = work.shape
+    gates = max(1, round(work.flops / (2 * steps * batch * states * layers * (inputs + states))))  # rows of the weights, in states
+    together = tiled_seconds(model, dtype, 1, steps * batch, gates * states, inputs)
+    one = KERNEL_SECONDS + tiled_seconds(model, dtype, 1, batch, gates * states, states)
+    return layers * (together + steps * one)
+
+
+def _in_library(model: KnownDevice, dtype: str) -> str:
+    """What cuDNN computes in: it may use TF32 for fp32 (``torch.backends.cudnn.allow_tf32`` is true, unlike that of products)."""
+    return "tf32" if dtype == "fp32" and "tf32" in model.flops else dtype
+
+
+def _known_dtype(dtype: str) -> str:
+    """The dtype whose rate counts."""
+    return dtype if dtype in ("fp64", "fp32", "tf32", "bf16", "fp16") else "fp16" if dtype in ("int8", "fp8") else "fp32"

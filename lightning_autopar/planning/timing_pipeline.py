@@ -1,0 +1,153 @@
+"""A pipeline's schedule, played action by action over stages that need not be even. Arithmetic on seconds: it knows no device or link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from lightning_autopar.memory.schedules import Action, rank_actions
+from lightning_autopar.plans import Schedule
+
+#: Actions beyond which a schedule is played for fewer micro-batches and carried on at the pace that it has reached by then.
+_MOST_ACTIONS = 3000
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a pipeline's stages take, for one micro-batch.
+
+    Args:
+        schedule: their order.
+        ranks: of the pipeline; stage ``s`` runs on rank ``s mod ranks``.
+        micro_batches: of a step.
+        forward: seconds of each stage's forward.
+        backward: of its backward, a second forward included.
+        sends: of handing on what it made, stage to stage: one less than there are stages. Gradients take as long.
+    """
+
+    schedule: Schedule
+    ranks: int
+    micro_batches: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    sends: tuple[float, ...]
+
+
+class Done(NamedTuple):
+    """An action of a rank, and when it ran."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def pipeline_ends(stages: Stages) -> tuple[float, ...]:
+    """When each rank has done its last action.
+
+    Schedules of many micro-batches settle into a rhythm (a max-plus recurrence is periodic after its beginning): those are played at a
+    smaller number, and carried on at its pace.
+    """
+    few = _few(stages)
+    if few is None:
+        return _ends(stages)
+    number, period = few
+    last = _ends(_with(stages, number))
+    if stages.schedule in ("gpipe", "1f1b"):
+        pace = _pace(stages)
+    else:
+        before = _ends(_with(stages, number - period))
+        pace = max(a - b for a, b in zip(last, before, strict=True)) / period
+    return tuple(end + (stages.micro_batches - number) * pace for end in last)
+
+
+def _pace(stages: Stages) -> float:
+    """Seconds from one micro-batch to the next, once a schedule has found its rhythm.
+
+    Under GPipe the slowest forward and the slowest backward. Under 1F1B a micro-batch goes from any stage to any later one and back while
+    as many others as there are stages between them, and itself, are under way: the longest such round by their number.
+    """
+    both = [forward + backward for forward, backward in zip(stages.forward, stages.backward, strict=True)]
+    if stages.schedule == "gpipe":
+        return max(stages.forward) + max(stages.backward)
+    pace = 0.0
+    for first in range(len(both)):
+        round_trip = 0.0
+        for last in range(first, len(both)):
+            round_trip += both[last] + (2 * stages.sends[last - 1] if last > first else 0.0)
+            pace = max(pace, round_trip / (last - first + 1))
+    return pace
+
+
+def _with(stages: Stages, micro_batches: int) -> Stages:
+    return Stages(stages.schedule, stages.ranks, micro_batches, stages.forward, stages.backward, stages.sends)
+
+
+def _few(stages: Stages) -> tuple[int, int] | None:
+    """A number of micro-batches that shows the rhythm, and the rhythm's period; None where all can be played."""
+    count, total = len(stages.forward), stages.micro_batches
+    halves = 3 if stages.schedule == "zero_bubble" else 2
+    if halves * count * total <= _MOST_ACTIONS:
+        return None
+    # The rhythm's period may be as long as the pipeline, where sending takes time.
+    number = total % stages.ranks + 2 * stages.ranks
+    return (number, stages.ranks) if number + stages.ranks <= total else None
+
+
+@lru_cache(maxsize=4096)
+def _ends(stages: Stages) -> tuple[float, ...]:
+    ends = [0.0] * stages.ranks
+    for done in _played(stages):
+        ends[done[0]] = done[3]
+    return tuple(ends)
+
+
+def play(stages: Stages) -> list[Done]:
+    """All actions of a step with their times."""
+    return [Done(*done) for done in _played(stages)]
+
+
+def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
+    """Each rank does its actions in order, each as soon as what it needs is there."""
+    count, ranks = len(stages.forward), stages.ranks
+    forward, backward, sends = stages.forward, stages.backward, stages.sends
+    last = count - 1
+    queues = [rank_actions(stages.schedule, rank, ranks, count, stages.micro_batches) for rank in range(ranks)]
+    places, clocks = [0] * ranks, [0.0] * ranks
+    arrived: dict[tuple[bool, int, int], float] = {(False, 0, index): 0.0 for index in range(stages.micro_batches)}
+    waiting: dict[tuple[bool, int, int], int] = {}
+    ready = list(range(ranks))
+    out: list[tuple[int, Action, float, float]] = []
+    while ready:
+        rank = ready.pop()
+        queue, place, clock = queues[rank], places[rank], clocks[rank]
+        while place < len(queue):
+            action = queue[place]
+            work, stage, index = action
+            start = clock
+            if work != "weight":
+                need = work != "forward", stage, index
+                there = arrived.get(need)
+                if there is None:
+                    waiting[need] = rank
+                    break
+                start = max(clock, there)
+            seconds = forward[stage] if work == "forward" else backward[stage] if work == "backward" else backward[stage] / 2
+            clock = start + seconds
+            place += 1
+            out.append((rank, action, start, clock))
+            made: tuple[bool, int, int] | None = None
+            if work == "forward":
+                made = (False, stage + 1, index) if stage < last else (True, stage, index)
+                delay = sends[stage] if stage < last and (stage + 1) % ranks != stage % ranks else 0.0
+            elif work != "weight" and stage:
+                made = True, stage - 1, index
+                delay = sends[stage - 1] if (stage - 1) % ranks != stage % ranks else 0.0
+            if made is not None:
+                arrived[made] = clock + delay
+                if made in waiting:
+                    ready.append(waiting.pop(made))
+        places[rank], clocks[rank] = place, clock
+    assert all(place == len(queue) for place, queue in zip(places, queues, strict=True)), "a schedule waits for itself"
+    return out

@@ -1,0 +1,140 @@
+"""One step of a pipeline: its stages' own work, what they send, and what their replicas say to each other at the end. It finds no plans."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from lightning_autopar.planning.timing_pipeline import Stages, pipeline_ends
+from lightning_autopar.planning.timing_ranks import Run, run_of
+from lightning_autopar.planning.timing_seconds import Seconds
+from lightning_autopar.planning.timing_step import Step
+
+
+class PipelineStep(Step):
+    """A step of a pipeline."""
+
+    def stage_layers(self) -> list[range]:
+        """The layers of each stage."""
+        places = {layer.fqn: number for number, layer in enumerate(self.layout.layers) if layer.fqn is not None}
+        for fqn in self.plan.cuts:
+            if fqn not in places:
+                raise ValueError(
+                    f"the plan names the block {fqn!r}, but the footprint has {', '.join(map(str, places)) or 'no blocks'}; "
+                    "plan again for this module"
+                )
+        starts = [0, *(places[fqn] for fqn in self.plan.cuts), len(self.layout.layers)]
+        return [range(begin, end) for begin, end in pairwise(starts)]
+
+    def stage_runs(self) -> list[Run]:
+        """Each stage on the slowest of the devices that run it in some replica."""
+        plan = self.plan
+        count = plan.devices_per_replica
+        held = 1 / plan.replicas if plan.shard else 1.0
+        whole = sum(sum(layer.gradients) for layer in self.layout.layers)
+        runs = []
+        for stage, layers in enumerate(self.stage_layers()):
+            own = sum(sum(self.layout.layers[number].gradients) for number in layers)
+            found: dict[tuple[Hashable, ...], Run] = {}
+            for rank in range(stage % count, plan.world_size, count):
+                device = self.devices[rank]
+                key = self.rates.device_class(device), device.utilization, self.rows[rank]
+                if key not in found:
+                    found[key] = run_of(
+                        self.footprint,
+                        self.layout,
+                        plan,
+                        device,
+                        self.rates,
+                        share=self.rows[rank] / self.batch,
+                        parts=plan.micro_batches,
+                        held=held * own / whole if whole else held,
+                        layers=layers,
+                    )
+            runs.append(max(found.values(), key=lambda run: run.alone))
+        return runs
+
+    def sends(self, runs: Sequence[Run]) -> tuple[float, ...]:
+        """Seconds from each stage to the next, of what enters the next one's first block."""
+        out = []
+        for run, following, layers in zip(runs, runs[1:], self.stage_layers()[1:], strict=False):
+            share = max(self.rows) / self.batch / self.plan.micro_batches
+            size = round(self.layout.layers[layers.start].received * share)
+            same = run.device.id == following.device.id
+            out.append(0.0 if same else self.rates.collective_seconds("send", size, (run.device, following.device), self.inventory))
+        return tuple(out)
+
+    def stages(self, runs: Sequence[Run]) -> Stages:
+        """The schedule with its seconds."""
+        plan = self.plan
+        assert plan.schedule is not None
+        return Stages(
+            plan.schedule,
+            plan.devices_per_replica,
+            plan.micro_batches,
+            tuple(sum(run.forward) for run in runs),
+            tuple(sum(run.backwards()) for run in runs),
+            self.sends(runs),
+        )
+
+    def synced(self, position: int, runs: Sequence[Run]) -> float:
+        """What a rank's gradients take beyond its last backward: among replicas, and of a parameter that another stage uses, too."""
+        plan = self.plan
+        count = plan.devices_per_replica
+        layers = self.stage_layers()
+        own = [layers[stage] for stage in range(position, plan.stages, count)]
+        gradients = sum(sum(self.layout.layers[number].gradients) for part in own for number in part)
+        seconds = 0.0
+        if plan.replicas > 1 and gradients:
+            group = self.devices[position::count]
+            if plan.shard:
+                parameters = sum(self.layout.layers[number].parameters for part in own for number in part)
+                seconds += self.rates.collective_seconds("all_gather", parameters, group, self.inventory)
+                seconds += self.rates.collective_seconds("reduce_scatter", gradients, group, self.inventory)
+            else:
+                hides = sum(runs[position].backwards()) * self.rates.overlap(self.devices[position])
+                seconds += max(0.0, self.rates.collective_seconds("all_reduce", gradients, group, self.inventory) - hides)
+        for index, _, _, size_bytes, _ in self.footprint.also_uses:
+            user = self._stage_of(2 * index, layers) % count
+            if size_bytes and user and position in (0, user):  # it is the first stage's, as it uses it first
+                ends = self.devices[0], self.devices[user]
+                seconds += self.rates.collective_seconds("all_reduce", size_bytes, ends, self.inventory)
+        return seconds
+
+    @staticmethod
+    def _stage_of(number: int, layers: Sequence[range]) -> int:
+        return next((stage for stage, part in enumerate(layers) if number in part), len(layers) - 1)
+
+    def seconds(self) -> Seconds:
+        """The rank that is done last decides; what it doesn't compute or send it waits."""
+        plan = self.plan
+        count = plan.devices_per_replica
+        runs = self.stage_runs()
+        stages = self.stages(runs)
+        ends = pipeline_ends(stages)
+        unsent = pipeline_ends(replace(stages, sends=(0.0,) * len(stages.sends)))
+        mine = [runs[position::count] for position in range(count)]
+        updates = [sum(run.update for run in own) for own in mine]
+        synced = [self.synced(position, runs) for position in range(count)]
+        busy = [sum(parts) for parts in zip(ends, updates, synced, strict=True)]
+        waits = [self._overhead(own, total) for own, total in zip(mine, busy, strict=True)]
+        last = max(range(count), key=lambda position: busy[position] + waits[position])
+        compute, recompute = (sum(getattr(run, part) for run in mine[last]) for part in ("compute", "recompute"))
+        return Seconds(
+            compute=compute,
+            recompute=recompute,
+            optimizer=updates[last],
+            communication=synced[last] + ends[last] - unsent[last],
+            bubble=unsent[last] - compute - recompute,
+            input=runs[0].copied,
+            overhead=waits[last],
+        )
+
+    @staticmethod
+    def _overhead(own: Sequence[Run], busy: float) -> float:
+        """What the host of a rank adds, which issues the work of all its stages and runs one loop."""
+        loop = max(run.beside for run in own)
+        if own[0].device.kind == "cpu":
+            return loop
+        return max(0.0, sum(run.issued + run.issued_update for run in own) + loop - busy)

@@ -1,0 +1,111 @@
+"""Schedules against what they take by hand, and by brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_autopar.memory.schedules import Action
+from lightning_autopar.planning.timing_pipeline import Stages, pipeline_ends, play
+from lightning_autopar.plans import Schedule
+
+
+def stages(
+    schedule: Schedule, ranks: int, micro_batches: int, forward: tuple[float, ...], backward: tuple[float, ...], send: float = 0.0
+) -> Stages:
+    return Stages(schedule, ranks, micro_batches, forward, backward, (send,) * (len(forward) - 1))
+
+
+def test_one_forward_one_backward_of_two_stages_and_four_micro_batches() -> None:
+    found = play(stages("1f1b", 2, 4, (1, 1), (2, 2)))
+    first = [(done.action, done.start) for done in found if done.rank == 0]
+    forward, backward = (lambda index: Action("forward", 0, index)), (lambda index: Action("backward", 0, index))
+    # Two forwards ahead; then it waits for the second stage's gradients, which come every three seconds.
+    assert first == [
+        (forward(0), 0),
+        (forward(1), 1),
+        (backward(0), 4),
+        (forward(2), 6),
+        (backward(1), 7),
+        (forward(3), 9),
+        (backward(2), 10),
+        (backward(3), 13),
+    ]
+    assert pipeline_ends(stages("1f1b", 2, 4, (1, 1), (2, 2))) == (15, 13)
+
+
+def test_gpipe_does_all_forwards_first() -> None:
+    assert pipeline_ends(stages("gpipe", 3, 4, (1, 1, 1), (2, 2, 2))) == ((4 + 2) * 3, (4 + 1) * 3 + 1, 4 * 3 + 2)
+
+
+def test_sending_takes_as_long_as_it_does_forward_and_back() -> None:
+    assert max(pipeline_ends(stages("gpipe", 2, 1, (1, 1), (2, 2), send=0.5))) == 6 + 1
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_interleaving_and_zero_bubbles_wait_less(micro_batches: int) -> None:
+    plain = max(pipeline_ends(stages("1f1b", 4, micro_batches, (2,) * 4, (4,) * 4)))
+    interleaved = max(pipeline_ends(stages("interleaved_1f1b", 4, micro_batches, (1,) * 8, (2,) * 8)))
+    zero = max(pipeline_ends(stages("zero_bubble", 4, micro_batches, (2,) * 4, (4,) * 4)))
+    busy = 6 * micro_batches
+    assert plain == busy + 3 * 6
+    assert interleaved == busy + 3 * 3  # half the bubble with two stages a rank (https://arxiv.org/abs/2104.04473)
+    assert busy <= zero < interleaved + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=st.sampled_from(["gpipe", "1f1b", "zero_bubble"]),
+    forward=st.lists(st.floats(0.1, 10), min_size=2, max_size=5),
+    micro_batches=st.integers(1, 3),
+    send=st.floats(0, 1),
+)
+def test_no_rank_does_two_things_at_once_or_before_they_can_be_done(
+    schedule: Schedule, forward: list[float], micro_batches: int, send: float
+) -> None:
+    ranks = len(forward)
+    asked = stages(schedule, ranks, micro_batches * ranks, tuple(forward), tuple(2 * seconds for seconds in forward), send)
+    found = play(asked)
+    ends = {(done.action.work, done.action.stage, done.action.micro_batch): done.end for done in found}
+    clocks = [0.0] * ranks
+    for done in sorted(found, key=lambda done: done.start):
+        assert done.start >= clocks[done.rank] - 1e-9
+        clocks[done.rank] = done.end
+        work, stage, index = done.action
+        if work == "forward" and stage:
+            assert done.start >= ends["forward", stage - 1, index] + send - 1e-9
+        if work in ("backward", "input"):
+            assert done.start >= ends["forward", stage, index] - 1e-9
+            if stage < ranks - 1:
+                assert done.start >= ends[work, stage + 1, index] + send - 1e-9
+    assert tuple(clocks) == pytest.approx(pipeline_ends(asked))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    forward=st.lists(st.floats(0.5, 2), min_size=8, max_size=8),
+    send=st.floats(0, 0.5),
+)
+def test_many_micro_batches_go_on_at_the_pace_of_a_few(schedule: Schedule, forward: list[float], send: float) -> None:
+    asked = stages(schedule, 8, 400, tuple(forward), tuple(2 * seconds for seconds in forward), send)
+    ends = [0.0] * 8
+    for done in play(asked):
+        ends[done.rank] = done.end
+    assert max(pipeline_ends(asked)) == pytest.approx(max(ends), rel=0.03)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    forward=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
+    stage=st.integers(0, 3),
+    more=st.floats(0, 10),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+def test_a_slower_stage_is_never_faster(forward: list[float], stage: int, more: float, schedule: Schedule) -> None:
+    asked = stages(schedule, 4, 8, tuple(forward), tuple(forward))
+    slower = [seconds + (more if number == stage else 0) for number, seconds in enumerate(forward)]
+    assert max(pipeline_ends(replace(asked, forward=tuple(slower)))) >= max(pipeline_ends(asked)) - 1e-9
