@@ -1,4 +1,4 @@
-"""The command line: ``lightning-autopar devices`` and ``lightning-autopar plan train.py …``. It parses, asks and prints; no more."""
+"""The command line: ``lightning-autopar devices``, ``calibrate`` and ``plan train.py …``. It parses, asks and prints; no more."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from lightning_autopar.memory.inventory import DEVICES_VARIABLE, Inventory, prob
 from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
+    from lightning_autopar.planning.calibrate_curves import Calibration
     from lightning_autopar.strategies.dry_run import DryRun
 
-#: The report's last column needs it; a narrower terminal wraps its lines.
-_LEAST_WIDTH = 110
 _FITS, _NOTHING_FITS, _FAILED = 0, 1, 2
 _EXAMPLES = """\
 examples:
   lightning-autopar devices
+  lightning-autopar calibrate                           measure now how fast they are
   lightning-autopar plan train.py --lr 0.1              plan for what is here
   lightning-autopar plan --devices 8xH100-80GB train.py plan for what isn't
   lightning-autopar plan --json train.py > plan.json    for a program to read
+  lightning-autopar plan --picture plan.png train.py    for a talk
 
 exit codes: 0 a plan fits, 1 none does, 2 the command or the script failed
 """
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "devices":
             return _devices(options.devices, as_json=options.json)
-        return _plan(options.script, options.arguments, options.devices, as_json=options.json)
+        if options.command == "calibrate":
+            return _calibrate(options.devices, as_json=options.json)
+        return _plan(options.script, options.arguments, options.devices, as_json=options.json, picture=options.picture)
     except ValueError as error:
         print(f"lightning-autopar: {error}", file=sys.stderr)
         return _FAILED
@@ -55,19 +58,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     devices = commands.add_parser("devices", help="list the devices, what is free on them and who uses them")
+    measure = commands.add_parser("calibrate", help="measure now how fast the devices are, alone and together, and keep it")
     plan = commands.add_parser(
         "plan",
         help="run a script up to fit(), print every plan with its memory and time, and train nothing",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for command in (devices, plan):
+    for command in (devices, measure, plan):
         command.add_argument(
             "--devices",
             metavar="SPEC",
-            help=f"what to plan for, such as 8xH100-80GB or 2xcpu:4GiB; by default {DEVICES_VARIABLE}, or what is here",
+            help=f"which devices, such as 8xH100-80GB (plan only) or 2xcpu:4GiB; by default {DEVICES_VARIABLE}, or what is here",
         )
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.add_argument("--picture", metavar="FILE", help="draw memory and a step's time into a .png, .svg or .pdf file as well")
     plan.add_argument("script", help="a Python script that calls fit() of lightning.pytorch's Trainer")
     plan.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     return parser
@@ -76,20 +81,49 @@ def _parser() -> argparse.ArgumentParser:
 def _devices(spec: str | None, *, as_json: bool) -> int:
     from lightning.fabric.accelerators.cuda import num_cuda_devices
 
+    from lightning_autopar.planning.calibrate_cache import load_calibration
+    from lightning_autopar.planning.calibrate_words import speeds
+
     inventory = probe(spec, accelerator="cuda" if num_cuda_devices() else "cpu")
+    calibration = load_calibration(inventory)
     if as_json:
-        print(json.dumps(inventory.to_dict(), indent=2))
+        found = inventory.to_dict()
+        for device, words in zip(inventory.devices, found["devices"], strict=True):
+            words["rates"] = speeds(calibration, device).to_dict()
+        print(json.dumps({**found, "measured": calibration.day or None}, indent=2))
     else:
-        _print_inventory(inventory)
+        _print_inventory(inventory, calibration)
     return _FITS
 
 
-def _print_inventory(inventory: Inventory) -> None:
+def _calibrate(spec: str | None, *, as_json: bool) -> int:
+    from lightning.fabric.accelerators.cuda import num_cuda_devices
+
+    with contextlib.redirect_stdout(sys.stderr):
+        from lightning_autopar.strategies.calibration import calibrate
+
+        inventory = probe(spec, accelerator="cuda" if num_cuda_devices() else "cpu")
+        if all(device.kind == "catalogue" for device in inventory.devices):
+            raise ValueError("there is nothing here to measure: catalogue devices can be planned for only; leave --devices out")
+        calibration = calibrate(inventory, again=True).calibration
+    if as_json:
+        print(json.dumps(calibration.to_dict(), indent=2))
+    else:
+        _print_inventory(inventory, calibration)
+    return _FITS if calibration else _FAILED
+
+
+def _print_inventory(inventory: Inventory, calibration: Calibration) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lightning_autopar.planning.calibrate_words import collective_lines, speeds
+
     table = Table(box=None, pad_edge=False)
-    for title in ("device", "name", "free", "of", "busy", "processes"):
+    titles = ["device", "name", "free", "of", "busy", "processes"]
+    if calibration:
+        titles.insert(5, "measured")
+    for title in titles:
         table.add_column(title, justify="right" if title in ("free", "of", "busy") else "left")
     for device in inventory.devices:
         users = ", ".join(
@@ -97,15 +131,18 @@ def _print_inventory(inventory: Inventory) -> None:
             for process in device.processes
         )
         busy = "" if device.utilization is None else f"{device.utilization:.0%}"
-        table.add_row(device.id, device.name, format_bytes(device.free_bytes), format_bytes(device.total_bytes), busy, users)
+        speed = [str(speeds(calibration, device))] if calibration else []
+        table.add_row(device.id, device.name, format_bytes(device.free_bytes), format_bytes(device.total_bytes), busy, *speed, users)
     console = Console()
     console.print(table)
     console.print(f"host memory: {format_bytes(inventory.host_free_bytes)} free of {format_bytes(inventory.host_total_bytes)}")
-    for note in inventory.notes:
-        console.print(note)
+    if calibration:
+        console.print(f"measured on {calibration.day}:")
+    for line in (*collective_lines(calibration, inventory), *inventory.notes):
+        console.print(line)
 
 
-def _plan(script: str, arguments: Sequence[str], devices: str | None, *, as_json: bool) -> int:
+def _plan(script: str, arguments: Sequence[str], devices: str | None, *, as_json: bool, picture: str | None) -> int:
     # Standard output is the report's alone: what the script prints goes where messages go.
     with contextlib.redirect_stdout(sys.stderr):
         from lightning_autopar.strategies.dry_run import ScriptFailed, dry_run
@@ -118,6 +155,8 @@ def _plan(script: str, arguments: Sequence[str], devices: str | None, *, as_json
                 logging.getLogger(__name__).error("the script's own traceback:", exc_info=error.__cause__)
             print(f"lightning-autopar: {error}", file=sys.stderr)
             return _FAILED
+    if picture is not None:
+        found.report.save_picture(picture)
     if as_json:
         print(json.dumps({"function": found.function, "replaced_strategy": found.replaced, **found.report.to_dict()}, indent=2))
     else:
@@ -128,17 +167,17 @@ def _plan(script: str, arguments: Sequence[str], devices: str | None, *, as_json
 def _print_report(found: DryRun) -> None:
     from rich.console import Console
 
-    from lightning_autopar.planning.breakdown import by_category, by_layer
+    from lightning_autopar.planning.breakdown import by_category, by_layer, by_part
 
     console = Console()
-    console = Console(width=max(console.width, _LEAST_WIDTH))
     report = found.report
     if found.replaced is not None:
         console.print(f"The script's own strategy, {found.replaced}, is replaced by autopar.")
     if found.function != "fit":
         console.print(f"The script calls {found.function}, not fit; this is its plan.")
     console.print(report.table())
-    predicted = [candidate for candidate in report.candidates if candidate.bytes]
-    if predicted:
-        console.print(by_category(report, predicted[0]))
+    candidate = report.shown_candidate()
+    if candidate is not None:
+        console.print(by_category(report, candidate))
+        console.print(by_part(report))
     console.print(by_layer(report.footprint))

@@ -13,6 +13,11 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_autopar.cli import main
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.planning.calibrate import device_key
+from lightning_autopar.planning.calibrate_curves import Curve
+from lightning_autopar.strategies import calibration
+from lightning_autopar.strategies.calibration import Measurement
 from lightning_autopar.strategies.launcher import AutoLauncher
 
 # Lightning's own word on its default logger, once a process.
@@ -173,6 +178,41 @@ def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "cpu:1" in shown
     assert "4 GiB" in shown
+
+
+def test_devices_with_what_was_measured_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    inventory = parse_spec("2xcpu:4MiB")
+    key = device_key(inventory.devices[0])
+    curves = [
+        Curve(subject=key, thing="matmul/512", dtype="fp32", sizes=(512,), seconds=(2 * 512**3 / 90e9,)),
+        Curve(subject=key, thing="all_reduce", ranks=2, sizes=(1024,), seconds=(1e-3,)),
+    ]
+    monkeypatch.setattr(calibration, "_measurements", lambda *_: [Measurement(title="it", run=lambda _: curves)])
+    assert main(["calibrate", "--devices", "2xcpu:4MiB", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["curves"]) == 2
+    for command in ("devices", "calibrate"):
+        assert main([command, "--devices", "2xcpu:4MiB"]) == 0
+        shown = capsys.readouterr().out
+        assert "90 GFLOP/s" in shown
+        assert "all_reduce of 2 ranks: 1 ms" in shown
+    assert main(["devices", "--devices", "2xcpu:4MiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"]
+    assert found["devices"][1]["rates"]["flops_per_second"] == pytest.approx(90e9)
+    assert found["devices"][1]["rates"]["bytes_per_second"] is None
+
+
+def test_catalogue_devices_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--devices", "8xH100-80GB"]) == 2
+    assert "catalogue devices can be planned for only" in capsys.readouterr().err
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--devices", "2xcpu:64MiB", "--picture", str(tmp_path / "plan.txt"), _script(tmp_path, _FIT)]) == 2
+    assert ".png" in capsys.readouterr().err
 
 
 def test_lightning_cli_as_a_program(tmp_path: Path) -> None:

@@ -30,6 +30,12 @@ def host_memory(*, root: Path = _ROOT, physical: tuple[int, int] | None = None) 
     return total, max(free, 0)
 
 
+def asked_threads() -> int | None:
+    """The bound that the user has set for a process's threads by ``OMP_NUM_THREADS``; None without, or where it is no number."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) > 0 else None
+
+
 def host_cores(*, root: Path = _ROOT, available: int | None = None) -> int:
     """Cores that this process may use: those it is allowed to run on, within the cgroups' CPU quotas; at least 1.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 DeviceKind = Literal["cuda", "cpu", "catalogue"]
@@ -89,6 +90,7 @@ class Inventory:
         host_free_bytes: what is available of that now.
         source: where it came from: ``"nvml"``, ``"torch.cuda"``, ``"cpu"``, ``"spec"``.
         notes: what a reader should know, a sentence each (NVML missing, a device unreadable).
+        host_threads: cores of this host that this process may use, by affinity and cgroup quota; 0 where unknown.
     """
 
     devices: tuple[Device, ...]
@@ -97,6 +99,7 @@ class Inventory:
     host_free_bytes: int
     source: str
     notes: tuple[str, ...] = ()
+    host_threads: int = 0
 
     def device(self, device_id: str) -> Device:
         """The device of that id.
@@ -104,9 +107,8 @@ class Inventory:
         Raises:
             ValueError: if there is none, naming those that are there.
         """
-        for device in self.devices:
-            if device.id == device_id:
-                return device
+        if (device := self._by_id.get(device_id)) is not None:
+            return device
         there = ", ".join(device.id for device in self.devices) or "none"
         raise ValueError(f"there is no device {device_id!r} here; there are: {there}")
 
@@ -116,10 +118,17 @@ class Inventory:
         Raises:
             ValueError: if there is no such device.
         """
-        for link in self.links:
-            if {link.a, link.b} == {a, b}:
-                return link
+        if (link := self._by_ends.get(frozenset((a, b)))) is not None:
+            return link
         return Link(a=a, b=b, kind="host" if self.device(a).node == self.device(b).node else "network")
+
+    @cached_property
+    def _by_id(self) -> dict[str, Device]:
+        return {device.id: device for device in reversed(self.devices)}
+
+    @cached_property
+    def _by_ends(self) -> dict[frozenset[str], Link]:
+        return {frozenset((link.a, link.b)): link for link in reversed(self.links)}
 
     def restrict(self, devices: Literal["auto"] | int | str | Sequence[int]) -> tuple[Inventory, int | None]:
         """What ``Trainer(devices=...)`` leaves of this inventory, and how many devices of it a plan may use.
@@ -159,7 +168,7 @@ class Inventory:
         return {
             "devices": [{**asdict(device), "processes": [asdict(process) for process in device.processes]} for device in self.devices],
             "links": [asdict(link) for link in self.links],
-            "host": {"total_bytes": self.host_total_bytes, "free_bytes": self.host_free_bytes},
+            "host": {"total_bytes": self.host_total_bytes, "free_bytes": self.host_free_bytes, "threads": self.host_threads},
             "source": self.source,
             "notes": list(self.notes),
         }
@@ -181,7 +190,7 @@ def probe(spec: str | None = None, *, accelerator: Literal["cuda", "cpu"] = "cud
     # Those modules build on this one's classes.
     from lightning_autopar.memory import nvml, torchcuda
     from lightning_autopar.memory import spec as specs
-    from lightning_autopar.memory.host import host_memory
+    from lightning_autopar.memory.host import host_cores, host_memory
 
     if spec is not None:
         return specs.parse_spec(spec)
@@ -202,7 +211,15 @@ def probe(spec: str | None = None, *, accelerator: Literal["cuda", "cpu"] = "cud
         source = "torch.cuda"
         devices, links, notes = torchcuda.read_devices()
         notes = (f"{error}; torch.cuda was asked instead, in a process of its own", *notes)
-    return Inventory(devices=devices, links=links, host_total_bytes=total_bytes, host_free_bytes=free_bytes, source=source, notes=notes)
+    return Inventory(
+        devices=devices,
+        links=links,
+        host_total_bytes=total_bytes,
+        host_free_bytes=free_bytes,
+        source=source,
+        notes=notes,
+        host_threads=host_cores(),
+    )
 
 
 def _parse_devices(devices: object) -> int | list[int] | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.step_times import StepTimes
 from lightning_autopar.plans import Plan
 
 _Need = TypeVar("_Need")
@@ -149,11 +150,19 @@ class Residuals:
         records: the newest first.
         devices: by device id what each device is: :func:`device_name`.
         key: under which the cache keeps them; None where nothing is to be kept.
+        times: how long steps took on this machine.
     """
 
     records: tuple[Record, ...] = ()
     devices: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
+    times: StepTimes = field(default_factory=StepTimes)
+
+    def step_factor(self, plan: Plan) -> tuple[float, tuple[str, ...]]:
+        """By what to multiply a plan's predicted seconds, going by measured runs, with a sentence where it isn't 1."""
+        if not self.times.records:
+            return 1.0, ()
+        return self.times.factor(plan.engine, plan_shape(plan), [self.devices.get(device, "") for device in plan.devices])
 
     def corrected(self, plan: Plan, sizes: Mapping[str, _Need]) -> tuple[Mapping[str, _Need], tuple[str, ...]]:
         """A prediction as it should have been, going by what was measured, with a sentence that says so.

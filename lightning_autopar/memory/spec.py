@@ -8,16 +8,17 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from lightning_autopar.memory import catalogue
-from lightning_autopar.memory.host import host_cores, host_memory
+from lightning_autopar.memory.host import asked_threads, host_cores, host_memory
 from lightning_autopar.memory.inventory import Device, Inventory, Link
 from lightning_autopar.units import format_bytes, parse_memory
 
 _PART = re.compile(r"(?:(?P<first>-?\d+)\s*x\s*)?(?:(?P<second>-?\d+)\s*x\s*)?(?P<name>[a-z][\w .-]*?|\d{4})\s*(?::\s*(?P<size>.*))?", re.I)
 _EXAMPLES = "write for example '2xcpu:4GiB', 'cpu:2GiB,cpu:6GiB', '8xH100-80GB' or '2x8xA100-40GB' (two nodes of eight)"
-_MOST_DEVICES = 512
+_MOST_DEVICES = 4096
 _LEAST_BUDGET_BYTES = 2**20
 
 
@@ -63,7 +64,7 @@ def parse_spec(spec: str, *, host_bytes: tuple[int, int] | None = None, cores: i
             f"the device spec {spec!r} mixes {cpu!r}, which can be run on, with {other!r}, which can only be planned for; "
             "write one kind only"
         )
-    return _catalogue_inventory(parts, spec, host_bytes)
+    return _catalogue_inventory(parts, spec, host_bytes, cores)
 
 
 def split_host(count: int) -> Inventory:
@@ -115,7 +116,9 @@ def _budgets(part: _Part, spec: str) -> list[int | None]:
 def _cpu_inventory(budgets: Sequence[int | None], source: str, host_bytes: tuple[int, int] | None, cores: int | None) -> Inventory:
     """CPU devices, each with its budget or, without one, a share of what the budgets leave."""
     total_bytes, free_bytes = host_bytes or host_memory()
-    threads = max(1, (cores or host_cores()) // len(budgets))
+    asked = asked_threads() if cores is None else None
+    cores = cores or host_cores()
+    threads = min(max(1, cores // len(budgets)), asked or cores)
     claimed = sum(budget or 0 for budget in budgets)
     sharing = sum(budget is None for budget in budgets)
     notes = []
@@ -140,10 +143,11 @@ def _cpu_inventory(budgets: Sequence[int | None], source: str, host_bytes: tuple
         host_free_bytes=free_bytes,
         source=source,
         notes=tuple(notes),
+        host_threads=cores,
     )
 
 
-def _catalogue_inventory(parts: Sequence[_Part], spec: str, host_bytes: tuple[int, int] | None) -> Inventory:
+def _catalogue_inventory(parts: Sequence[_Part], spec: str, host_bytes: tuple[int, int] | None, cores: int | None) -> Inventory:
     """Catalogue devices with the links that their data sheets promise."""
     placed: list[tuple[int, catalogue.KnownDevice]] = []
     shared_node: int | None = None
@@ -184,18 +188,21 @@ def _catalogue_inventory(parts: Sequence[_Part], spec: str, host_bytes: tuple[in
     total_bytes, free_bytes = host_bytes or host_memory()
     return Inventory(
         devices=tuple(devices),
-        links=tuple(_catalogue_link(a, b) for a, b in itertools.combinations(devices, 2)),
+        links=tuple(
+            _catalogue_link(a, b)
+            for _, on_one in itertools.groupby(devices, attrgetter("node"))
+            for a, b in itertools.combinations(on_one, 2)
+        ),
         host_total_bytes=total_bytes,
         host_free_bytes=free_bytes,
         source="spec",
         notes=("the devices are the catalogue's: they can be planned for, not run on; the host's memory is that of this machine",),
+        host_threads=cores or host_cores(),
     )
 
 
 def _catalogue_link(a: Device, b: Device) -> Link:
-    """The link that two models have in their usual board: NVLink where both of one model have it, else PCIe."""
-    if a.node != b.node:
-        return Link(a=a.id, b=b.id, kind="network")
+    """The link that two models on one node have in their usual board: NVLink where both of one model have it, else PCIe."""
     first, second = catalogue.KNOWN_DEVICES[a.name], catalogue.KNOWN_DEVICES[b.name]
     if first is second and first.nvlink_bytes_per_second is not None:
         return Link(a=a.id, b=b.id, kind="nvlink", bytes_per_second=first.nvlink_bytes_per_second)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.residual_cache import add_record
-from lightning_autopar.memory.residuals import make_record
+from lightning_autopar.memory.residuals import make_record, plan_shape
+from lightning_autopar.memory.step_time_cache import add_step_time
+from lightning_autopar.memory.step_times import StepTime
 from lightning_autopar.planning.report import Report
 from lightning_autopar.units import format_bytes, format_seconds
 
@@ -57,3 +59,26 @@ def learn(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
     record = make_record(candidate.plan, names, held, [measured[device] for device in devices], today)
     if record is not None:
         add_record(residuals.key, record)
+    _learn_time(report, names, measured, today)
+
+
+def _learn_time(report: Report, names: Sequence[str], measured: Mapping[str, Mapping[str, Any]], today: str) -> None:
+    """Keep how long a step took on the slowest rank beside what was predicted before any correction."""
+    candidate, residuals = report.best_candidate, report.residuals
+    assert candidate is not None, "a plan has run"
+    assert residuals.key is not None, "something is to be kept"
+    taken = [measured[device]["step_seconds"] for device in candidate.plan.devices]
+    predicted = candidate.raw_seconds or candidate.seconds
+    if predicted is None or not all(taken):
+        return
+    record = StepTime(
+        module=residuals.key,
+        engine=candidate.plan.engine,
+        shape=plan_shape(candidate.plan),
+        devices=tuple(names),
+        rates=residuals.times.rates,
+        predicted=predicted.step,
+        measured=max(taken),
+        day=today,
+    )
+    add_step_time(report.inventory.host_threads, record)

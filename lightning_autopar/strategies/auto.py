@@ -16,7 +16,7 @@ from lightning_autopar.planning.candidates import check_allow
 from lightning_autopar.planning.report import Report
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.state.loader import unwrapped
-from lightning_autopar.strategies.decide import Settings
+from lightning_autopar.strategies.decide import CalibrationRule, Settings
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.units import parse_memory
 
@@ -38,6 +38,9 @@ class AutoParallelStrategy(ParallelStrategy):
         plan: A Plan, or the path of its JSON: run just this one.
         objective: "speed" for the shortest step, "memory" for the least memory.
         exact: Leave out plans under which the loss would differ because it is no mean over samples.
+        calibrate: "auto" measures this machine's rates once, for a few seconds, where there is more than one device to choose from, and
+            keeps them beside what runs took; True (or "now") measures them again; False (or "off") takes data sheets; "trial" also runs
+            the best plans for some steps on the user's own batches and takes the fastest.
 
     Raises:
         ValueError: if an argument can't be, with the value, the bound and the remedy.
@@ -55,6 +58,7 @@ class AutoParallelStrategy(ParallelStrategy):
         plan: Plan | str | Path | None = None,
         objective: Literal["speed", "memory"] = "speed",
         exact: bool = False,
+        calibrate: bool | Literal["auto", "now", "off", "trial"] = "auto",
     ) -> None:
         super().__init__()
         if isinstance(memory_margin, bool) or not isinstance(memory_margin, (int, float)) or not 0 <= memory_margin < 1:
@@ -73,6 +77,7 @@ class AutoParallelStrategy(ParallelStrategy):
             plan=plan if isinstance(plan, Plan) or plan is None else Plan.from_json(plan),
             objective=objective,
             exact=bool(exact),
+            calibrate=_calibration_rule(calibrate),
         )
         self._devices_spec = devices
         self._requested: Any = "auto"
@@ -174,3 +179,19 @@ class AutoParallelStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Called after a failed run; the engine has cleaned up behind itself."""
+
+
+def _calibration_rule(calibrate: object) -> CalibrationRule:
+    """The argument as one of four words.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if isinstance(calibrate, bool):
+        return "now" if calibrate else "off"
+    if calibrate not in ("auto", "now", "off", "trial"):
+        raise ValueError(
+            f"calibrate={calibrate!r} must be 'auto' (measure this machine once), True (measure again), False (take data sheets) or "
+            "'trial' (run the best plans for some steps)"
+        )
+    return calibrate

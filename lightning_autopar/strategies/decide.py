@@ -9,30 +9,34 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning_compat import is_overridden, verify_configuration
+from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
 from lightning_autopar.memory.allocator_options import options_from_environment
 from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.memory.cache_files import cache_folder
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.guess import guess
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.residual_cache import load_residuals
 from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.memory.trace import first_batch, trace
+from lightning_autopar.planning.calibrate import Calibrated
 from lightning_autopar.planning.candidates import Constraints, SplitFinding, shardable
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.backward import backward_survives_fork
+from lightning_autopar.strategies.calibration import calibrate, calibrated
 from lightning_autopar.strategies.draws import DrawPlan
 from lightning_autopar.strategies.engine import Assignment, BatchRule
 from lightning_autopar.strategies.failure import Failure
 from lightning_autopar.strategies.features import exclusions
+from lightning_autopar.strategies.micro import why_whole
 from lightning_autopar.strategies.probe import pads, probe_evaluation, probe_split
 from lightning_autopar.strategies.rehearse import rehearse_fsdp, unshardable
 
@@ -49,6 +53,9 @@ _THREADS = "autograd's threads for the GPU were started"
 _LARGE_BYTES = 1024**3
 
 
+CalibrationRule = Literal["auto", "now", "off", "trial"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The strategy's arguments, checked."""
@@ -60,6 +67,7 @@ class Settings:
     plan: Plan | None = None
     objective: str = "speed"
     exact: bool = False
+    calibrate: CalibrationRule = "off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +100,8 @@ class Findings:
     draws: DrawPlan | None
     data_draws: tuple[str, ...]
     unshardable: str | None
+    several_loaders: bool = False
+    whole: str | None = None
 
 
 def decide(
@@ -154,11 +164,16 @@ def survey(
     probe, gpu = _splits(inventory, settings, max_devices), any(device.kind != "cpu" for device in inventory.devices)
     sharded = _several(inventory, max_devices) and "fsdp" in settings.allow
     verify_configuration(trainer)  # in Lightning's own words what it would say later
-    findings = _found(trainer, probe, sharded, gpu)
+    findings = _found(trainer, probe, _room_bytes(inventory, settings), sharded, gpu)
     training = findings.footprint.training
     excluded = exclusions(trainer, findings.footprint)
     if findings.unshardable is not None:
         excluded.setdefault("fsdp", findings.unshardable)
+    if findings.several_loaders:
+        excluded.setdefault("shares", "the step's batch comes from several loaders, whose parts would weigh differently on each device")
+    if findings.whole is not None:
+        excluded.setdefault("micro_batches", findings.whole)
+    rates = _rates(trainer, settings, inventory, max_devices)
     constraints = Constraints(
         allow=settings.allow,
         max_devices=max_devices if world_size is None else world_size,
@@ -173,12 +188,34 @@ def survey(
         split=findings.split if settings.batch == "global" else None,
         split_batch=settings.batch == "global",
         allocator=options_from_environment(os.environ),
-        residuals=load_residuals(trainer.lightning_module, str(trainer.precision), inventory) if training else Residuals(),
+        residuals=_residuals(trainer, inventory, rates) if training else Residuals(),
     )
-    return make_report(findings.footprint, inventory, constraints), findings
+    return make_report(findings.footprint, inventory, constraints, rates=rates), findings
 
 
-def _found(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings:
+def _residuals(trainer: Trainer, inventory: Inventory, rates: Calibrated | None) -> Residuals:
+    """What earlier runs of the module took here."""
+    by = {} if rates is None else {"rates": rates.identity}
+    return load_residuals(trainer.lightning_module, str(trainer.precision), inventory, **by)
+
+
+def _rates(trainer: Trainer, settings: Settings, inventory: Inventory, max_devices: int | None) -> Calibrated | None:
+    """What this machine was measured to reach; None for data sheets.
+
+    Measuring takes seconds, once: worth it where plans of several devices are to be compared, by a run that will take longer than that.
+    """
+    if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
+        return None
+    if settings.calibrate == "now":
+        return calibrate(inventory, again=True)
+    compares = _several(inventory, max_devices) and settings.plan is None and settings.allow != ("single",)
+    long = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False)
+    if settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None):
+        return calibrate(inventory)
+    return calibrated(inventory)
+
+
+def _found(trainer: Trainer, probe: bool, room_bytes: int | None, sharded: bool, gpu: bool) -> Findings:
     """What the forked child finds out; a coarse estimate where it takes too long or is killed.
 
     Raises:
@@ -187,7 +224,7 @@ def _found(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings:
     """
     try:
         if backward_survives_fork():
-            findings = run_forked(_find, trainer, probe, sharded, gpu, timeout_seconds=_TRACE_SECONDS)
+            findings = run_forked(_find, trainer, probe, room_bytes, sharded, gpu, timeout_seconds=_TRACE_SECONDS)
         else:
             findings = _find_here(trainer, gpu)
     except ChildFailed as error:
@@ -206,14 +243,26 @@ def _found(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings:
 
 def _splits(inventory: Inventory, settings: Settings, max_devices: int | None) -> bool:
     """Whether any candidate would split the batch, so that the probe has something to say."""
-    return _several(inventory, max_devices) and settings.batch == "global" and any(engine != "single" for engine in settings.allow)
+    if settings.batch != "global":
+        return False
+    if settings.plan is not None:
+        return settings.plan.world_size > 1 or settings.plan.micro_batches > 1
+    return _several(inventory, max_devices) and any(engine != "single" for engine in settings.allow)
+
+
+def _room_bytes(inventory: Inventory, settings: Settings) -> int | None:
+    """From where on a step is so large that one device may have to work its batch off in parts; None where no plan does."""
+    if settings.batch != "global" or settings.plan is not None:
+        return None
+    free = max(device.free_bytes for device in inventory.devices)
+    return min(free, free if settings.memory_limit_bytes is None else settings.memory_limit_bytes) // 2
 
 
 def _several(inventory: Inventory, max_devices: int | None) -> bool:
     return min(len(inventory.devices), max_devices or len(inventory.devices)) > 1
 
 
-def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings | Failure:
+def _find(trainer: Trainer, probe: bool, room_bytes: int | None, sharded: bool, gpu: bool) -> Findings | Failure:
     """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split."""
     module = trainer.lightning_module
     stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
@@ -231,6 +280,7 @@ def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings |
         target="cuda" if gpu else "cpu",
         validation=validation,
     )
+    probe = probe or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
     refusal = None
     if sharded:
         units = shardable(footprint)[0]
@@ -246,7 +296,26 @@ def _find(trainer: Trainer, probe: bool, sharded: bool, gpu: bool) -> Findings |
             refusal = _routed(module, split.uneven_calls, units)
     if probe and stage != "predict":
         split = _with_evaluation(split or SplitFinding(), module, trainer, validation if stage == "fit" else batch, stage)
-    return Findings(footprint=footprint, split=split, draws=draws, data_draws=batch.draws, unshardable=refusal)
+    return Findings(
+        footprint=footprint,
+        split=split,
+        draws=draws,
+        data_draws=batch.draws,
+        unshardable=refusal,
+        several_loaders=batch.kind == "combined",
+        whole=_whole(batch, stage),
+    )
+
+
+def _step_bytes(footprint: Footprint) -> int:
+    """At most what a step takes on one device, but for what lies around it."""
+    state = footprint.parameter_bytes + footprint.gradient_bytes + footprint.optimizer_bytes + footprint.buffer_bytes
+    return state + footprint.activation_bytes + footprint.temporary_bytes + footprint.input_bytes
+
+
+def _whole(batch: FirstBatch, stage: str) -> str | None:
+    """Why a training step's batch can't be worked off in parts; None where it can."""
+    return why_whole(batch.batch, several=batch.kind == "combined") if stage == "fit" else None
 
 
 def _find_here(trainer: Trainer, gpu: bool) -> Findings | Failure:
@@ -269,6 +338,8 @@ def _find_here(trainer: Trainer, gpu: bool) -> Findings | Failure:
         draws=DrawPlan(),
         data_draws=batch.draws,
         unshardable=unshardable(module),
+        several_loaders=batch.kind == "combined",
+        whole=_whole(batch, stage),
     )
 
 
@@ -331,4 +402,12 @@ def _guess(trainer: Trainer, reason: str) -> Findings | Failure:
         batch = _collated_whole(batch)
     footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
     split = SplitFinding(probed=False, reason=f"the step could not be looked at: {reason}")
-    return Findings(footprint=footprint, split=split, draws=DrawPlan(), data_draws=batch.draws, unshardable=None)
+    return Findings(
+        footprint=footprint,
+        split=split,
+        draws=DrawPlan(),
+        data_draws=batch.draws,
+        unshardable=None,
+        several_loaders=batch.kind == "combined",
+        whole=_whole(batch, stage),
+    )

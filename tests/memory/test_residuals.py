@@ -22,6 +22,7 @@ from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies import decide
 from tests.fakes.values import MIB, cpu, footprint, inventory
 from tests.strategies.modules import Regression, loader, trainer
 
@@ -327,7 +328,10 @@ class Hungry(Regression):
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp"])
-def test_a_module_whose_trace_is_off_is_predicted_right_the_second_time(cache: Path, tmp_path: Path, engine: str) -> None:
+def test_a_module_whose_trace_is_off_is_predicted_right_the_second_time(
+    cache: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide, "calibrate", lambda _: None)  # how fast the machine is doesn't matter here
     runs = []
     for index in range(2):
         torch.manual_seed(0)
@@ -340,7 +344,7 @@ def test_a_module_whose_trace_is_off_is_predicted_right_the_second_time(cache: P
         predicted = [strategy.report.best_candidate.bytes[device].allocated for strategy in runs]
         assert measured[0] > 1.1 * predicted[0]
         assert predicted[1] == pytest.approx(measured[1], rel=0.01)
-    assert [note.startswith("memory corrected by +") for note in second.report.best_candidate.learned] == [True]
+    assert [note[:21] for note in second.report.best_candidate.learned if note.startswith("memory")] == ["memory corrected by +"]
     assert first.report.best_candidate.learned == ()
 
 

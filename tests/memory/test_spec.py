@@ -70,9 +70,16 @@ def test_nodes() -> None:
     assert [device.node for device in inventory.devices] == [0] * 8 + [1] * 8
     assert [device.index for device in inventory.devices] == list(range(8)) * 2
     assert [device.id for device in inventory.devices] == [f"A100-40GB:{number}" for number in range(16)]
-    kinds = {(link.kind, inventory.device(link.a).node == inventory.device(link.b).node) for link in inventory.links}
-    assert kinds == {("nvlink", True), ("network", False)}
-    assert all(link.bytes_per_second is None for link in inventory.links if link.kind == "network")
+    assert {(link.kind, inventory.device(link.a).node == inventory.device(link.b).node) for link in inventory.links} == {("nvlink", True)}
+    assert len(inventory.links) == 2 * 28, "none across nodes, which counts as the network"
+    across = inventory.link("A100-40GB:7", "A100-40GB:8")
+    assert (across.kind, across.bytes_per_second) == ("network", None)
+
+
+def test_host_threads() -> None:
+    assert parse_spec("4xcpu:1MiB", cores=2).host_threads == 2
+    assert {device.threads for device in parse_spec("4xcpu:1MiB", cores=2).devices} == {1}, "ranks that share cores"
+    assert parse_spec("2xcpu:1MiB", cores=7).host_threads == 7
 
 
 def test_mixed_models() -> None:
@@ -124,7 +131,7 @@ def test_parts_without_nodes_share_one() -> None:
         ("2xgpu", r"real GPUs are found without one"),
         ("auto", r"real GPUs are found without one"),
         ("8xH200:40GiB", r"has a memory budget, which only CPU devices have; write '8xH200-141GB'"),
-        ("513xcpu:1MiB", r"describes 513 devices; at most 512"),
+        ("4097xcpu:1MiB", r"describes 4097 devices; at most 4096"),
         ("100x100xH200", r"describes 10000 devices"),
     ],
 )
@@ -150,3 +157,14 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
     assert inventory.devices
     assert len({device.id for device in inventory.devices}) == len(inventory.devices)
     assert all(0 < device.free_bytes <= device.total_bytes for device in inventory.devices)
+
+
+def test_a_users_bound_on_threads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``OMP_NUM_THREADS`` is the user's setting: a device doesn't get more threads for there being more cores."""
+    monkeypatch.setattr("lightning_autopar.memory.spec.host_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [device.threads for device in parse_spec("2xcpu").devices] == [4, 4]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    assert [device.threads for device in parse_spec("2xcpu").devices] == [3, 3]
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    assert [device.threads for device in parse_spec("2xcpu").devices] == [4, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from pathlib import Path
@@ -95,6 +96,9 @@ PINNED = Plan(engine="ddp", devices=("cpu:0", "cpu:7"))
         ({"memory_margin": "much"}, "'much'", "such as 0.05"),
         ({"batch": "each"}, "'each'", "'per_device'"),
         ({"objective": "fun"}, "'fun'", "'memory'"),
+        ({"calibrate": "never"}, "'never'", "'trial'"),
+        ({"calibrate": 3}, "3", "measure this machine once"),
+        ({"calibrate": None}, "None", "take data sheets"),
         ({"plan": "/nowhere/plan.json"}, "'/nowhere/plan.json'", "give the path"),
         ({"plan": '{"engine": "ddp"}'}, "'devices'", "needs"),
         ({"plan": '{"engine": "single", "devices": ["cpu:0", "cpu:1"]}'}, "2", "one device"),
@@ -108,6 +112,18 @@ def test_a_bad_argument_is_told_with_value_and_remedy(arguments: dict[str, Any],
 
 
 @pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("given", "rule"), [("auto", "auto"), (True, "now"), ("now", "now"), (False, "off"), ("off", "off"), ("trial", "trial")]
+)
+def test_when_to_measure_is_one_of_four_words(given: Any, rule: str) -> None:
+    assert AutoParallelStrategy(calibrate=given).settings.calibrate == rule
+    assert AutoParallelStrategy().settings.calibrate == "auto"
+
+
+def test_it_has_at_most_ten_arguments() -> None:
+    assert len(inspect.signature(AutoParallelStrategy).parameters) <= 10
+
+
 def test_a_pinned_plan_needs_its_devices(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cpu:7"):
         fit(tmp_path, strategy=AutoParallelStrategy(devices="2xcpu:1GiB", plan=PINNED))

@@ -1,0 +1,84 @@
+"""Small JSON files in the user's cache folder: replaced as a whole, so that runs beside each other can't spoil one. Knows no content.
+
+What can't be written costs a run nothing; of two that write together one may be forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+#: A folder to keep things in, or "off".
+VARIABLE = "AUTOPAR_CACHE"
+_OFF = ("off", "0", "no", "false")
+#: Files in a folder; larger files aren't ours.
+MOST_FILES, MOST_BYTES = 256, 1 << 20
+
+
+def cache_folder(kind: str) -> Path | None:
+    """Where things of a kind are kept; None if AUTOPAR_CACHE says "off". It may name another folder than the user's."""
+    asked = os.environ.get(VARIABLE, "").strip()
+    if asked.lower() in _OFF:
+        return None
+    if asked:
+        return Path(asked).expanduser() / kind
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"  # a relative one is invalid by the XDG specification
+    except RuntimeError:  # no home
+        return None
+    return base / "lightning_autopar" / kind
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds; None where there is none.
+
+    Raises:
+        OSError: if it can't be read.
+        ValueError: if it is no JSON, or too large to be ours.
+    """
+    if not path.exists():
+        return None
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data is None:
+        raise ValueError("it holds nothing")
+    return data
+
+
+def write_json(path: Path, data: Any) -> bool:
+    """Replace a file by this, and remove those of its folder that were written longest ago; whether that could be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file)
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+        _make_room(path.parent)
+    except OSError:
+        log.debug("%s can't be kept", path, exc_info=True)
+        return False
+    return True
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the files that were written longest ago."""
+    found = []
+    for path in folder.glob("*.json"):
+        with suppress(OSError):  # another run has removed it
+            found.append((path.stat().st_mtime, path))
+    for _, path in sorted(found)[:-MOST_FILES]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,336 @@
+"""Measured rates: curves and their interpolation, what is asked of them, and the data sheet behind them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.memory.work import Work, WorkKind
+from lightning_autopar.planning.calibrate import HOST, Calibrated, device_key, group_key
+from lightning_autopar.planning.calibrate_curves import Calibration, Curve
+from lightning_autopar.planning.calibrate_words import collective_lines, speeds
+from lightning_autopar.planning.data_sheet import DataSheet
+from lightning_autopar.planning.rates import Collective, Phase, Rates
+from lightning_autopar.plans import Engine
+
+GIB = 2**30
+
+
+class Fake(Rates):
+    """A data sheet of round figures, told apart from anything measured."""
+
+    def work_seconds(self, device: Device, work: Work) -> float:
+        return 1000.0
+
+    def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
+        return 1001.0
+
+    def loop_seconds(self, device: Device, engine: Engine) -> float:
+        return 1002.0
+
+    def unit_seconds(self, device: Device) -> float:
+        return 1003.0
+
+    def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
+        return 100.0 * (len(devices) - 1)
+
+    def host_copy_seconds(self, device: Device, size_bytes: int) -> float:
+        return 1005.0
+
+    def host_adam_seconds(self, elements: int) -> float:
+        return 1006.0
+
+    def overlap(self, device: Device) -> float:
+        return 0.25
+
+
+def here(count: int = 2, cores: int = 2) -> Inventory:
+    return parse_spec(f"{count}xcpu:1GiB", host_bytes=(8 * GIB, 8 * GIB), cores=cores)
+
+
+def curve(thing: str, points: dict[float, float], *, dtype: str = "", ranks: int = 1, subject: str = "cpu/1") -> Curve:
+    return Curve(subject=subject, thing=thing, dtype=dtype, ranks=ranks, sizes=tuple(points), seconds=tuple(points.values()))
+
+
+def rates(*curves: Curve, inventory: Inventory | None = None, ranks: int = 1) -> Calibrated:
+    inventory = inventory or here()
+    found = Calibrated(Calibration().with_curves(curves, day="2026-11-22", took_seconds=1.0), Fake())
+    return found.among(inventory.devices[:ranks], inventory)
+
+
+def work(kind: WorkKind, name: str, *, dtype: str = "fp32", flops: int = 0, moved: int = 0, shape: tuple[int, ...] = ()) -> Work:
+    return Work(kind=kind, name=name, dtype=dtype, flops=flops, moved_bytes=moved, shape=shape)
+
+
+CPU = here().devices[0]
+
+
+# -- curves ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_between_and_beyond_its_points() -> None:
+    line = curve("add", {100.0: 1.0, 10000.0: 4.0})
+    assert line.at(0) == line.at(50) == 1.0, "as little as was measured"
+    assert line.at(1000) == pytest.approx(2.0), "halfway between the logarithms"
+    assert line.at(20000) == pytest.approx(8.0), "at the largest one's rate"
+    assert line.rate(20000) == line.rate(10000) == pytest.approx(2500)
+
+
+@given(st.lists(st.floats(1, 1e12), min_size=2, max_size=6, unique=True), st.floats(0, 1e13))
+def test_more_never_takes_less_where_more_was_never_measured_to(sizes: list[float], size: float) -> None:
+    sizes = sorted(sizes)
+    line = Curve(subject="s", thing="t", sizes=tuple(sizes), seconds=tuple(float(index + 1) for index in range(len(sizes))))
+    assert line.at(size) <= line.at(size * 1.5) * (1 + 1e-9)
+    assert line.at(size) >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds"), [((), ()), ((1,), (1, 2)), ((2, 1), (1, 1)), ((1, 1), (1, 1)), ((1,), (0,)), ((1,), (math.nan,)), ((-1,), (1,))]
+)
+def test_what_is_no_curve(sizes: tuple[float, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="curve"):
+        Curve(subject="s", thing="t", sizes=sizes, seconds=seconds)
+
+
+def test_a_calibration_comes_back_from_json() -> None:
+    before = Calibration().with_curves(
+        [curve("add", {1.0: 2.0}, dtype="fp32"), curve("add", {1.0: 3.0}, dtype="fp32", ranks=2)], day="d", took_seconds=2
+    )
+    after = Calibration.from_dict(json.loads(json.dumps(before.to_dict())))
+    assert after.all() == before.all()
+    assert (after.day, after.took_seconds) == ("d", 2)
+    assert after.ranks_of("cpu/1", "add") == (1, 2)
+    assert not Calibration()
+    assert after
+
+
+def test_newer_curves_take_the_place_of_older_ones() -> None:
+    before = Calibration().with_curves([curve("a", {1.0: 1.0}), curve("b", {1.0: 1.0})], day="1", took_seconds=1)
+    after = before.with_curves([curve("a", {1.0: 5.0})], day="2", took_seconds=1)
+    assert [each.seconds for each in after.all()] == [(5.0,), (1.0,)]
+    assert [each.seconds for each in before.all()] == [(1.0,), (1.0,)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        {"day": "d", "took_seconds": 1},
+        {"day": 1, "took_seconds": 1, "curves": []},
+        {"day": "d", "took_seconds": 1, "curves": [{"subject": "s"}]},
+        {"day": "d", "took_seconds": 1, "curves": [{"subject": "s", "thing": "t", "ranks": True, "sizes": [1], "seconds": [1]}]},
+        {"day": "d", "took_seconds": 1, "curves": [{"subject": 1, "thing": "t", "sizes": [1], "seconds": [1]}]},
+    ],
+)
+def test_what_is_no_calibration(data: object) -> None:
+    with pytest.raises(ValueError, match=r"calibration|curve"):
+        Calibration.from_dict(data)
+
+
+# -- operations ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_measured_is_asked_of_the_data_sheet() -> None:
+    empty = rates()
+    inventory = here()
+    assert empty.work_seconds(CPU, work("pointwise", "add", moved=8)) == 1000.0
+    assert empty.issue_seconds(CPU, "backward") == 1001.0
+    assert empty.loop_seconds(CPU, "ddp") == 1002.0
+    assert empty.unit_seconds(CPU) == 1003.0
+    assert empty.collective_seconds("all_reduce", 8, inventory.devices, inventory) == 100.0
+    assert empty.host_copy_seconds(CPU, 8) == 1005.0
+    assert empty.host_adam_seconds(8) == 1006.0
+    assert empty.disk_seconds(8, write=True) is None
+    assert empty.overlap(CPU) == 0.25
+
+
+def test_an_operation_by_its_own_name_then_one_alike_then_its_kind() -> None:
+    known = rates(
+        curve("gelu", {100.0: 3.0}, dtype="fp32"), curve("add", {100.0: 1.0}, dtype="fp32"), curve("add_", {100.0: 0.5}, dtype="fp32")
+    )
+    assert known.work_seconds(CPU, work("pointwise", "gelu", moved=100)) == 3.0
+    assert known.work_seconds(CPU, work("pointwise", "aten.gelu", moved=200)) == 6.0
+    assert known.work_seconds(CPU, work("pointwise", "silu", moved=100)) == 1.0, "nothing like it was measured: an addition"
+    assert known.work_seconds(CPU, work("pointwise", "relu", moved=100)) == 1.0
+    assert known.work_seconds(CPU, work("pointwise", "lerp_", moved=100)) == 0.5
+    assert known.work_seconds(CPU, work("pointwise", "some_new_one_", moved=100)) == 0.5
+    assert known.work_seconds(CPU, work("pointwise", "add", dtype="bf16", moved=100)) == 1.0, "bytes are bytes"
+    assert known.work_seconds(CPU, work("gather", "embedding", moved=100)) == 1000.0, "no gather was measured"
+
+
+def product(batch: int, m: int, n: int, k: int) -> Work:
+    return work("matmul", "mm", flops=2 * batch * m * n * k, shape=(batch, m, n, k))
+
+
+def test_products_by_their_smallest_dimension_and_the_others() -> None:
+    # 2 GFLOP/s at 8, 8 GFLOP/s at 64, whatever the width.
+    known = rates(
+        curve("matmul/8", {64.0: 2 * 8 * 64**2 / 2e9, 256.0: 2 * 8 * 256**2 / 2e9}, dtype="fp32"),
+        curve("matmul/64", {64.0: 2 * 64**3 / 8e9, 256.0: 2 * 64 * 256**2 / 8e9}, dtype="fp32"),
+    )
+    for shape, rate in (
+        ((1, 8, 128, 128), 2e9),
+        ((1, 128, 8, 100), 2e9),
+        ((3, 64, 64, 64), 8e9),
+        ((1, 4, 64, 64), 2e9),
+        ((1, 512, 512, 512), 8e9),
+    ):
+        each = product(*shape)
+        assert known.work_seconds(CPU, each) == pytest.approx(each.flops / rate), shape
+    between = product(1, 23, 100, 100)
+    assert known.work_seconds(CPU, between) == pytest.approx(between.flops / 4e9, rel=0.05), "√(8 · 64) ≈ 23"
+    assert known.work_seconds(CPU, product(1, 8, 8, 8)) > 0
+    assert known.work_seconds(CPU, work("matmul", "mm", flops=100)) == 1000.0, "of unknown shape"
+
+
+@pytest.mark.parametrize(
+    ("shape", "thing"),
+    [
+        ((2, 64, 64, 64, 9, 1), "convolution"),
+        ((2, 64, 64, 64, 9, 64), "depthwise"),
+        ((2, 64, 64, 64, 1, 1), "one_position"),
+        ((2, 3, 64, 64, 49, 1), "few_channels"),
+    ],
+)
+def test_convolutions_by_what_decides_on_their_kernel(shape: tuple[int, ...], thing: str) -> None:
+    things = ("convolution", "depthwise", "one_position", "few_channels")
+    known = rates(
+        *(curve(each, {100.0: 1.0 + index}, dtype="fp32") for index, each in enumerate(things)),
+        *(curve(f"{each}_backward", {200.0: 10.0 + index}, dtype="fp32") for index, each in enumerate(things)),
+    )
+    index = things.index(thing)
+    assert known.work_seconds(CPU, work("convolution", "convolution", flops=100, shape=shape)) == 1.0 + index
+    halves = [work("convolution", f"convolution_backward.{half}", flops=100, shape=shape) for half in ("input", "weight")]
+    assert sum(known.work_seconds(CPU, half) for half in halves) == pytest.approx(10.0 + index)
+
+
+def test_causal_attention_has_a_curve_of_its_own() -> None:
+    known = rates(curve("attention", {100.0: 2.0}, dtype="fp32"), curve("attention.causal", {100.0: 1.0}, dtype="fp32"))
+    assert known.work_seconds(CPU, work("attention", "_flash_attention", flops=100)) == 2.0
+    assert known.work_seconds(CPU, work("attention", "_flash_attention.causal", flops=100)) == 1.0
+
+
+# -- several ranks ---------------------------------------------------------------------------------------------------------------------
+
+CROWD = (
+    curve("add", {100.0: 1.0}, dtype="fp32"),
+    curve("matmul/8", {64.0: 1.0}, dtype="fp32"),
+    curve("issue/forward", {1.0: 1.0}),
+    curve("loop/ddp", {1.0: 3.0}),
+    curve("unit", {1.0: 5.0}),
+    *(curve("crowd/matmul", {1.0: seconds}, dtype="fp32", ranks=ranks) for ranks, seconds in ((1, 1.0), (2, 1.1), (4, 2.2))),
+    *(curve("crowd/add", {100.0: seconds}, dtype="fp32", ranks=ranks) for ranks, seconds in ((1, 1.0), (2, 1.5), (4, 3.0))),
+)
+
+
+@pytest.mark.parametrize(("ranks", "memory", "compute"), [(1, 1.0, 1.0), (2, 1.5, 1.1), (3, 2.25, 1.65), (4, 3.0, 2.2), (8, 6.0, 4.4)])
+def test_ranks_slow_each_other_down(ranks: int, memory: float, compute: float) -> None:
+    inventory = here(8)
+    known = rates(*CROWD, inventory=inventory, ranks=ranks)
+    assert known.work_seconds(CPU, work("pointwise", "add", moved=100)) == pytest.approx(memory)
+    assert known.issue_seconds(CPU) == pytest.approx(compute)
+    assert known.loop_seconds(CPU, "ddp") == pytest.approx(3 * compute)
+    assert known.unit_seconds(CPU) == pytest.approx(5 * compute)
+
+
+def test_products_that_wait_for_memory_are_crowded_like_additions() -> None:
+    known = rates(*CROWD, ranks=2)
+    dense, thin = (
+        Work(kind="matmul", name="mm", dtype="fp32", flops=65536, moved_bytes=moved, shape=(1, 8, 64, 64)) for moved in (100, 60000)
+    )
+    assert known.work_seconds(CPU, dense) == pytest.approx(1.1)
+    assert known.work_seconds(CPU, thin) == pytest.approx(1.5)
+
+
+def test_without_measurements_of_several_ranks_cores_are_shared_evenly() -> None:
+    inventory = here(4, cores=2)
+    known = rates(curve("add", {100.0: 1.0}, dtype="fp32"), inventory=inventory, ranks=4)
+    assert known.work_seconds(CPU, work("pointwise", "add", moved=100)) == pytest.approx(2.0)
+
+
+def test_views_are_made_once() -> None:
+    inventory = here(4)
+    known = rates(*CROWD, inventory=inventory)
+    two = known.among(inventory.devices[:2], inventory)
+    assert known.among(inventory.devices[1:3], inventory) is two
+    assert two.among(inventory.devices[:1], inventory) is known.among(inventory.devices[:1], inventory)
+    assert two.among(inventory.devices[:2], inventory) is two
+
+
+def test_collectives_by_number_of_ranks() -> None:
+    inventory = here(4)
+    known = rates(
+        curve("all_reduce", {100.0: 1.0, 1000.0: 10.0}, ranks=2),
+        curve("all_reduce", {100.0: 4.0}, ranks=4),
+        curve("send", {100.0: 2.0}, ranks=2),
+    )
+    devices = inventory.devices
+    assert known.collective_seconds("all_reduce", 1000, devices[:2], inventory) == 10.0
+    assert known.collective_seconds("all_reduce", 10, devices[:2], inventory) == 1.0, "the latency is the smallest one's"
+    assert known.collective_seconds("all_reduce", 100, devices, inventory) == 4.0
+    assert known.collective_seconds("all_reduce", 100, devices[:3], inventory) == pytest.approx(4.0 * 3 / 4), (
+        "three as four, by their number"
+    )
+    assert known.collective_seconds("send", 100, devices[2:], inventory) == 2.0
+    assert known.collective_seconds("all_gather", 100, devices[:2], inventory) == 100.0, "not measured"
+
+
+def test_more_ranks_than_were_measured_as_the_data_sheet_has_it_between_them() -> None:
+    inventory = here(4)
+    known = rates(curve("all_reduce", {100.0: 1.0}, ranks=2))
+    assert known.collective_seconds("all_reduce", 100, inventory.devices, inventory) == pytest.approx(3.0), "300 beside 100"
+
+
+def test_gpus_linked_otherwise_were_not_measured() -> None:
+    inventory = parse_spec("4xH100-80GB", host_bytes=(8 * GIB, 8 * GIB), cores=8)
+    two, everything = group_key(inventory.devices[:2]), group_key(inventory.devices)
+    own = rates(curve("all_reduce", {100.0: 1.0}, ranks=2, subject=two), inventory=inventory)
+    assert own.collective_seconds("all_reduce", 100, inventory.devices[:2], inventory) == 1.0
+    assert own.collective_seconds("all_reduce", 100, inventory.devices[2:], inventory) == 100.0
+    alike = rates(curve("all_reduce", {100.0: 5.0}, ranks=4, subject=everything), inventory=inventory)
+    assert alike.collective_seconds("all_reduce", 100, inventory.devices[1:3], inventory) == pytest.approx(2.5), "four, by their number"
+
+
+def test_the_host() -> None:
+    known = rates(
+        curve("adam", {100.0: 1.0}, subject=HOST),
+        curve("disk_write", {100.0: 3.0}, subject=HOST),
+        curve("disk_read", {100.0: 2.0}, subject=HOST),
+    )
+    assert known.host_adam_seconds(1000) == pytest.approx(10.0)
+    assert known.disk_seconds(200, write=True) == pytest.approx(6.0)
+    assert known.disk_seconds(200, write=False) == pytest.approx(4.0)
+
+
+def test_devices_of_one_class_have_the_same_rates() -> None:
+    inventory = here(2)
+    known = rates(*CROWD)
+    assert len({known.device_class(device) for device in inventory.devices}) == 1
+    assert device_key(inventory.devices[0]) == "cpu/1"
+    other = parse_spec("2xH100-80GB", host_bytes=(8 * GIB, 8 * GIB), cores=8).devices[0]
+    assert Calibrated(known.calibration, DataSheet()).device_class(other) == DataSheet().device_class(other)
+
+
+def test_in_words() -> None:
+    inventory = here(2)
+    found = Calibration().with_curves(
+        [
+            curve("matmul/512", {512.0: 2 * 512**3 / 90e9}, dtype="fp32"),
+            curve("add", {1e9: 0.1}, dtype="fp32"),
+            curve("issue/forward", {1.0: 2e-5}),
+            curve("all_reduce", {1024.0: 1e-3, 2.0**20: 2.0**-10}, ranks=2),
+        ],
+        day="2026-11-22",
+        took_seconds=1,
+    )
+    assert str(speeds(found, inventory.devices[0])) == "90 GFLOP/s, 9.31 GiB/s, 20 µs an operation"
+    assert str(speeds(Calibration(), inventory.devices[0])) == ""
+    assert list(collective_lines(found, inventory)) == ["  all_reduce of 2 ranks: 1 ms, 1 GiB/s in large messages"]

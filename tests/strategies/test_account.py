@@ -1,0 +1,70 @@
+"""After a run: what a step took is kept, and corrects the next prediction on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_autopar.memory.step_time_cache import load_step_times
+from lightning_autopar.memory.step_times import LEAST, MOST
+from lightning_autopar.strategies.auto import AutoParallelStrategy
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def train(path: Path, steps: int = 8, engine: str = "single") -> AutoParallelStrategy:
+    strategy = AutoParallelStrategy(devices="2xcpu:256MiB", allow=[engine], calibrate="off")
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    trainer = L.Trainer(default_root_dir=path, accelerator="cpu", strategy=strategy, max_steps=steps, **quiet)
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4))
+    return strategy
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp"])
+def test_a_run_corrects_the_next_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    first = train(tmp_path, engine=engine)
+    assert first.report is not None
+    before = first.report.best_candidate
+    assert before is not None
+    assert before.seconds is not None
+    slowest = max(values["step_seconds"] for values in first.measured.values())
+    kept = load_step_times(first.report.inventory.host_threads)
+    assert [(record.engine, record.rates) for record in kept] == [(engine, "data sheet")]
+    assert kept[0].measured == slowest
+    assert kept[0].predicted == pytest.approx(before.seconds.step)
+
+    second = train(tmp_path, engine=engine)
+    assert second.report is not None
+    after = second.report.best_candidate
+    assert after is not None
+    assert after.seconds is not None
+    factor = min(MOST, max(LEAST, kept[0].ratio))
+    assert after.seconds.step == pytest.approx(before.seconds.step * factor, rel=0.021)
+    assert any("time corrected ×" in told for told in after.learned) or abs(factor - 1) < 0.02
+    newest = load_step_times(first.report.inventory.host_threads)[0]
+    assert newest.predicted == pytest.approx(before.seconds.step), "what is kept is compared with the prediction before any correction"
+
+
+def test_a_run_that_is_too_short_teaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    strategy = train(tmp_path, steps=2)
+    assert strategy.report is not None
+    assert load_step_times(strategy.report.inventory.host_threads) == ()

@@ -1,0 +1,301 @@
+"""Measuring this machine: what is measured, when, and that nothing of it can hurt a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_autopar._fork import run_forked
+from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.memory.work import Work
+from lightning_autopar.planning.calibrate import HOST, Calibrated
+from lightning_autopar.planning.calibrate_cache import keep_calibration, load_calibration
+from lightning_autopar.planning.calibrate_curves import Calibration, Curve
+from lightning_autopar.planning.data_sheet import DataSheet
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies import calibration, calibration_cases, calibration_ranks, decide
+from lightning_autopar.strategies.calibration import Measurement
+from lightning_autopar.strategies.decide import Settings
+
+ADD = Curve(subject="cpu/1", thing="add", dtype="fp32", sizes=(1.0,), seconds=(0.5,))
+
+
+@pytest.fixture
+def inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    return parse_spec("2xcpu:64MiB", cores=2)
+
+
+def titles(inventory: Inventory, known: Calibration = Calibration()) -> list[str]:  # noqa: B008
+    return [each.title for each in calibration._measurements(inventory, known)]
+
+
+# -- what there is to measure ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_measured_depends_on_what_there_is() -> None:
+    assert titles(parse_spec("cpu:64MiB")) == ["operations on CPU", "1 ranks at once", "the trainer's loop", "the host"]
+    ranks = [title for title in titles(parse_spec("4xcpu:64MiB", cores=2)) if "ranks" in title]
+    assert ranks == ["1 ranks at once", "2 ranks at once", "4 ranks at once"]
+    assert titles(parse_spec("8xH100-80GB")) == []
+    assert [calibration.rank_counts(count) for count in (1, 3, 4, 64)] == [(1,), (1, 2, 3), (1, 2, 4), (1, 2, 4)]
+
+
+def test_what_is_known_is_not_measured_again() -> None:
+    inventory = parse_spec("2xcpu:64MiB", cores=2)
+    things = [("cpu/1", "matmul/64", 1), ("cpu/1", "crowd/matmul", 1), ("cpu/1", "loop/single", 1), (HOST, "adam", 1)]
+    curves = [Curve(subject=subject, thing=thing, ranks=ranks, sizes=(1,), seconds=(1,)) for subject, thing, ranks in things]
+    assert titles(inventory, Calibration().with_curves(curves, day="d", took_seconds=1)) == ["2 ranks at once"]
+
+
+def test_how_many_threads_share_a_core() -> None:
+    inventory = parse_spec("4xcpu:64MiB", cores=2)
+    assert calibration._sharing(inventory.devices[:2], inventory) == 1.0
+    assert calibration._sharing(inventory.devices, inventory) == 2.0
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_measured_once_and_kept(inventory: Inventory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    runs: list[int] = []
+
+    def measurements(_: Inventory, known: Calibration) -> list[Measurement]:
+        if known:
+            return []
+        runs.append(1)
+        return [Measurement(title="it", run=lambda _: [ADD])]
+
+    monkeypatch.setattr(calibration, "_measurements", measurements)
+    assert calibration.calibrated(inventory) is None
+    with caplog.at_level("INFO"):
+        found = calibration.calibrate(inventory)
+    assert [curve.seconds for curve in found.calibration.all()] == [(0.5,)]
+    assert found.work_seconds(inventory.devices[0], Work(kind="pointwise", name="add", dtype="fp32", moved_bytes=1)) == 0.5
+    assert "measured how fast these 2 devices are, alone and together, in" in caplog.text
+    assert calibration.calibrate(inventory).identity == found.identity
+    assert len(runs) == 1
+    calibration.calibrate(inventory, again=True)
+    assert len(runs) == 2
+    kept = calibration.calibrated(inventory)
+    assert kept is not None
+    assert kept.calibration.day
+
+
+def test_what_fails_or_hangs_is_left_to_the_data_sheet(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Calibration) -> list[Curve]:
+        raise RuntimeError("no such instruction")
+
+    def hangs(_: Calibration) -> list[Curve]:
+        threading.Event().wait()
+        return []
+
+    wanted = [Measurement(title=run.__name__, run=run) for run in (fails, hangs)] + [Measurement(title="works", run=lambda _: [ADD])]
+    monkeypatch.setattr(calibration, "_measurements", lambda *_: wanted)
+    monkeypatch.setattr(calibration, "_LIMIT_SECONDS", 0.5)
+    with pytest.warns(UserWarning, match="could not be measured") as warned:
+        found = calibration.calibrate(inventory)
+    texts = [str(each.message) for each in warned]
+    assert "fails could not be measured (RuntimeError: no such instruction); the data sheet is taken for that" in texts[0]
+    assert "hangs could not be measured (the child process was stopped after 0.5 seconds" in texts[1]
+    assert [curve.thing for curve in found.calibration.all()] == ["add"]
+
+
+def test_all_together_has_a_limit(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Iterator[float] = iter([0.0, 5.0, 99.0])
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(calibration, "run_forked", lambda function, run, known, timeout_seconds: run(known))
+    wanted = [Measurement(title=name, run=lambda _: [ADD]) for name in ("first", "late")]
+    curves, failures = calibration._measure(wanted, Calibration(), 20.0, progress=False)
+    assert curves == [ADD]
+    assert failures == ["late could not be measured within 20 s"]
+
+
+def test_later_measurements_know_the_earlier_ones(inventory: Inventory) -> None:
+    def later(known: Calibration) -> list[Curve]:
+        assert known.measured("cpu/1")
+        return [Curve(subject="cpu/1", thing="later", sizes=(1,), seconds=(known.all()[0].seconds[0] * 2,))]
+
+    wanted = [Measurement(title="add", run=lambda _: [ADD]), Measurement(title="later", run=later)]
+    curves, failures = calibration._measure(wanted, Calibration(), 20.0, progress=False)
+    assert not failures
+    assert curves[1].seconds == (1.0,)
+
+
+def test_a_measurement_leaves_no_trace_in_this_process(inventory: Inventory, capfd: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+
+    def noisy(_: Calibration) -> list[Curve]:
+        print("something")
+        assert torch.get_default_dtype() == torch.float32
+        torch.manual_seed(5)
+        return [ADD]
+
+    try:
+        curves, failures = calibration._measure([Measurement(title="noisy", run=noisy)], Calibration(), 20.0, progress=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (curves, failures) == ([ADD], [])
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (torch.get_num_threads(), torch.get_default_dtype())
+    assert capfd.readouterr().out == ""
+
+
+# -- where this process has used a GPU -------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_cannot_fork_asks_another_python(inventory: Inventory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(calibration, "backward_survives_fork", lambda: False)
+    monkeypatch.setattr(calibration, "_measurements", lambda *_: [Measurement(title="it", run=lambda _: [ADD])])
+
+    def answers(command: list[str], *, input: str, **_: Any) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(input))
+        monkeypatch.setattr(sys, "argv", ["-c", command[-1]])
+        calibration.answer()
+
+    monkeypatch.setattr(subprocess, "run", answers)
+    assert [curve.thing for curve in calibration.calibrate(inventory).calibration.all()] == ["add"]
+
+
+def test_another_python_that_fails_costs_a_warning(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "backward_survives_fork", lambda: False)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise subprocess.TimeoutExpired("python", 3)
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    with pytest.warns(UserWarning, match="this machine could not be measured"):
+        assert not calibration.calibrate(inventory).calibration
+
+
+def test_an_inventory_in_words() -> None:
+    inventory = parse_spec("2xcpu:64MiB,cpu:1GiB", cores=5)
+    again = calibration._from_words(json.loads(json.dumps(inventory.to_dict())))
+    assert (again.devices, again.links, again.host_threads) == (inventory.devices, inventory.links, 5)
+
+
+# -- when it is measured ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "devices", "changes", "measures"),
+    [
+        ("auto", "2xcpu:64MiB", {}, "what is missing"),
+        ("auto", "cpu:64MiB", {}, "nothing"),
+        ("auto", "2xcpu:64MiB", {"bound": 1}, "nothing"),
+        ("auto", "2xcpu:64MiB", {"fast_dev_run": True}, "nothing"),
+        ("auto", "2xcpu:64MiB", {"fn": TrainerFn.VALIDATING}, "nothing"),
+        ("auto", "2xcpu:64MiB", {"allow": ("single",)}, "nothing"),
+        ("auto", "2xcpu:64MiB", {"plan": Plan(engine="ddp", devices=("cpu:0", "cpu:1"))}, "nothing"),
+        ("auto", "2xcpu:64MiB", {"cache": "off"}, "nothing"),
+        ("auto", "8xH100-80GB", {}, "asks nobody"),
+        ("now", "cpu:64MiB", {}, "everything"),
+        ("now", "8xH100-80GB", {}, "asks nobody"),
+        ("off", "2xcpu:64MiB", {}, "asks nobody"),
+        ("trial", "cpu:64MiB", {"cache": "off"}, "what is missing"),
+    ],
+)
+def test_when_it_is_measured(
+    rule: Any, devices: str, changes: dict[str, Any], measures: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+    monkeypatch.setattr(decide, "calibrate", lambda _, again=False: asked.append("everything" if again else "what is missing"))
+    monkeypatch.setattr(decide, "calibrated", lambda _: asked.append("nothing"))
+    monkeypatch.setenv("AUTOPAR_CACHE", changes.get("cache", str(tmp_path)))
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(fn=changes.get("fn", TrainerFn.FITTING)), fast_dev_run=changes.get("fast_dev_run", False)
+    )
+    settings = Settings(allow=changes.get("allow", ("single", "ddp", "fsdp")), plan=changes.get("plan"), calibrate=rule)
+    decide._rates(trainer, settings, parse_spec(devices), changes.get("bound"))
+    assert asked == ([] if measures == "asks nobody" else [measures])
+
+
+# -- really --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_case_runs_and_has_a_size() -> None:
+    def measure() -> list[tuple[str, str, float]]:
+        found = []
+        for case in calibration_cases.cases(torch.device("cpu")):
+            case.run()
+            found.append((case.thing, case.dtype, case.size))
+        return found
+
+    found = run_forked(measure, timeout_seconds=100)
+    assert len(found) == len(set(found)), "each point once"
+    assert all(size > 0 for _, _, size in found)
+    things = {thing for thing, _, _ in found}
+    assert {"matmul/1", "matmul/512", "add", "add_", "convolution", "attention.causal", "recurrent_backward", "embedding"} <= things
+
+
+def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = calibration_cases.cases
+
+    def few(device: torch.device) -> Iterator[calibration_cases.Case]:
+        for case in real(device):
+            if case.thing.startswith(("convolution", "bernoulli")):
+                return
+            yield case
+
+    monkeypatch.setattr(calibration_cases, "cases", few)
+    device = parse_spec("cpu:64MiB", cores=1).devices[0]
+    curves = run_forked(calibration._device, device, Calibration(), timeout_seconds=100)
+    by_thing = {curve.thing: curve for curve in curves}
+    assert {"matmul/64", "add", "add_", "issue/forward", "issue/backward", "issue/optimizer"} <= set(by_thing)
+    assert by_thing["add"].seconds[-1] > by_thing["add"].seconds[0]
+    assert all(1e-7 < by_thing[f"issue/{phase}"].seconds[0] < 1e-2 for phase in ("forward", "backward", "optimizer"))
+
+
+def test_ranks_are_measured_together() -> None:
+    inventory = parse_spec("2xcpu:64MiB", cores=2)
+    curves = run_forked(calibration_ranks.measure_ranks, inventory.devices, 1.0, 60.0, timeout_seconds=100)
+    alone = run_forked(calibration_ranks.measure_ranks, inventory.devices[:1], 1.0, 60.0, timeout_seconds=100)
+    assert {(curve.thing, curve.ranks) for curve in curves} == {
+        *((thing, 2) for thing in ("crowd/matmul", "crowd/add", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"))
+    }
+    assert {(curve.thing, curve.ranks) for curve in alone} == {("crowd/matmul", 1), ("crowd/add", 1)}
+    known = Calibration().with_curves([*curves, *alone], day="d", took_seconds=1.0)
+    rates = Calibrated(known, DataSheet()).among(inventory.devices, inventory)
+    assert rates.collective_seconds("all_reduce", 1 << 23, inventory.devices, inventory) > rates.collective_seconds(
+        "all_reduce", 1 << 10, inventory.devices, inventory
+    )
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp", "fsdp"])
+def test_a_tiny_step_of_every_engine(engine: str) -> None:
+    devices = parse_spec("2xcpu:64MiB", cores=2).devices[: 1 if engine == "single" else 2]
+
+    def measure(_: Calibration) -> list[Curve]:
+        seconds = calibration_ranks.step_seconds(calibration_ranks.tiny_plan(engine, devices), devices)
+        return [Curve(subject="cpu/1", thing=engine, sizes=(1,), seconds=(seconds,))]
+
+    curves, failures = calibration._measure([Measurement(title=engine, run=measure)], Calibration(), 60.0, progress=False)
+    assert not failures
+    assert 1e-5 < curves[0].seconds[0] < 10
+
+
+def test_the_host_is_measured(tmp_path: Path) -> None:
+    curves = run_forked(calibration_ranks.measure_host, HOST, 1, tmp_path, timeout_seconds=100)
+    assert [curve.thing for curve in curves] == ["adam", "disk_write", "disk_read"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kept_rates_are_found_again(inventory: Inventory) -> None:
+    keep_calibration(inventory, Calibration().with_curves([ADD], day="d", took_seconds=1.0))
+    assert load_calibration(inventory).measured("cpu/1")
+    found = calibration.calibrated(inventory)
+    assert found is not None
+    assert (found.name, found.identity) == ("measured on d", "measured on d in 1.000 s")
