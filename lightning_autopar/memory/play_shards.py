@@ -90,6 +90,7 @@ class Shards(Whole):
         self._kept: Hashable = None
         self._ahead: dict[int, Hashable] = {}
         self._gathers = 0
+        self._reduced: set[int] = set()
         self._reducing: Hashable = None
 
     def start(self) -> None:
@@ -153,8 +154,12 @@ class Shards(Whole):
 
     def clear(self, change: Change) -> None:
         """All shards of gradients go at once: they are views of the reduced buffers."""
+        if not self._reduced:  # it is asked for each of them
+            return
         for unit in self.parameters:
-            self.machine.drop(("gradient", unit))
+            if unit in self._reduced:
+                self.machine.drop(("gradient", unit))
+        self._reduced.clear()
 
     # -- gathering -------------------------------------------------------------------------------------------------------------------------
 
@@ -223,6 +228,7 @@ class Shards(Whole):
         for key in gradients:
             machine.drop(key)
         shard = ("gradient", unit)
+        self._reduced.add(unit)
         added = shard in machine  # to what an earlier micro-batch left there
         key = (shard, "added") if added else shard
         machine.hold(key, sum(parameter.padded_shard_bytes for parameter in learning), "gradients", REDUCE)

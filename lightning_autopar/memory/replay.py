@@ -82,8 +82,7 @@ def replay(
         raise ValueError(f"{what} can't be replayed; use memory.predict")
     assert 0 <= rank < plan.world_size, "a rank of the plan"
     if rows is None:
-        ranks = 1 if plan.engine == "pipeline" else plan.world_size
-        rows = max(1, -(-(footprint.batch_size - (rank if ranks > 1 else 0)) // ranks)) if footprint.batch_size else 0
+        rows = max(1, plan.rows(footprint.batch_size)[rank]) if footprint.batch_size else 0
     allocator = CachingAllocator(limit_bytes=limit_bytes, options=options)
     machine = Machine(allocator)
     player = _player(machine, script or read_script(footprint.tape), footprint, plan, rank, rows)

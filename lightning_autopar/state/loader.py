@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from lightning_autopar.state import rng
+from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.one_pass import STATE_VERSION, Pass, Settlement, Track
 from lightning_autopar.state.order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.state.share import BatchShare, CollateAll, CollateRows, CollateSamples
@@ -76,7 +76,7 @@ class ExactLoader(DataLoader[Any]):
 
     What it isn't asked for itself (``dataset``, ``sampler``, ``num_workers``, …) it takes from the user's loader, and sets there.
 
-    - A map-style dataset's indices are split before anything is loaded: rank r loads the samples ``[r::world_size]`` of each batch.
+    - A map-style dataset's indices are split before anything is loaded: a rank loads no samples but those that it is dealt.
     - Every rank reads the whole stream of an IterableDataset, and collates its own samples of each batch.
     - Where the dataset makes the batches itself (``batch_size=None``), or the loader isn't a plain DataLoader, the rank's rows are cut out
       of the batch's tensors.
@@ -89,6 +89,7 @@ class ExactLoader(DataLoader[Any]):
         loader: the user's loader; any iterable of batches will do.
         rank: this rank.
         world_size: how many ranks share a batch.
+        dealing: which of a batch's samples each rank gets; by default one in turn: rank r has the samples ``[r::world_size]``.
         whole_batches: for prediction: rank r gets the whole batches r, r + world_size, … In the last round, ranks without one are given
             the last batch again, with a share of no rows.
         sync: gives every rank the object that rank 0 called it with; a collective. None with one rank, or where every rank's order is the
@@ -101,12 +102,13 @@ class ExactLoader(DataLoader[Any]):
             one process.
 
     Raises:
-        ValueError: if rank or world size make no sense, or the loader already distributes its samples.
+        ValueError: if rank, world size or dealing make no sense, or the loader already distributes its samples.
     """
 
     wrapped: Any
     _rank: int
     _world_size: int
+    _dealing: Dealing
     _whole_batches: bool
     _load_all: bool
     _collate_all: bool
@@ -130,6 +132,7 @@ class ExactLoader(DataLoader[Any]):
         *,
         rank: int = 0,
         world_size: int = 1,
+        dealing: Dealing | None = None,
         whole_batches: bool = False,
         sync: Callable[[object], object] | None = None,
         boundary: Callable[[int], None] | None = None,
@@ -142,8 +145,13 @@ class ExactLoader(DataLoader[Any]):
             loader = loader.wrapped
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}; give a rank from 0 to {world_size - 1}")
+        dealing = dealing or Dealing.even(world_size)
+        if dealing.holders != world_size:
+            raise ValueError(
+                f"the samples are dealt out to {dealing.holders} ranks, but there are {world_size}; give a dealing for as many"
+            )
         own: dict[str, Any] = {}
-        self.__dict__.update(wrapped=loader, _rank=rank, _world_size=world_size, _whole_batches=whole_batches)
+        self.__dict__.update(wrapped=loader, _rank=rank, _world_size=world_size, _dealing=dealing, _whole_batches=whole_batches)
         self.__dict__.update(_load_all=load_all or collate_all, _collate_all=collate_all)
         self.__dict__.update(_sync=sync, _boundary=boundary, _progress=progress, _own=own)
         self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _settlement=None)
@@ -278,7 +286,7 @@ class ExactLoader(DataLoader[Any]):
                 index_sampler(loader),
                 rank=self._rank,
                 world_size=self._world_size,
-                split=self._split == "indices",
+                split=self._dealing if self._split == "indices" else None,
                 whole=self._whole_batches,
                 batched=self._indexed,
                 own=self._own,
@@ -304,8 +312,8 @@ class ExactLoader(DataLoader[Any]):
         loader = self.wrapped
         return self._source == "order" and (loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler))
 
-    def _cutting(self) -> tuple[int, int]:
-        return (0, 1) if self._split == "none" else (self._rank, self._world_size)
+    def _cutting(self) -> tuple[int, Dealing]:
+        return (0, Dealing.even(1)) if self._split == "none" else (self._rank, self._dealing)
 
     def _worker_init(self) -> Callable[[int], None] | None:
         """The user's worker_init_fn, with the seed that this rank's workers must have."""
@@ -314,7 +322,7 @@ class ExactLoader(DataLoader[Any]):
             return function
         if self._split == "indices" or (self._whole_batches and self._source == "order"):
             # Each rank's workers see other samples: with equal seeds they would augment them alike.
-            return RankSeed(self._rank, function) if self._rank else function
+            return rng.RankSeed(self._rank, function) if self._rank else function
         if isinstance(function, partial) and function.func is pl_worker_init_function:
             return partial(pl_worker_init_function, rank=0)  # every rank must read the same stream
         return function
@@ -362,18 +370,6 @@ class ExactLoader(DataLoader[Any]):
         if self._whole_batches:
             raise ValueError("a loader of whole batches, as for prediction, can't be resumed; predict from the start")
         self.__dict__.update(_resume=dict(state_dict), _settlement=Settlement.of(state_dict))
-
-
-class RankSeed:
-    """A ``worker_init_fn`` that gives a rank's loader workers seeds of their own, then calls the user's."""
-
-    def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
-        self.rank, self.then = rank, then
-
-    def __call__(self, worker_id: int) -> None:
-        rng.restore(rng.seeded((torch.initial_seed() + self.rank * 0x9E3779B97F4A7C15) % 2**63), {})
-        if self.then is not None:
-            self.then(worker_id)
 
 
 def _find_source(loader: Any) -> Source:

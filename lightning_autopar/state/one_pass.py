@@ -9,14 +9,16 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_autopar.state import rng
+from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.order import DrawLog, Order
-from lightning_autopar.state.share import BatchShare, CollateRows
+from lightning_autopar.state.share import BatchShare, CollateRows, share_of
 
 if TYPE_CHECKING:
     from lightning_autopar.state.loader import ExactLoader, Progress
@@ -330,13 +332,13 @@ class Pass(Iterator[Any]):
             if read <= loader._rank:
                 got = item
             read += 1
-        of, batch = CollateRows(None, 0, 1)(got) if loader._source == "iterable" else got
+        of, batch = CollateRows(None, 0, Dealing.even(1))(got) if loader._source == "iterable" else got
         mine = min(loader._rank, read - 1)
         return batch, self._share(of, of if loader._rank < read else 0), first + mine
 
     def _share(self, of: int, rows: int | None) -> BatchShare:
-        rank, world_size = self._loader._rank, self._loader._world_size
-        return BatchShare(rows=len(range(rank, of, world_size)) if rows is None else rows, of=of, rank=rank, world_size=world_size)
+        share = share_of(of, self._loader._rank, self._loader._dealing)
+        return share if rows is None else replace(share, rows=rows)
 
 
 def _base(progress: Progress | None, previous: Track | None) -> int:

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_autopar.state import rng
-from lightning_autopar.state.share import cut, share_rows
+from lightning_autopar.state.dealing import Dealing
+from lightning_autopar.state.share import cut
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -118,7 +119,7 @@ class Order:
         batches: the user's batch sampler, or the sampler whose indices are loaded one by one.
         rank: this rank.
         world_size: how many ranks share the batches.
-        split: whether each batch of indices is split over the ranks (else every rank gets it whole).
+        split: how each batch of indices is dealt out to the ranks; None: every rank gets it whole.
         whole: rank r gets the whole batches r, r + world_size, …; in the last round, ranks without one repeat the last batch.
         batched: whether what ``batches`` gives is a batch of indices, rather than one index.
         own: the user's generator objects, by name.
@@ -131,7 +132,7 @@ class Order:
         *,
         rank: int,
         world_size: int,
-        split: bool,
+        split: Dealing | None,
         whole: bool,
         batched: bool,
         own: Mapping[str, Any],
@@ -223,9 +224,9 @@ class Order:
         if self._batched and not hasattr(batch, "__len__"):
             batch = list(batch)
         of = len(batch) if self._batched else 1
-        rows = share_rows(of, self._rank, self._world_size) if self._split else of
+        rows = of if self._split is None else self._split.rows(of, self._rank)
         self.taken.append(Taken(rows=rows, of=of, index=index))
-        return cut(batch, self._rank, self._world_size) if self._split and self._world_size > 1 else batch
+        return batch if self._split is None or self._world_size == 1 else cut(batch, self._rank, self._split)
 
     def _next_round(self, source: Iterator[Any]) -> Any:
         group = [self._next(source)]

@@ -7,7 +7,7 @@ initialised), and ``own:<path>`` for each generator object that the user gave to
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -77,6 +77,19 @@ def seeded(seed: int) -> RngState:
     if numpy is not None:
         state["numpy"] = numpy.random.RandomState(seed % 2**32).get_state()
     return state
+
+
+class RankSeed:
+    """A ``worker_init_fn`` that gives a rank's loader workers seeds of their own, then calls the user's."""
+
+    def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
+        self.rank, self.then = rank, then
+
+    def __call__(self, worker_id: int) -> None:
+        """Seed one worker, in its process."""
+        restore(seeded((torch.initial_seed() + self.rank * 0x9E3779B97F4A7C15) % 2**63), {})
+        if self.then is not None:
+            self.then(worker_id)
 
 
 def to_plain(state: RngState) -> dict[str, Any]:

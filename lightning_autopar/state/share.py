@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lightning_autopar.state.dealing import Dealing
+
 try:
     import numpy
 except ImportError:  # torch runs without it
@@ -25,37 +27,85 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShare:
-    """What one rank holds of a global batch: the samples ``[rank::world_size]`` of it.
+    """What one rank, or a part of one, holds of a global batch.
 
     A rank that gets no sample of a batch smaller than the world size is fed the batch's first sample and has ``rows == 0``: it takes part
     in every collective, with weight 0.
 
     Args:
-        rows: how many samples of the global batch are this rank's own.
+        rows: how many samples of the global batch are its own.
         of: how many samples the global batch has.
-        rank: this rank.
+        rank: who it is in the dealing: this rank, or a part of its samples.
         world_size: how many ranks share the batch.
+        dealing: who gets which sample; if None, the ranks in turn.
     """
 
     rows: int
     of: int
     rank: int
     world_size: int
+    dealing: Dealing = None  # type: ignore[assignment]  # made in __post_init__
+
+    def __post_init__(self) -> None:
+        if self.dealing is None:
+            object.__setattr__(self, "dealing", Dealing.even(self.world_size))
 
     @property
     def weight(self) -> float:
-        """The factor of this rank's mean loss, given that gradients are averaged over the ranks; the ranks' weights sum to world_size."""
+        """The factor of this share's mean loss, given that gradients are averaged over the ranks; all weights sum to world_size."""
         return self.rows * self.world_size / self.of
 
+    @property
+    def indices(self) -> range | tuple[int, ...]:
+        """Which of the global batch's samples it is fed: its own, the first one where it has none."""
+        return self.dealing.indices(self.of, self.rank) if self.rows else range(1)
 
-def share_rows(of: int, rank: int, world_size: int) -> int:
-    """How many of ``of`` samples ``[rank::world_size]`` has."""
-    return len(range(rank, of, world_size))
+    def part(self, number: int, parts: int) -> BatchShare:
+        """One of ``parts`` parts of its samples, dealt out to them in turns."""
+        holder, dealing = self.rank * parts + number, self.dealing.split(parts)
+        rows = dealing.rows(self.of, holder) if self.rows else 0
+        return BatchShare(rows=rows, of=self.of, rank=holder, world_size=self.world_size, dealing=dealing)
 
 
-def cut(samples: Any, rank: int, world_size: int) -> Any:
-    """``samples[rank::world_size]`` of anything that can be sliced, the first sample where that would be empty."""
-    return samples[rank::world_size] if rank < len(samples) else samples[:1]
+def share_of(of: int, rank: int, dealing: Dealing) -> BatchShare:
+    """A rank's share of a batch of ``of`` samples that are dealt out so."""
+    return BatchShare(rows=dealing.rows(of, rank), of=of, rank=rank, world_size=dealing.holders, dealing=dealing)
+
+
+def cut(samples: Any, rank: int, dealing: Dealing) -> Any:
+    """The rank's part of anything that can be sliced, the first sample where that would be empty.
+
+    A tensor lies in memory as the whole one does, without gaps: users' code says ``view(-1)``.
+    """
+    own = dealing.indices(len(samples), rank)
+    if not own:
+        return samples[:1]
+    if isinstance(own, range):
+        part = samples[own.start : own.stop : own.step]
+        return _without_gaps(part, samples) if isinstance(part, torch.Tensor) else part
+    if isinstance(samples, torch.Tensor):
+        return _picked(samples, own)
+    if _is_array(samples):
+        return samples[list(own)]
+    picked = [samples[index] for index in own]
+    return tuple(picked) if isinstance(samples, tuple) else picked
+
+
+def _picked(whole: torch.Tensor, own: tuple[int, ...]) -> torch.Tensor:
+    """Those rows, with the dimensions in the whole tensor's order in memory; indexing alone would lay them out anew."""
+    strides = whole.stride()
+    order = sorted(range(whole.ndim), key=lambda dim: -strides[dim])
+    part = whole.permute(order).index_select(order.index(0), torch.tensor(own, device=whole.device))
+    return part.permute([order.index(dim) for dim in range(whole.ndim)])
+
+
+def _without_gaps(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The part itself where the whole tensor has gaps, too."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for layout in (torch.contiguous_format, formats.get(whole.ndim, torch.contiguous_format)):
+        if whole.is_contiguous(memory_format=layout):
+            return part.contiguous(memory_format=layout)
+    return part
 
 
 def count_rows(batch: Any) -> int:
@@ -76,7 +126,7 @@ def count_rows(batch: Any) -> int:
     return sizes.pop()
 
 
-def take_rows(batch: Any, rank: int, world_size: int) -> tuple[int, Any]:
+def take_rows(batch: Any, rank: int, dealing: Dealing) -> tuple[int, Any]:
     """How many samples a collated batch has, and the rank's rows of it.
 
     Every tensor and array is cut along dimension 0; so are lists of strings or numbers with an entry a sample. What has no dimension
@@ -86,7 +136,7 @@ def take_rows(batch: Any, rank: int, world_size: int) -> tuple[int, Any]:
         ValueError: if there is no batch dimension, or something in the batch can't be cut.
     """
     of = count_rows(batch)
-    return of, _cut_tree(batch, of, rank, world_size)
+    return of, _cut_tree(batch, of, rank, dealing)
 
 
 def _is_array(value: Any) -> bool:
@@ -112,13 +162,13 @@ def _collect_shapes(value: Any, shapes: list[tuple[int, ...]]) -> None:
             _collect_shapes(getattr(value, field.name), shapes)
 
 
-def _cut_tree(value: Any, of: int, rank: int, world_size: int) -> Any:
+def _cut_tree(value: Any, of: int, rank: int, dealing: Dealing) -> Any:
     if _is_array(value):
-        return cut(value, rank, world_size) if value.ndim else value
+        return cut(value, rank, dealing) if value.ndim else value
     if _is_leaf(value):
         return value
     if isinstance(value, Mapping):
-        items = {key: _cut_tree(item, of, rank, world_size) for key, item in value.items()}
+        items = {key: _cut_tree(item, of, rank, dealing) for key, item in value.items()}
         if type(value) is dict:
             return items
         result: Any = copy.copy(value)
@@ -128,15 +178,15 @@ def _cut_tree(value: Any, of: int, rank: int, world_size: int) -> Any:
     if isinstance(value, (list, tuple)):
         if value and all(_is_leaf(item) for item in value):
             if len(value) == of:
-                return cut(value, rank, world_size)
+                return cut(value, rank, dealing)
             raise ValueError(f"a {type(value).__name__} of {len(value)} values in a batch of {of} samples can't be split; {_REMEDY}")
-        parts = [_cut_tree(item, of, rank, world_size) for item in value]
+        parts = [_cut_tree(item, of, rank, dealing) for item in value]
         if isinstance(value, tuple):
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         return parts
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _cut_tree(getattr(value, f.name), of, rank, world_size) for f in fields(value) if f.init})
-    raise ValueError(f"a {type(value).__name__} in a batch can't be split over {world_size} devices; {_REMEDY}")
+        return replace(value, **{f.name: _cut_tree(getattr(value, f.name), of, rank, dealing) for f in fields(value) if f.init})
+    raise ValueError(f"a {type(value).__name__} in a batch can't be split over {dealing.holders} devices; {_REMEDY}")
 
 
 @dataclass(frozen=True)
@@ -145,11 +195,11 @@ class CollateSamples:
 
     collate: Callable[[Any], Any]
     rank: int
-    world_size: int
+    dealing: Dealing
 
     def __call__(self, samples: Sequence[Any]) -> tuple[int, Any]:
         """Collate one batch's samples."""
-        return len(samples), self.collate(samples if self.world_size == 1 else cut(samples, self.rank, self.world_size))
+        return len(samples), self.collate(samples if self.dealing.holders == 1 else cut(samples, self.rank, self.dealing))
 
 
 @dataclass(frozen=True)
@@ -158,11 +208,11 @@ class CollateAll:
 
     collate: Callable[[Any], Any]
     rank: int
-    world_size: int
+    dealing: Dealing
 
     def __call__(self, samples: Sequence[Any]) -> tuple[int, Any]:
         """Collate and cut one batch's samples."""
-        rows, part = take_rows(self.collate(samples), self.rank, self.world_size)
+        rows, part = take_rows(self.collate(samples), self.rank, self.dealing)
         if rows != len(samples):
             raise ValueError(
                 f"the collate function draws random numbers or pads, and makes {rows} rows of {len(samples)} samples: they can't be split; "
@@ -177,13 +227,13 @@ class CollateRows:
 
     collate: Callable[[Any], Any] | None
     rank: int
-    world_size: int
+    dealing: Dealing
 
     def __call__(self, batch: Any) -> tuple[int, Any]:
         """Collate and cut one batch."""
         collated = batch if self.collate is None else self.collate(batch)
-        if self.world_size > 1:
-            return take_rows(collated, self.rank, self.world_size)
+        if self.dealing.holders > 1:
+            return take_rows(collated, self.rank, self.dealing)
         try:
             return count_rows(collated), collated
         except ValueError:  # nothing to split on one rank: any batch will do, and counts as one

@@ -134,10 +134,15 @@ class GlobalDraws:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.uninstall()
 
-    def begin(self) -> None:
-        """A step's forward begins: the next draw is its first."""
-        self._next = 0
+    def begin(self, place: int = 0) -> None:
+        """A step's forward begins, or one of its parts': the next draw is the one at this place of the plan."""
+        self._next = place
         self._chosen.clear()
+
+    @property
+    def place(self) -> int:
+        """Where in the plan the step has come to."""
+        return self._next
 
     def fingerprint(self) -> int:
         """A number that is the same on all ranks as long as their generators are in step (63 bits)."""
@@ -292,31 +297,39 @@ def _state(generator: torch.Generator) -> int:
     return hash(generator.get_state().numpy().tobytes())
 
 
-def whole_like(part: Tensor, rows: Rows, share: BatchShare) -> Tensor:
+def whole_like(part: Tensor, rows: Rows, share: BatchShare, dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor for the whole batch's draw, laid out in memory as one device's would be, given the rank's part of it."""
     shape = list(part.shape)
     shape[rows.dim] = shape[rows.dim] // max(share.rows, 1) * share.of
     order, gaps = memory_order(part), has_gaps(part)
     if rows.order and part.shape[rows.dim] == 1:  # a dimension of size 1 lies anywhere
         order, gaps = rows.order, rows.gaps
-    return torch.empty_strided(shape, _strides(shape, order, 2 if gaps else 1), dtype=part.dtype, device=part.device)
+    return torch.empty_strided(shape, _strides(shape, order, 2 if gaps else 1), dtype=dtype or part.dtype, device=part.device)
 
 
 def take(whole: Tensor, part: Tensor, rows: Rows, share: BatchShare) -> None:
-    """Copy the rank's rows of the whole batch's draw into ``part``."""
-    _split(part, rows, max(share.rows, 1)).copy_(_own(whole, rows, share))
+    """Copy the rank's rows of the whole batch's draw into ``part``: those of sample 0 where it has none."""
+    place, own = rows.dim + rows.groups_first, share.indices
+    samples, target = _split(whole, rows, share.of), _split(part, rows, max(share.rows, 1))
+    if isinstance(own, range):
+        target.copy_(_sliced(samples, place, own))
+    else:
+        target.copy_(samples.index_select(place, torch.tensor(own, device=whole.device)))
 
 
 def put(part: Tensor, whole: Tensor, rows: Rows, share: BatchShare) -> None:
     """The reverse of :func:`take`."""
-    _own(whole, rows, share).copy_(_split(part, rows, max(share.rows, 1)))
+    place, own = rows.dim + rows.groups_first, share.indices
+    target, samples = _split(whole, rows, share.of), _split(part, rows, max(share.rows, 1))
+    if isinstance(own, range):
+        _sliced(target, place, own).copy_(samples)
+    else:
+        target.index_copy_(place, torch.tensor(own, device=whole.device), samples.to(whole.dtype))
 
 
-def _own(whole: Tensor, rows: Rows, share: BatchShare) -> Tensor:
-    """The view of the rank's rows; those of sample 0 where it has none."""
-    own = slice(share.rank, None, share.world_size) if share.rows else slice(0, 1)
-    dim = rows.dim + rows.groups_first
-    return _split(whole, rows, share.of)[(slice(None),) * dim + (own,)]
+def _sliced(tensor: Tensor, dim: int, own: range) -> Tensor:
+    """A view."""
+    return tensor[(slice(None),) * dim + (slice(own.start, own.stop, own.step),)]
 
 
 def _split(tensor: Tensor, rows: Rows, samples: int) -> Tensor:

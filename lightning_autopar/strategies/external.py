@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment, Lightning
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_autopar._lightning_compat import find_free_network_port, script_command
-from lightning_autopar.memory.host import host_memory
+from lightning_autopar.memory.host import host_cores, host_memory
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.strategies.engine import Assignment
 from lightning_autopar.strategies.generation import die_with
@@ -98,7 +98,10 @@ class Peers:
             return replace(here, devices=here.devices[: self.world_size]), None
         devices = [self._introduced(rank) for rank in range(self.world_size)]
         total_bytes, free_bytes = host_memory()
-        return Inventory(devices=tuple(devices), host_total_bytes=total_bytes, host_free_bytes=free_bytes, source="peers"), None
+        found = Inventory(
+            devices=tuple(devices), host_total_bytes=total_bytes, host_free_bytes=free_bytes, source="peers", host_threads=host_cores()
+        )
+        return found, None
 
     def _introduced(self, rank: int) -> Device:
         found = pickle.loads(self.store.get(f"autopar/device/{self.messages}/{rank}"))

@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 
 from lightning_autopar._lightning_compat import (
     LightningOptimizer,
     TrainerFn,
     materialize_module,
     optimizers_to_device,
+    update_properties,
 )
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.strategies.engine import Assignment, EngineMixin
@@ -47,6 +49,8 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     assignment: Assignment
     _gathered: Any = None
+    #: Whether parameters, gradients and the optimizer's state lie in host memory between uses.
+    _offloads = False
 
     def _configure_launcher(self) -> None:
         """The processes are there already."""
@@ -57,6 +61,8 @@ class _ShardingStrategy(ModelParallelStrategy):
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
+        if self.assignment.plan.offload and self.root_device.type == "cuda":
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms and checkpoints of what lies in host memory
         join_group(self, self._process_group_backend)
         self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=_DIMENSIONS)
         self._module._device_mesh = self._device_mesh
@@ -84,10 +90,23 @@ class _ShardingStrategy(ModelParallelStrategy):
         if not any(isinstance(module, FSDPModule) for module in self._module.modules()):
             originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.assignment.large else {}
             plan = self.assignment.plan
-            shard(self._module, plan.shard, self.device_mesh["data_parallel"], reshard_after_forward=bool(plan.reshard_after_forward))
+            self._offloads = bool(plan.offload)
+            shard(
+                self._module,
+                plan.shard,
+                self._sharding_mesh(),
+                reshard_after_forward=bool(plan.reshard_after_forward),
+                # Pinned memory is what a GPU copies from.
+                offload=CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self._offloads else None,
+            )
             if self.assignment.large and self._any_rank_has_shapes_only():
                 self._spread(originals)
-        materialize_module(self._module, self.root_device)
+        elif (plan := self.assignment.plan).replicas > 1 or plan.offload:
+            raise ValueError(
+                f"the plan {plan.title()!r} says how the module is sharded, but its configure_model has sharded it already; "
+                "leave the sharding to the strategy, or choose a plan without replicas and offload"
+            )
+        materialize_module(self._module, self._home)
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
         self.barrier()
@@ -96,8 +115,34 @@ class _ShardingStrategy(ModelParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
-            optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self._home)
         self._gathered = Gathered(self._module, self.optimizers)
+
+    @property
+    def _home(self) -> torch.device:
+        """Where parameters and the optimizer's state lie between uses."""
+        return torch.device("cpu") if self._offloads else self.root_device
+
+    def model_to_device(self) -> None:
+        """Offloaded parameters stay where they are; buffers and metrics go to the device, which the module says it is on."""
+        if not self._offloads:
+            super().model_to_device()
+            return
+        self._move_others(self.root_device)
+        update_properties(self._module, device=self.root_device)
+
+    def _move_others(self, device: torch.device) -> None:
+        """Move what isn't sharded."""
+        self._module._apply(lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
+
+    def _sharding_mesh(self) -> Any:
+        """What the module is sharded over: all ranks, or those of a replica, the first dimension being the replicas."""
+        plan = self.assignment.plan
+        if plan.replicas == 1:
+            return self.device_mesh["data_parallel"]
+        return init_device_mesh(
+            self.root_device.type, (plan.replicas, plan.devices_per_replica), mesh_dim_names=("replicas", "data_parallel")
+        )
 
     def _any_rank_has_shapes_only(self) -> bool:
         here = any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers()))
@@ -108,13 +153,23 @@ class _ShardingStrategy(ModelParallelStrategy):
     def _spread(self, originals: dict[str, Any]) -> None:
         """Give every rank its part of rank 0's weights, a tensor at a time, and rank 0's RNG state, which building the module moved on."""
         if self.global_rank != 0:
-            self._module.to_empty(device=self.root_device)
+            self._module.to_empty(device=self._home)
+        elif self._offloads:
+            self._move_others(self._home)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(self._module, originals, options=options)
         persistent = set(self._module.state_dict())
         for name, buffer in self._module.named_buffers():
             if name not in persistent:
                 buffer.copy_(self.broadcast(buffer.cpu() if self.global_rank == 0 else None))
+        for metric in (child for child in self._module.modules() if isinstance(child, Metric)):
+            # Their states are no buffers, but to_empty leaves nothing of them, nor of what they are reset to.
+            states = {name: getattr(metric, name) for name in metric._defaults}
+            kept: Any = self.broadcast(tree_map_only(Tensor, Tensor.cpu, (states, metric._defaults)) if self.global_rank == 0 else None)
+            if self.global_rank != 0:
+                metric._defaults = kept[1]
+                for name, state in kept[0].items():
+                    setattr(metric, name, state)
         torch.set_rng_state(self.broadcast(torch.get_rng_state()))
 
     # -- steps: the only time when parameters are whole --------------------------------------------------------------------------------
@@ -210,26 +265,28 @@ class FSDPEngine(EngineMixin, _ShardingStrategy):
         self.attach(assignment)
 
 
-def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward: bool) -> None:
+def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward: bool, offload: OffloadPolicy | None = None) -> None:
     """``fully_shard`` on the units, then on the root.
 
     Args:
         module: a LightningModule.
         fqns: the units' names.
-        mesh: one-dimensional device mesh.
+        mesh: a device mesh of the ranks that share the parameters; a first dimension more is that of replicas (hybrid sharding).
         reshard_after_forward: whether a unit's parameters are freed between forward and backward.
+        offload: where parameters, gradients and the optimizer's state lie between uses; None: on the device.
     """
     _let_go(module)
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy()}
     units = [module.get_submodule(fqn) for fqn in fqns]
     for unit in units:
         unit.register_forward_hook(_without_views)
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(unit, **options, reshard_after_forward=reshard_after_forward)
     if not module.automatic_optimization:
         # Each backward of a manual step frees the root's parameters again, so what a step calls more than once must be a unit of its own.
         for child in _callable_children(module):
             child.register_forward_hook(_without_views)
-            fully_shard(child, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(module, mesh=mesh)
+            fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
+    fully_shard(module, **options)
     for name in _STEPS:
         signature = inspect.signature(getattr(module, name))
         register_fsdp_forward_method(module, name)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.state import rng
-from lightning_autopar.state.share import BatchShare, share_rows
+from lightning_autopar.state.dealing import Dealing
+from lightning_autopar.state.share import BatchShare, share_of
 from lightning_autopar.strategies.draws import Choice, Draw, DrawPlan, GlobalDraws, Rows, has_gaps, memory_order
 
 _T = TypeVar("_T")
@@ -117,4 +118,4 @@ def everything(count: int) -> BatchShare:
 
 def shares_of(count: int, size: int) -> list[BatchShare]:
     """The shares of ``size`` ranks in a batch of ``count`` samples."""
-    return [BatchShare(rows=share_rows(count, rank, size), of=count, rank=rank, world_size=size) for rank in range(size)]
+    return [share_of(count, rank, Dealing.even(size)) for rank in range(size)]

@@ -63,7 +63,9 @@ def _fill(op: str, draws: GlobalDraws, call: _Call, out: Tensor, *args: Any, gen
         with draws.aside(out.device, generator, own=choice is not None):
             call(out, *args, generator=generator)
     elif isinstance(choice, Rows) and share.of > max(share.rows, 1):
-        whole = whole_like(out, choice, share)
+        # With MKL the CPU's kernel draws into integers of 32 bits whatever it fills (DistributionKernels.cpp): no need to hold both.
+        integers = op == "bernoulli_" and out.device.type == "cpu" and not any(isinstance(arg, Tensor) for arg in args)
+        whole = whole_like(out, choice, share, torch.int32 if integers else None)
         # An argument that is a tensor (bernoulli_'s probabilities) doesn't change how far the generator moves: zeros do for others' rows.
         spread = [_spread(arg.expand(out.shape), whole, draws, choice) if isinstance(arg, Tensor) else arg for arg in args]
         call(whole, *spread, generator=generator)
@@ -168,9 +170,11 @@ def _randperm(draws: GlobalDraws, call: _Call, n: int, *, generator: _Generator 
         each = n // max(share.rows, 1)
         whole = torch.empty(share.of * each, dtype=out.dtype, device=out.device)
         call(share.of * each, generator=generator, out=whole)
-        sample = whole // each
-        whole = whole[sample % share.world_size == share.rank if share.rows else sample == 0]
-        _into(out, whole // each // share.world_size * each + whole % each)
+        own = torch.tensor(share.indices, device=out.device)
+        place = torch.full((share.of,), -1, dtype=out.dtype, device=out.device)
+        place[own] = torch.arange(len(own), dtype=out.dtype, device=out.device)
+        mine = whole[place[whole // each] >= 0]
+        _into(out, place[mine // each] * each + mine % each)
     else:
         call(n, generator=generator, out=out)
     return out

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.conformance.features import FEATURES, PLAIN
+from tests.conformance.pinned import PINNED
 from tests.conformance.zoo import ZOO
 
 Outcome = Literal["parity", "warned", "refused"]
@@ -17,7 +18,7 @@ DEVICES = "2xcpu:4GiB"
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run to compare with plain Lightning: a member of the zoo with a feature, on an engine."""
+    """One run to compare with plain Lightning: a member of the zoo with a feature, or as it is under a pinned plan, on an engine."""
 
     case: str
     feature: str
@@ -32,6 +33,11 @@ MODULE_CELLS = tuple(Cell(case=case, feature=PLAIN.name, engine=engine) for case
 FEATURE_CELLS = tuple(
     Cell(case=case, feature=feature.name, engine=engine) for feature in FEATURES.values() for case in feature.cases for engine in ENGINES
 )
+
+PLAN_CELLS = tuple(
+    Cell(case=case, feature=pinned.name, engine=engine) for pinned in PINNED.values() for case in pinned.cases for engine in pinned.plans
+)
+CELLS = MODULE_CELLS + FEATURE_CELLS + PLAN_CELLS
 
 #: (feature, engine): words of the sentence that refuses it, whatever the module.
 REFUSED: dict[tuple[str, str], str] = {("weight-averaging", "fsdp"): "works on whole parameters"}

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tests.conformance.expected import ENGINES, FEATURE_CELLS, MODULE_CELLS, Cell
+from tests.conformance.expected import CELLS, ENGINES, FEATURE_CELLS, MODULE_CELLS, PLAN_CELLS, Cell
 from tests.conformance.features import FEATURES
+from tests.conformance.pinned import PINNED
 from tests.conformance.verdict import RESULTS, Verdict
 from tests.conformance.zoo import ZOO
 
@@ -16,8 +17,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 
 HEAD = """# What runs where
 
-Every cell is a real run on two CPU devices, held against plain Lightning's `Trainer(devices=1)` on the same module, data and seed: every
-logged row, the metrics, counters, callbacks' states, checkpoints, and the final weights.
+Every cell is a real run on two CPU devices, where nothing else is said, held against plain Lightning's `Trainer(devices=1)` on the same
+module, data and seed: every logged row, the metrics, counters, callbacks' states, checkpoints, and the final weights.
 
 - **✓** the same run: the number is the largest difference, relative above 1 and absolute below (fp32: at most 1e-5; bf16: at most 2⁻⁵, and
   the weights' distance relative to how far training moved them).
@@ -43,6 +44,15 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
     lines += ["", "## Features", "", f"Each on {_numbers()} modules.", ""]
     abouts = {name: f"{feature.about} ({', '.join(feature.cases)})" for name, feature in FEATURES.items()}
     lines += _table("Feature", abouts, FEATURE_CELLS, "feature", verdicts, footnotes)
+    lines += [
+        "",
+        "## Plans",
+        "",
+        "Pinned by `AutoParallelStrategy(plan=...)`; the planner chooses such plans by itself where they are the fastest.",
+        "",
+    ]
+    abouts = {name: f"{pinned.about} ({', '.join(pinned.cases)})" for name, pinned in PINNED.items()}
+    lines += _table("Plan", abouts, PLAN_CELLS, "feature", verdicts, footnotes)
     lines += ["", NOTES]
     if footnotes:
         lines += ["", "## Refused", ""] + [f"{number}. {reason}" for number, reason in enumerate(footnotes, start=1)]
@@ -63,7 +73,7 @@ def _table(
         columns = []
         for engine in ENGINES:
             found = {cell.case: verdicts[cell.id] for cell in cells if getattr(cell, attribute) == name and cell.engine == engine}
-            columns.append(_words(found, footnotes))
+            columns.append(_words(found, footnotes) or "–")
         lines.append(f"| **{name}**: {about} | " + " | ".join(columns) + " |")
     return lines
 
@@ -91,7 +101,7 @@ def _words(found: Mapping[str, Verdict], footnotes: list[str]) -> str:
 def main() -> int:
     """Write the page; fails if a cell is missing in the results."""
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    missing = [cell.id for cell in MODULE_CELLS + FEATURE_CELLS if cell.id not in results]
+    missing = [cell.id for cell in CELLS if cell.id not in results]
     if missing:
         print(f"{len(missing)} cells have no outcome in {RESULTS}, such as {missing[0]}: run the tests first", file=sys.stderr)
         return 1

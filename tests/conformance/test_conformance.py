@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conformance.expected import DEVICES, ENGINES, FEATURE_CELLS, MODULE_CELLS, REFUSED, Cell, expected
+from tests.conformance.expected import CELLS, DEVICES, ENGINES, FEATURE_CELLS, MODULE_CELLS, PLAN_CELLS, REFUSED, Cell, expected
 from tests.conformance.features import FEATURES, PLAIN
 from tests.conformance.harness import ROWS, Run, distance, run
+from tests.conformance.pinned import PINNED
 from tests.conformance.render import PAGE, page
 from tests.conformance.verdict import SIZE, Verdict, autopar, judge, keep
 from tests.conformance.zoo import ZOO
@@ -33,7 +34,7 @@ def runs_lstm_in_bf16() -> bool:
 
 
 def check(cell: Cell, root: Path) -> None:
-    if cell.case == "lstm" and ROWS[cell.feature].numbers == "bf16-mixed" and not runs_lstm_in_bf16():
+    if cell.case == "lstm" and cell.feature == "bf16-mixed" and not runs_lstm_in_bf16():
         pytest.skip("plain Lightning can't run an LSTM in bf16-mixed on this CPU")
     verdict = judge(cell, root)
     assert verdict.outcome == expected(cell), f"{cell.id} came to {verdict}"
@@ -49,6 +50,11 @@ def test_module(cell: Cell, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cell", FEATURE_CELLS, ids=lambda cell: cell.id)
 def test_feature(cell: Cell, tmp_path: Path) -> None:
+    check(cell, tmp_path)
+
+
+@pytest.mark.parametrize("cell", PLAN_CELLS, ids=lambda cell: cell.id)
+def test_plan(cell: Cell, tmp_path: Path) -> None:
     check(cell, tmp_path)
 
 
@@ -94,11 +100,10 @@ def outcomes(text: str) -> list[list[str]]:
 
 def test_the_page_shows_what_is_expected() -> None:
     verdicts = {
-        cell.id: Verdict(outcome=expected(cell), difference=0.0, reason=REFUSED.get((cell.feature, cell.engine), ""))
-        for cell in MODULE_CELLS + FEATURE_CELLS
+        cell.id: Verdict(outcome=expected(cell), difference=0.0, reason=REFUSED.get((cell.feature, cell.engine), "")) for cell in CELLS
     }
     wanted = outcomes(page(verdicts))
-    assert len(wanted) == len(ZOO) + len(FEATURES)
+    assert len(wanted) == len(ZOO) + len(FEATURES) + len(PINNED)
     assert outcomes(PAGE.read_text(encoding="utf-8")) == wanted, "run the suite, then python -m tests.conformance.render"
 
 

@@ -6,13 +6,14 @@ import fcntl
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tests.conformance.expected import DEVICES, ENGINES, Cell, Outcome
 from tests.conformance.features import PLAIN
 from tests.conformance.harness import ROWS, TOLERANCES, compare, plain, run
+from tests.conformance.pinned import PINNED
 from tests.conformance.zoo import ZOO
 
 #: What the cells came to, for docs/features.md.
@@ -39,12 +40,12 @@ class Verdict:
 
 
 def autopar(engine: str, **options: Any) -> Callable[[], Any]:
-    """Makes a strategy that may run ``engine`` alone, on two CPU devices."""
+    """Makes a strategy that may run ``engine`` alone, on two CPU devices unless told otherwise."""
 
     def make() -> Any:
         from lightning_autopar.strategies.auto import AutoParallelStrategy
 
-        return AutoParallelStrategy(allow=[engine], devices=DEVICES, **options)
+        return AutoParallelStrategy(**{"allow": [engine], "devices": DEVICES, **options})
 
     return make
 
@@ -55,19 +56,23 @@ def judge(cell: Cell, root: Path) -> Verdict:
     Raises:
         AssertionError: if the cell is silently wrong.
     """
-    case, feature = ZOO[cell.case], ROWS[cell.feature]
+    pinned = PINNED[cell.feature].plans[cell.engine] if cell.feature in PINNED else None
+    row = cell.feature if pinned is None else PLAIN.name
+    case, feature = ZOO[cell.case], ROWS[row]
+    world_size = ENGINES[cell.engine] if pinned is None else pinned.world_size
+    options = {} if pinned is None else {"plan": pinned, "devices": f"{world_size}x{DEVICES.partition('x')[2]}"}
     try:
-        other = run(case, feature, autopar(cell.engine), root=root)
+        other = run(case, feature, autopar(cell.engine, **options), root=root)
     except ValueError as error:
         if started := list(root.glob("process-*")):
             raise AssertionError(f"{cell.id} was refused only after {len(started)} processes had begun to train") from error
         return Verdict(outcome="refused", reason=_sentence(error, cell.engine))
     plan, report = other.strategy.plan, other.strategy.report
-    world_size = ENGINES[cell.engine]
+    assert pinned is None or replace(plan, reasons=()) == pinned, f"{cell.id} ran as {plan.title()}"
     assert (plan.engine, plan.world_size) == (cell.engine, world_size), f"{cell.id} ran as {plan.title()}"
     fits = 2 if feature.resume and world_size > 1 else 1
     assert other.processes == fits * world_size, f"{cell.id}: {other.processes} processes trained, not {fits * world_size}"
-    difference = compare(plain(cell.case, cell.feature), other, TOLERANCES[feature.numbers])
+    difference = compare(plain(cell.case, row), other, TOLERANCES[feature.numbers])
     notes = [note for note in report.best_candidate.notes if SIZE.search(note)]
     warned = [note for note in notes if any(note in warning for warning in other.warnings)]
     if not case.mean and world_size > 1:

@@ -27,7 +27,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lightning_autopar.plans import deal
 from lightning_autopar.state import order as order_module
+from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.loader import BatchShare, ExactLoader, Progress, is_loader_state
 
 
@@ -292,7 +294,8 @@ def _merge(parts):
             assert len(numbers) == 1
             continue
         assert len(numbers) == share.rows
-        whole[share.rank :: share.world_size] = numbers
+        for place, number in zip(share.indices, numbers, strict=True):
+            whole[place] = number
     return whole
 
 
@@ -309,13 +312,14 @@ def test_one_process_gets_the_plain_loaders_batches_and_random_state(name):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_parts_make_up_the_global_batches(name, world_size):
+@pytest.mark.parametrize("shares", [(1, 1), (1, 1, 1), (1, 1, 1, 1), (1, 2), (3, 1, 2)])
+def test_ranks_parts_make_up_the_global_batches(name, shares):
     make = LOADERS[name]
     _seed(7)
     plain = make()
     expected = [_numbers(batch) for epoch in range(2) for batch in _epoch(plain, epoch)]
-    runs = _ranks(make, world_size, epochs=2)
+    world_size = len(shares)
+    runs = _ranks(make, world_size, epochs=2, dealing=Dealing(deal(shares)))
     rounds = list(zip(*(batches for _, batches, _ in runs), strict=True))
     if name != "augmented":  # whose draws in this process ranks can't share: see the two tests below
         assert [_merge(parts) for parts in rounds] == expected
@@ -349,10 +353,12 @@ def test_load_all_draws_as_one_process():
     make = MAP_LOADERS["augmented"]
     _seed(7)
     expected = _epoch(make()), _rng()
-    runs = _ranks(make, 3, load_all=True)
-    for rank, (_, batches, state) in enumerate(runs):
-        assert state == expected[1]
-        assert [batch for batch, share in batches if share.rows] == [batch[rank::3] for batch in expected[0] if batch[rank::3]]
+    for dealing in (Dealing.even(3), Dealing(deal((1, 3, 2)))):
+        runs = _ranks(make, 3, load_all=True, dealing=dealing)
+        for rank, (_, batches, state) in enumerate(runs):
+            assert state == expected[1]
+            own = [[batch[index] for index in dealing.indices(len(batch), rank)] for batch in expected[0]]
+            assert [batch for batch, share in batches if share.rows] == [batch for batch in own if batch]
 
 
 def test_only_the_ranks_own_samples_are_loaded():
@@ -372,26 +378,26 @@ def test_rank_without_a_sample_is_fed_the_first_and_weighs_nothing():
 @given(
     size=st.integers(1, 40),
     batch_size=st.integers(1, 9),
-    before=st.integers(1, 4),
-    after=st.integers(1, 4),
+    before=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple),
+    after=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple),
     shuffle=st.booleans(),
     data=st.data(),
 )
-def test_nothing_is_lost_or_repeated_over_a_resume_at_another_world_size(size, batch_size, before, after, shuffle, data):
+def test_nothing_is_lost_or_repeated_over_a_resume_with_other_shares(size, batch_size, before, after, shuffle, data):
     def make():
         return DataLoader(Numbers(size), batch_size=batch_size, shuffle=shuffle)
 
     stop = data.draw(st.integers(0, len(make()) - 1))
     lockstep, done, state = Lockstep(), [], None
-    for rank in range(before):
+    for rank in range(len(before)):
         _seed(7 if rank == 0 else rank)
-        loader = ExactLoader(make(), rank=rank, world_size=before, sync=lockstep.of(rank))
+        loader = ExactLoader(make(), rank=rank, world_size=len(before), dealing=Dealing(deal(before)), sync=lockstep.of(rank))
         iterator = iter(loader)
         for position in range(stop):
             batch = next(iterator).tolist()
             done += batch if loader.share(position).rows else []
         state = state or loader.state_dict()
-    for loader, batches, _ in _ranks(make, after, state=state):
+    for loader, batches, _ in _ranks(make, len(after), state=state, dealing=Dealing(deal(after))):
         done += [number for batch, share in batches if share.rows for number in batch]
         assert len(batches) + stop == len(loader)
     assert sorted(done) == list(range(size))

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autopar.state.share import BatchShare, cut, share_rows
+from lightning_autopar.state.dealing import Dealing
+from lightning_autopar.state.share import BatchShare, cut, share_of
 from lightning_autopar.strategies.batchnorm import restore, synchronise
 from tests.ranks import run_ranks
 
@@ -60,8 +61,8 @@ def steps(model: nn.Module, batches: list[Tensor], rank: int, world_size: int, s
     outputs, input_gradients = [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches:
-        share[0] = BatchShare(rows=share_rows(len(batch), rank, world_size), of=len(batch), rank=rank, world_size=world_size)
-        local = cut(batch, rank, world_size).clone().requires_grad_()
+        share[0] = share_of(len(batch), rank, Dealing.even(world_size))
+        local = cut(batch, rank, Dealing.even(world_size)).clone().requires_grad_()
         output = model(local)
         target = torch.linspace(-1, 1, output[0].numel(), dtype=output.dtype).view(output[0].shape)
         loss = ((output - target) ** 2 * (output + 3)).flatten(1).mean(1).mean()
@@ -111,7 +112,7 @@ def test_ranks_compute_what_one_device_does(world_size: int, sizes: tuple[int, .
             single, exact = singles[kind, dtype], singles[kind, torch.float64]
             assert result["gradients"].keys() == single["gradients"].keys()
             for step, size in enumerate(sizes):
-                rows, mine = share_rows(size, rank, world_size), slice(rank, None, world_size)
+                rows, mine = Dealing.even(world_size).rows(size, rank), slice(rank, None, world_size)
                 assert not result["inputs"][step][rows:].any(), f"{kind}: a row that a rank was merely fed gets no gradient"
                 for part in ("outputs", "inputs"):
                     what = f"{kind}, {part} of rank {rank} in step {step}"
@@ -242,7 +243,7 @@ def untracked_evaluation(rank: int, world_size: int) -> Tensor:
     layer = nn.BatchNorm1d(3, track_running_stats=False).eval()
     batch = make_batches((5,), (3,), torch.float32)[0]
     if world_size > 1:
-        synchronise(layer, lambda: BatchShare(rows=share_rows(5, rank, world_size), of=5, rank=rank, world_size=world_size))
+        synchronise(layer, lambda: share_of(5, rank, Dealing.even(world_size)))
     output: Tensor = layer(batch[rank::world_size])
     return output
 

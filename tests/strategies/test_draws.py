@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.state.share import BatchShare, cut, share_rows
+from lightning_autopar.plans import deal
+from lightning_autopar.state.dealing import Dealing
+from lightning_autopar.state.share import BatchShare, cut, share_of
 from lightning_autopar.strategies.draws import Draw, DrawPlan, GlobalDraws, Rows, guess, memory_order
 from lightning_autopar.strategies.observe import observe
 from lightning_autopar.strategies.random_ops import _native_dropout
@@ -19,32 +21,38 @@ from lightning_autopar.strategies.random_ops import _native_dropout
 Step = Callable[[Tensor], Tensor]
 
 
-def shares(samples: int, world_size: int) -> list[BatchShare]:
-    return [
-        BatchShare(rows=share_rows(samples, rank, world_size), of=samples, rank=rank, world_size=world_size) for rank in range(world_size)
-    ]
+def dealt(shares: int | tuple[int, ...]) -> Dealing:
+    """As many even shares, or shares as given."""
+    return Dealing.even(shares) if isinstance(shares, int) else Dealing(deal(shares))
 
 
-def run_split(step: Step, batch: Tensor, world_size: int, plan: DrawPlan | None = None, seed: int = 7) -> tuple[list[Tensor], list[Tensor]]:
+def shares(samples: int, world: int | tuple[int, ...]) -> list[BatchShare]:
+    dealing = dealt(world)
+    return [share_of(samples, rank, dealing) for rank in range(dealing.holders)]
+
+
+def run_split(
+    step: Step, batch: Tensor, world_size: int | tuple[int, ...], plan: DrawPlan | None = None, seed: int = 7
+) -> tuple[list[Tensor], list[Tensor]]:
     """Each rank's output and the state in which its generator ends."""
     outputs, states = [], []
     for share in shares(len(batch), world_size):
         torch.manual_seed(seed)
         with GlobalDraws(lambda share=share: share, plan) as draws:  # type: ignore[misc]
             draws.begin()
-            outputs.append(step(cut(batch, share.rank, world_size)))
+            outputs.append(step(cut(batch, share.rank, share.dealing)))
         states.append(torch.get_rng_state())
     return outputs, states
 
 
-def check(step: Step, batch: Tensor, world_size: int, plan: DrawPlan | None = None) -> None:
+def check(step: Step, batch: Tensor, world_size: int | tuple[int, ...], plan: DrawPlan | None = None) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     whole, state = step(batch), torch.get_rng_state()
     assert not torch.equal(before, state), "the step draws nothing"
     outputs, states = run_split(step, batch, world_size, plan)
     for rank, output in enumerate(outputs):
-        torch.testing.assert_close(output, cut(whole, rank, world_size), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(output, cut(whole, rank, dealt(world_size)), rtol=1e-5, atol=1e-6)
         assert torch.equal(states[rank], state), "the generators are out of step"
 
 
@@ -187,20 +195,20 @@ def batch_of(samples: int, shape: tuple[int, ...]) -> Tensor:
 def observed(step: Step, shape: tuple[int, ...]) -> DrawPlan:
     """The plan that the probe finds on a batch of four samples."""
     batch = batch_of(4, shape)
-    return observe(step, lambda share: cut(batch, share.rank, share.world_size), shares(4, 2)).draws
+    return observe(step, lambda share: cut(batch, share.rank, share.dealing), shares(4, 2)).draws
 
 
-@pytest.mark.parametrize(("samples", "world_size"), [(4, 2), (5, 2), (7, 3), (8, 3)])
+@pytest.mark.parametrize(("samples", "world_size"), [(4, 2), (5, 2), (7, 3), (8, 3), (7, (1, 2))])
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"lstm", "encoder_sequence_first", "sequence_first", "columns", "positions"}))
-def test_ranks_draw_what_one_device_draws(name: str, samples: int, world_size: int) -> None:
+def test_ranks_draw_what_one_device_draws(name: str, samples: int, world_size: int | tuple[int, ...]) -> None:
     """By shapes alone, where dimension 0 runs over the samples."""
     make, shape = CASES[name]
     check(make(), batch_of(samples, shape), world_size)
 
 
-@pytest.mark.parametrize(("samples", "world_size"), [(1, 2), (2, 2), (2, 3), (3, 2), (4, 3), (5, 3), (7, 2)])
+@pytest.mark.parametrize(("samples", "world_size"), [(1, 2), (2, 2), (2, 3), (3, 2), (4, 3), (5, 3), (7, 2), (2, (1, 2)), (7, (3, 1, 2))])
 @pytest.mark.parametrize("name", CASES)
-def test_planned_draws(name: str, samples: int, world_size: int) -> None:
+def test_planned_draws(name: str, samples: int, world_size: int | tuple[int, ...]) -> None:
     """With one sample on a rank, or none, only the plan tells what runs over the samples."""
     make, shape = CASES[name]
     step = make()
@@ -226,11 +234,11 @@ def test_recomputation_draws_the_same_again(world_size: int, use_reentrant: bool
     batch = batch_of(6, (6,))
     torch.manual_seed(7)
     whole = step(batch, recompute=False)
-    plan = observe(partial(step, recompute=False), lambda share: cut(batch, share.rank, share.world_size), shares(6, 2)).draws
+    plan = observe(partial(step, recompute=False), lambda share: cut(batch, share.rank, share.dealing), shares(6, 2)).draws
     for recompute in (False, True):
         outputs, states = run_split(partial(step, recompute=recompute), batch, world_size, plan)
         for rank, output in enumerate(outputs):
-            torch.testing.assert_close(output, cut(whole, rank, world_size))
+            torch.testing.assert_close(output, cut(whole, rank, dealt(world_size)))
         assert all(torch.equal(state, states[0]) for state in states)
 
 
@@ -311,6 +319,9 @@ def test_a_permutation_of_the_samples_stays_within_a_rank() -> None:
     outputs, states = run_split(step, torch.ones(7), 3, plan_of(4, ("randperm", (4,), Rows(dim=0))))
     assert [sorted(output.tolist()) for output in outputs] == [[0, 1, 2], [0, 1], [0, 1]]
     assert all(torch.equal(other, state) for other in states)
+    outputs, states = run_split(step, torch.ones(7), (1, 2), plan_of(4, ("randperm", (4,), Rows(dim=0))))
+    assert [sorted(output.tolist()) for output in outputs] == [[0, 1], [0, 1, 2, 3, 4]]
+    assert all(torch.equal(other, state) for other in states)
 
 
 def test_what_rejection_sampling_consumes_keeps_ranks_in_step() -> None:
@@ -356,7 +367,7 @@ def test_skipped_draws_are_found_again() -> None:
         return x + torch.randn(4).sum()
 
     batch = batch_of(8, (3,))
-    plan = observe(partial(step, blocks=3), lambda share: cut(batch, share.rank, share.world_size), shares(8, 2)).draws
+    plan = observe(partial(step, blocks=3), lambda share: cut(batch, share.rank, share.dealing), shares(8, 2)).draws
     for blocks in (1, 2, 3):
         check(partial(step, blocks=blocks), batch, 2, plan)
 
@@ -403,9 +414,9 @@ def test_cuda_dropout_takes_the_mask_of_the_whole_batch() -> None:
     for share in shares(5, 2):
         torch.manual_seed(7)
         with GlobalDraws(lambda share=share: share) as draws:  # type: ignore[misc]
-            part, kept = _native_dropout(draws, call, cut(batch, share.rank, 2), 0.4, True)
-        torch.testing.assert_close(part, cut(whole, share.rank, 2))
-        assert torch.equal(kept, cut(mask, share.rank, 2))
+            part, kept = _native_dropout(draws, call, cut(batch, share.rank, share.dealing), 0.4, True)
+        torch.testing.assert_close(part, cut(whole, share.rank, share.dealing))
+        assert torch.equal(kept, cut(mask, share.rank, share.dealing))
 
 
 def test_fingerprints_tell_generators_apart() -> None:

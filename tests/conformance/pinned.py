@@ -1,0 +1,63 @@
+"""Plans that are pinned for a run, to see that they too are plain Lightning's: what engines do beside an even split of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_autopar.plans import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """A kind of plan.
+
+    Args:
+        name: the key in every table.
+        about: the row's words in docs/features.md.
+        cases: the zoo's members that it is tried on.
+        plans: the plan, by engine.
+    """
+
+    name: str
+    about: str
+    cases: tuple[str, ...]
+    plans: Mapping[str, Plan]
+
+
+def _cpus(count: int) -> tuple[str, ...]:
+    return tuple(f"cpu:{rank}" for rank in range(count))
+
+
+PINNED: dict[str, Pinned] = {
+    pinned.name: pinned
+    for pinned in (
+        # The LSTM's last batch has one sample, which leaves a rank without.
+        Pinned(
+            name="shares",
+            about="uneven shares of a batch, 1:2",
+            cases=("resnet", "lstm", "gan"),
+            plans={
+                "ddp": Plan(engine="ddp", devices=_cpus(2), shares=(1, 2)),
+                "fsdp": Plan(engine="fsdp", devices=_cpus(2), reshard_after_forward=True, shares=(1, 2)),
+            },
+        ),
+        Pinned(
+            name="hybrid",
+            about="two replicas of two shards each, four devices",
+            cases=("gpt", "gan"),
+            plans={"fsdp": Plan(engine="fsdp", devices=_cpus(4), reshard_after_forward=True, replicas=2)},
+        ),
+        # Three parts of eight samples aren't alike, and a last batch of one sample is no part more.
+        Pinned(
+            name="micro-batches",
+            about="a batch in parts, one after the other: three on one device, two on each of two",
+            cases=("gpt", "lstm", "metrics"),
+            plans={
+                "single": Plan(engine="single", devices=_cpus(1), micro_batches=3),
+                "ddp": Plan(engine="ddp", devices=_cpus(2), micro_batches=2),
+                "fsdp": Plan(engine="fsdp", devices=_cpus(2), reshard_after_forward=True, micro_batches=2),
+            },
+        ),
+    )
+}
