@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as script_command
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_properties
 from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_module
@@ -65,6 +66,7 @@ __all__ = [
     "restore_progress",
     "run_arguments",
     "script_command",
+    "update_properties",
     "verify_configuration",
 ]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -32,6 +35,7 @@ class DDPEngine(EngineMixin, DDPStrategy):
 
     _advised = False
     _trained: frozenset[int] = frozenset()
+    _reduced = False
 
     def __init__(self, assignment: Assignment, *, forked: bool) -> None:
         super().__init__(
@@ -61,6 +65,36 @@ class DDPEngine(EngineMixin, DDPStrategy):
 
         wrapped.__dict__["_post_forward"] = once
         return wrapped
+
+    @contextmanager
+    def before_last_part(self) -> Iterator[None]:
+        """A batch's parts add up their gradients in DDP's buckets, which the last one's backward reduces.
+
+        Under ``no_sync`` DDP leaves gradients outside of its buckets, unless they are views of them already. The first backward pass that
+        communicates makes them so; hence the first batch's parts all do. What is reduced twice is the ranks' mean, and the mean of equal
+        means.
+        """
+        wrapped: Any = self.model
+        if self._reduced:
+            with wrapped.no_sync():
+                yield
+            return
+        before, wrapped.require_backward_grad_sync = wrapped.require_backward_grad_sync, True
+        try:
+            yield
+        finally:
+            wrapped.require_backward_grad_sync = before
+        self._reduced = True
+        for parameter in wrapped.module.parameters():
+            if parameter.grad is not None:
+                self._exit.callback(parameter.register_hook(partial(self._into_bucket, parameter, parameter.grad)).remove)
+
+    def _into_bucket(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
+        """A gradient is about to be added to the parameter's: that is in the bucket, unless an earlier batch's waits there."""
+        assert self._micro is not None
+        if parameter.grad is None and not self._micro.gradients.beside:
+            with torch.no_grad():
+                parameter.grad = view.zero_()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """DDP communicates the gradients of those parameters alone that were to be trained when it was set up."""

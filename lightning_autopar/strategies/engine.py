@@ -7,9 +7,9 @@ found, and it never touches how the Lightning strategy itself runs or shards the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from lightning_autopar._lightning_compat import TrainerFn, combined_mode
 from lightning_autopar.memory.inventory import Device
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
+from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.loader import BatchShare, ExactLoader, fit_progress, is_loader_state
 from lightning_autopar.state.snapshot import load_snapshot
 from lightning_autopar.strategies import resume
@@ -30,6 +31,7 @@ from lightning_autopar.strategies.draws import DrawPlan, GlobalDraws
 from lightning_autopar.strategies.logged import GlobalLogging
 from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.measure import Meter
+from lightning_autopar.strategies.micro import MicroBatches
 from lightning_autopar.strategies.recompute import recomputed
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ class EngineMixin(Strategy):
         self._exit = ExitStack()
         self._draws: GlobalDraws | None = None
         self._logging: GlobalLogging | None = None
+        self._micro: MicroBatches | None = None
         self._drawing = False
         self._resumed = 0
         self._resumption: resume.Resumption | None = None
@@ -113,6 +116,11 @@ class EngineMixin(Strategy):
     def splits(self) -> bool:
         """Whether a batch is split at all."""
         return self.assignment.plan.world_size > 1 and self.assignment.batch == "global"
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a rank's batch is worked off in parts, one after the other."""
+        return self.assignment.plan.micro_batches > 1
 
     def share(self) -> BatchShare | None:
         """This rank's part of the batch that is being worked on, None between batches and where batches aren't split."""
@@ -132,6 +140,7 @@ class EngineMixin(Strategy):
             dataloader,
             rank=self._rank,
             world_size=self.assignment.plan.world_size,
+            dealing=Dealing(self.assignment.plan.dealing),
             whole_batches=trainer.predicting,
             sync=self.broadcast if self.splits and (trainer.training or not _in_sequence(dataloader)) else None,
             progress=fit_progress(trainer) if trainer.training else None,
@@ -165,6 +174,8 @@ class EngineMixin(Strategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
         self._share, self._drawing = None, False
+        if self._micro is not None:
+            self._micro.part = None
         shares = [loader.next_share() for loader in self._loaders(dataloader_idx)] if self.splits else []
         if shares:
             self._share = shares[0]
@@ -202,11 +213,18 @@ class EngineMixin(Strategy):
             self._layer_sync = None  # Lightning's knows CUDA only; ours replaces it
             synchronise_batch_norm(module, self._share_for_draws)
             self._exit.callback(restore_batch_norm, module)
-            self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=self.assignment.log_rules)
+        if self.splits or self.in_parts:
+            rules = self.assignment.log_rules
+            self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, parts=self.in_parts)
             self._logging.install()
             self._exit.callback(self._logging.uninstall)
             if self.assignment.draws is not None:
                 self._draws = self._exit.enter_context(GlobalDraws(self._share_for_draws, self.assignment.draws))
+            if self.in_parts:
+                note = partial(self.meter.note, self)
+                self._micro = MicroBatches(
+                    trainer, self.assignment.plan, self._logging, draws=self._draws, before_last=self.before_last_part, note=note
+                )
         super().setup(trainer)
 
     def teardown(self) -> None:
@@ -217,7 +235,13 @@ class EngineMixin(Strategy):
 
     def _share_for_draws(self) -> BatchShare | None:
         """The share from the batch's transfer to the end of its backward; None outside, where draws are no part of the batch."""
-        return self._share if self._drawing else None
+        if not self._drawing:
+            return None
+        return self._share if self._micro is None or self._micro.part is None else self._micro.part
+
+    def before_last_part(self) -> AbstractContextManager[None]:
+        """Around forward and backward of a part of the batch that isn't its last one."""
+        return nullcontext()
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -232,6 +256,8 @@ class EngineMixin(Strategy):
         """The user's ``training_step`` on this rank's share."""
         module = self.lightning_module
         assert module is not None
+        if self._micro is not None:
+            return self._step_in_parts(self._micro, super().training_step, args, kwargs)
         with self._step():
             output = super().training_step(*args, **kwargs)
             if self._logging is not None and module.automatic_optimization:
@@ -240,6 +266,13 @@ class EngineMixin(Strategy):
             self._drawing = False  # its backward passes are over
         self.meter.note(self, "forward")
         return output
+
+    def _step_in_parts(self, micro: MicroBatches, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._share = self._share or micro.share(args[0])
+        self._drawing = True
+        backward, optimizer = super().backward, self.optimizers[0]
+        with self._step():
+            return micro.run(step, lambda loss: backward(loss, optimizer), self._share, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step`` on this rank's share."""
@@ -269,6 +302,8 @@ class EngineMixin(Strategy):
         """Weigh this rank's mean by its samples, so that the ranks' average is the whole batch's mean."""
         if self._share is not None and self._share.weight != 1.0:
             closure_loss = closure_loss * self._share.weight
+        if self._micro is not None and not self._micro.gradients.watched:
+            self._micro.gradients.take_up()
         self.meter.note(self, "backward")
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self.meter.note(self, "gradients")

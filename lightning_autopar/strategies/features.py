@@ -30,7 +30,8 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
         footprint: of the step.
 
     Returns:
-        Engine name → sentence; the name ``"multi"`` stands for every plan of more than one device.
+        Engine name → sentence; the name ``"multi"`` stands for every plan of more than one device, ``"micro_batches"`` for every one
+        that works a batch off in parts.
     """
     excluded: dict[str, str] = {}
     module = trainer.lightning_module
@@ -63,6 +64,9 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
     stage = trainer.state.fn
     if stage == TrainerFn.FITTING and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         excluded["multi"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't be split"
+        excluded["micro_batches"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't be taken apart"
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()):
+        excluded["micro_batches"] = "a parameter has a hook for when its gradient is complete, which a part of a batch would call as well"
     if stage == TrainerFn.PREDICTING and any(isinstance(callback, callbacks.BasePredictionWriter) for callback in present):
         excluded["multi"] = "a BasePredictionWriter writes batches by their index in this process, which several devices don't share"
     return excluded

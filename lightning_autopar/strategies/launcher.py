@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar._lightning_compat import (
     Launcher,
+    TrainerFn,
     TunerExit,
     attach_data,
     call_on_exception,
@@ -34,6 +35,7 @@ from lightning_autopar.strategies.external import Peers, rerun_script, under_ext
 from lightning_autopar.strategies.fsdp import FSDPEngine
 from lightning_autopar.strategies.generation import Job, Outcome, cap_allocator, run_folder, run_generation
 from lightning_autopar.strategies.single import SingleEngine
+from lightning_autopar.strategies.trial import tried
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -82,6 +84,8 @@ class AutoLauncher(Launcher):
                 f"torchrun --nnodes={nodes} or srun, or leave num_nodes at 1"
             )
         decision = decide(trainer, self._strategy.settings, self._strategy.inventory(), arguments=arguments)
+        if self._strategy.settings.calibrate == "trial" and self._strategy.settings.plan is None and trainer.state.fn == TrainerFn.FITTING:
+            decision = tried(decision, trainer, function, arguments)
         self._strategy.report = decision.report
         self._strategy.plan = decision.assignment.plan
         decision.announce()

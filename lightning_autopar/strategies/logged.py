@@ -4,7 +4,8 @@ Knows Lightning's result collections and torchmetrics, a process group and a ran
 
 A logged value is first taken in as Lightning does, so that whoever reads it in the same hook finds it. At the end of the step, before any
 other hook runs, the ranks exchange what they logged by one collective; the local values are taken back and the whole batch's logged in
-their place. What hooks outside a step log is exchanged before something could read it: at the batch's end, and at the epoch's.
+their place. What hooks outside a step log is exchanged before something could read it: at the batch's end, and at the epoch's. Where a
+batch is worked off in parts, what the parts logged is brought together first; on one device that is all.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,9 @@ from torchmetrics import Metric
 
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.state.share import BatchShare
+from lightning_autopar.strategies.logentries import OPTIONS, REDUCTIONS, Combiner, Entry
 from lightning_autopar.strategies.logrules import LogRules
-from lightning_autopar.strategies.metrics import adopt, hold_metrics
+from lightning_autopar.strategies.metrics import MetricParts, adopt, hold_metrics
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -54,53 +56,6 @@ _BATCH_HOOKS = (
     "on_test_batch_start",
     "on_test_batch_end",
 )
-_REDUCTIONS: dict[Any, str] = {
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.max: "max",
-    torch.min: "min",
-    sum: "sum",
-    max: "max",
-    min: "min",
-}
-_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "add_dataloader_idx", "metric_attribute")
-
-
-@dataclass(kw_only=True)
-class _Entry:
-    """One call of ``log``.
-
-    Args:
-        collection: which of the trainer's result collections.
-        fx: the hook that logged.
-        options: ``log``'s other arguments, in the order of ``_OPTIONS``.
-        dataloader_idx: the collection's at that time.
-        result: the key of its result in the collection.
-        is_metric: whether a torchmetrics object was logged, which exchanges its states itself.
-        value: what this rank logged; None for a metric, and where another rank logged it.
-        dtype: the value's, as Lightning keeps it.
-        batch_size: what the value weighs in its epoch's mean.
-        rows: how many samples of this rank the value speaks for.
-        of: how many samples the global batch had; 0 outside a batch.
-    """
-
-    collection: int
-    fx: str
-    name: str
-    options: tuple[Any, ...]
-    dataloader_idx: int | None
-    is_metric: bool
-    result: str = ""
-    value: Tensor | None = None
-    dtype: torch.dtype = torch.float32
-    batch_size: int = 1
-    rows: int = 0
-    of: int = 0
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What two ranks' entries have in common if they are the same."""
-        return (self.collection, self.fx, self.name, self.options, self.dataloader_idx, self.is_metric)
 
 
 class GlobalLogging:
@@ -115,35 +70,50 @@ class GlobalLogging:
         share: gives this rank's part of the current batch, None where batches aren't split (each rank then weighs the same).
         device: where the default process group's collectives want their tensors.
         rules: how the ranks' values make the whole batch's, where that was found out; elsewhere ``reduce_fx`` must tell.
+        parts: whether a training step may come in parts.
     """
 
     def __init__(
-        self, trainer: Trainer, share: Callable[[], BatchShare | None], *, device: torch.device | None = None, rules: LogRules | None = None
+        self,
+        trainer: Trainer,
+        share: Callable[[], BatchShare | None],
+        *,
+        device: torch.device | None = None,
+        rules: LogRules | None = None,
+        parts: bool = False,
     ) -> None:
         self._trainer = trainer
         self._share = share
         self._device = device or torch.device("cpu")
-        self._rules = rules or {}
+        self._combiner = Combiner(rules)
         self._host_group: dist.ProcessGroup | None = None
         self._installed = False
+        self._in_parts = parts
+        self._alone = True
         self._undo: list[Callable[[], None]] = []
         self._collections: list[Any] = []
         self._adopted: set[int] = set()
         self._current: BatchShare | None = None
-        self._pending: list[_Entry] = []
+        self._pending: list[Entry] = []
+        #: What each part of the running step logged.
+        self._parts: list[list[Entry]] = []
+        self._in_part = False
+        self._metric_parts = MetricParts()
+        #: Names under which a step logged what a metric's ``forward`` gave: the last part's speaks for all.
+        self._last: set[str] = set()
         #: Results as they were before the first value since the last exchange; None where that made them.
         self._before: dict[tuple[int, str], dict[str, Any] | None] = {}
         self._rows: defaultdict[int, int] = defaultdict(int)
         self._loss: Tensor | None = None
-        self._constant: dict[tuple[Any, ...], int] = {}
         self._hashes: dict[tuple[Any, ...], int] = {}
 
     def install(self) -> None:
-        """Start. Every rank calls this, when the process group is there. With one rank there is nothing to do."""
-        if self._installed or not dist.is_initialized() or dist.get_world_size() == 1:
+        """Start. Every rank calls this, when the process group is there. With one rank there is nothing to do but for parts."""
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if self._installed or (self._alone and not self._in_parts):
             return
         self._installed = True
-        if self._device.type != "cpu":
+        if self._device.type != "cpu" and not self._alone:
             # What the host knows (names, batch sizes) goes by the host: reading it from the device would wait for the step's kernels.
             self._host_group = dist.new_group(backend="gloo")
             group = self._host_group
@@ -153,7 +123,10 @@ class GlobalLogging:
         self._collections = [loop._results for loop in loops]
         for index, results in enumerate(self._collections):
             self._patch_collection(index, results)
-        self._patch_hooks()
+        if not self._alone:
+            self._patch_hooks()
+        if self._in_parts:
+            self._patch_log()
         self._adopt_metrics()
 
     def uninstall(self) -> None:
@@ -172,6 +145,8 @@ class GlobalLogging:
             yield
             return
         self._current = share = self._share()
+        self._parts.clear()
+        self._last.clear()
         try:
             if self._trainer._logger_connector._first_loop_iter:
                 self._adopt_metrics()
@@ -180,10 +155,38 @@ class GlobalLogging:
                 yield
         finally:
             self._current = None
+        if self._parts:
+            self._pending = [*self._combiner.fold(self._parts, last=self._last), *self._pending]
+            self._parts.clear()
         index = self._index()
         if index is not None:
             self._rows[index] += 1 if share is None else share.rows
         self.flush()
+
+    @contextmanager
+    def part(self, share: BatchShare, batch: Any, number: int) -> Iterator[None]:
+        """Around a part of a training step, within :meth:`step`; every rank goes through as many.
+
+        Args:
+            share: what the part is of the whole batch.
+            batch: what the user's step gets.
+            number: 0 for the first part of the step.
+        """
+        assert self._in_parts
+        whole, self._current = self._current, share
+        before, self._pending = self._pending, []
+        results: Any = self._trainer._results
+        of_whole = results.batch, results.batch_size
+        results.batch, results.batch_size = batch, None  # where Lightning looks for what a value weighs in its epoch's mean
+        self._in_part = True
+        try:
+            with self._metric_parts.part(first=number == 0), hold_metrics(self._module) if share.rows == 0 else nullcontext():
+                yield
+        finally:
+            self._current, self._in_part = whole, False
+            results.batch, results.batch_size = of_whole
+        self._parts.append(self._pending)
+        self._pending = before
 
     def note_loss(self, output: Any) -> None:
         """Have the next exchange bring the loss of ``training_step`` together, for those who get to see it: the optimizer, which may choose
@@ -200,7 +203,7 @@ class GlobalLogging:
         rows, of = self._current.rows, self._current.of
         options = (False, False, False, False, "mean", False, False, None)
         self._pending.append(
-            _Entry(
+            Entry(
                 collection=_LOSS,
                 fx="training_step",
                 name="loss",
@@ -221,8 +224,10 @@ class GlobalLogging:
             return
         entries, self._pending = self._pending, []
         before, self._before = self._before, {}
-        agreed, exchanged = self._exchange(entries)
+        own = [(entry, entry.value, entry.batch_size) for entry in entries if entry.own or self._alone]
+        agreed, exchanged = (True, []) if self._alone else self._exchange([entry for entry in entries if not entry.own])
         self._take_back(before, keep=agreed)
+        exchanged += own
         for entry, value, batch_size in exchanged:
             if entry.collection == _LOSS:
                 assert value is not None
@@ -246,20 +251,22 @@ class GlobalLogging:
     def _patch_collection(self, index: int, results: Any) -> None:
         """Shadow the collection's ``log`` and, to learn the batch size that it found out, ``update_metrics``."""
         own_log, own_update = type(results).log.__get__(results), type(results).update_metrics.__get__(results)
-        logging: list[tuple[_Entry, int]] = []
+        logging: list[tuple[Entry, int]] = []
 
         def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
-            if arguments.get("rank_zero_only"):
+            own = bool(arguments.get("rank_zero_only"))
+            if not self._in_part and (own or self._alone):
                 own_log(fx, name, value, **arguments)
                 return
             arguments = _already_global(arguments)
-            entry = _Entry(
+            entry = Entry(
                 collection=index,
                 fx=fx,
                 name=name,
-                options=tuple(arguments.get(option) for option in _OPTIONS),
+                options=tuple(arguments.get(option) for option in OPTIONS),
                 dataloader_idx=results.dataloader_idx,
                 is_metric=isinstance(value, Metric),
+                own=own,
             )
             logging.append((entry, len(results)))
             try:
@@ -296,12 +303,12 @@ class GlobalLogging:
 
     # -- exchanging ------------------------------------------------------------------------------------------------------------------------
 
-    def _exchange(self, entries: list[_Entry]) -> tuple[bool, list[tuple[_Entry, Tensor | None, int]]]:
+    def _exchange(self, entries: list[Entry]) -> tuple[bool, list[tuple[Entry, Tensor | None, int]]]:
         """Whether all ranks logged the same, and what all of them logged together, in an order that is the same everywhere."""
         on_host = self._device.type == "cpu"
         width = 3 if on_host else 2
         header = [float(self._hash(entries)), float(len(entries))]
-        numbers = [float(number) for entry in entries for number in (entry.rows, entry.batch_size, _item(entry) if on_host else 0)[:width]]
+        numbers = [float(number) for entry in entries for number in (entry.rows, entry.batch_size, entry.number if on_host else 0)[:width]]
         gathered = self._gather(header + numbers[: width * _SLOTS], _HEADER + width * _SLOTS)
         if any(row[:_HEADER] != gathered[0][:_HEADER] for row in gathered):
             return False, self._exchange_by_name(entries)
@@ -311,7 +318,7 @@ class GlobalLogging:
             gathered = self._gather(header + numbers, _HEADER + width * len(entries))
         table = torch.tensor(gathered, dtype=torch.float64)[:, _HEADER : _HEADER + width * len(entries)].view(len(gathered), -1, width)
         values = table[:, :, 2] if on_host else self._gather_values(entries)
-        return True, self._combine(entries, values, table[:, :, 0], table[:, :, 1].tolist())
+        return True, self._combiner.combine(entries, values, table[:, :, 0], table[:, :, 1].tolist())
 
     def _gather(self, numbers: list[float], size: int) -> list[list[float]]:
         """Every rank's numbers, padded to ``size``."""
@@ -322,7 +329,7 @@ class GlobalLogging:
         rows: list[list[float]] = gathered.tolist()
         return rows
 
-    def _gather_values(self, entries: list[_Entry]) -> Tensor:
+    def _gather_values(self, entries: list[Entry]) -> Tensor:
         """Every rank's values on the device, (ranks, entries), without waiting for it."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         mine = torch.stack([zero if entry.value is None else entry.value.to(self._device, torch.float64) for entry in entries])
@@ -330,11 +337,11 @@ class GlobalLogging:
         dist.all_gather(list(gathered.unbind()), mine)
         return gathered
 
-    def _exchange_by_name(self, entries: list[_Entry]) -> list[tuple[_Entry, Tensor | None, int]]:
+    def _exchange_by_name(self, entries: list[Entry]) -> list[tuple[Entry, Tensor | None, int]]:
         """Ranks logged different names: bring together what has the same name, in the order of the first rank that logged it."""
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, [(replace(entry, value=None), _item(entry)) for entry in entries], group=self._host_group)
-        by_key: dict[tuple[Any, ...], dict[int, tuple[_Entry, float]]] = {}
+        dist.all_gather_object(gathered, [(replace(entry, value=None), entry.number) for entry in entries], group=self._host_group)
+        by_key: dict[tuple[Any, ...], dict[int, tuple[Entry, float]]] = {}
         for rank, theirs in enumerate(gathered):
             seen: defaultdict[tuple[Any, ...], int] = defaultdict(int)
             for entry, value in theirs:
@@ -348,49 +355,10 @@ class GlobalLogging:
                 continue  # only a rank that was fed somebody else's row saw it
             values = torch.tensor([[value] for _, value in ordered], dtype=torch.float64, device=self._device)
             rows = torch.tensor([[entry.rows] for entry, _ in ordered], dtype=torch.float64)
-            exchanged += self._combine([first], values, rows, [[float(entry.batch_size)] for entry, _ in ordered])
+            exchanged += self._combiner.combine([first], values, rows, [[float(entry.batch_size)] for entry, _ in ordered])
         return exchanged
 
-    def _combine(
-        self, entries: Sequence[_Entry], values: Tensor, rows: Tensor, batch_sizes: list[list[float]]
-    ) -> list[tuple[_Entry, Tensor | None, int]]:
-        """The whole batch's values: ``values`` and ``rows`` are (ranks, entries), float64."""
-        # Before any sample was seen (on_train_start), ranks weigh the same.
-        rows = torch.where(rows.sum(0) > 0, rows, torch.ones_like(rows))
-        row_lists = rows.tolist()
-        weights = rows.to(values.device)
-        counts = weights > 0
-        combined: dict[str, Tensor] = {}
-        exchanged: list[tuple[_Entry, Tensor | None, int]] = []
-        for column, entry in enumerate(entries):
-            if entry.is_metric:
-                exchanged.append((entry, None, 1))
-                continue
-            kind = self._rules.get((entry.fx, entry.name)) or _reduction(entry)
-            if kind not in combined:
-                combined[kind] = _reduce(kind, values, weights, counts)
-            sizes = [(int(row[column]), int(size[column])) for row, size in zip(row_lists, batch_sizes, strict=True) if row[column] > 0]
-            exchanged.append((entry, combined[kind][column], self._batch_size(entry, sizes)))
-        return exchanged
-
-    def _batch_size(self, entry: _Entry, sizes: list[tuple[int, int]]) -> int:
-        """What the whole batch weighs in its epoch's mean, from the ranks' (rows, batch size).
-
-        Sizes that follow the rank's rows add up; one that doesn't (``batch_size=1``, or the loader's as a constant) means the same with any
-        number of ranks.
-        """
-        first = sizes[0][1]
-        if any(size != first for _, size in sizes):
-            return sum(size for _, size in sizes)
-        if self._constant.get(entry.key) != first:
-            follows = all(size == rows for rows, size in sizes)
-            ragged = len({rows for rows, _ in sizes}) > 1
-            if follows or not (ragged or first in (1, entry.of)):
-                return first * len(sizes)
-            self._constant[entry.key] = first
-        return first
-
-    def _hash(self, entries: list[_Entry]) -> int:
+    def _hash(self, entries: list[Entry]) -> int:
         """48 bits of what was logged, the same in every process: a float64 holds them exactly."""
         keys = tuple(entry.key for entry in entries)
         if keys not in self._hashes:
@@ -413,12 +381,12 @@ class GlobalLogging:
                 metric.reset()
                 metric.has_reset = False
 
-    def _log_again(self, entry: _Entry, value: Tensor | None, batch_size: int) -> None:
+    def _log_again(self, entry: Entry, value: Tensor | None, batch_size: int) -> None:
         results = self._collections[entry.collection]
         connector = self._trainer._logger_connector
         if connector.should_reset_tensors(entry.fx):
             results.reset(metrics=False, fx=entry.fx)
-        metric_attribute = entry.options[_OPTIONS.index("metric_attribute")]
+        metric_attribute = entry.options[OPTIONS.index("metric_attribute")]
         logged: Any = self._module.get_submodule(metric_attribute) if value is None else value.to(entry.dtype)
         if entry.result in results:
             # Past log(), whose moving of a result's every tensor costs more than the exchange.
@@ -428,7 +396,7 @@ class GlobalLogging:
                 results.begin(entry.result)
             type(results).update_metrics(results, entry.result, logged, batch_size)
         else:
-            arguments = dict(zip(_OPTIONS, entry.options, strict=True), batch_size=batch_size)
+            arguments = dict(zip(OPTIONS, entry.options, strict=True), batch_size=batch_size)
             now, results.dataloader_idx = results.dataloader_idx, entry.dataloader_idx
             try:
                 type(results).log(results, entry.fx, entry.name, logged, **_already_global(arguments))
@@ -492,6 +460,26 @@ class GlobalLogging:
 
         self._undo.append(undo)
 
+    def _patch_log(self) -> None:
+        """Notice under which names the user's step logs what a metric's ``forward`` gave."""
+        module = self._module
+        shadowed = module.__dict__.get("log")
+
+        def log(module: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if any(value is given for given in self._metric_parts.given):
+                self._last.add(name)
+            own = type(module).log.__get__(module) if shadowed is None else shadowed
+            own(name, value, *args, **kwargs)
+
+        module.__dict__["log"] = types.MethodType(log, module)
+
+        def undo() -> None:
+            del module.__dict__["log"]
+            if shadowed is not None:
+                module.__dict__["log"] = shadowed
+
+        self._undo.append(undo)
+
     def _logs_between_steps(self) -> bool:
         """Whether the user's code may log in a hook of a batch. Lightning's own callbacks have the hooks, but don't log in them."""
         watched: list[Any] = [self._module]
@@ -508,7 +496,10 @@ class GlobalLogging:
             if not isinstance(metric, Metric) or id(metric) in self._adopted:
                 continue
             self._adopted.add(id(metric))
-            self._undo.append(adopt(metric, self._host_group))
+            if not self._alone:
+                self._undo.append(adopt(metric, self._host_group))
+            if self._in_parts:
+                self._undo.append(self._metric_parts.adopt(metric))
 
 
 def _given(value: Any, *_: Any, **__: Any) -> Any:
@@ -524,7 +515,7 @@ def _already_global(arguments: dict[str, Any]) -> dict[str, Any]:
     reduction = arguments.get("reduce_fx", "mean")
     return {
         **arguments,
-        "reduce_fx": _REDUCTIONS.get(reduction, reduction),
+        "reduce_fx": REDUCTIONS.get(reduction, reduction),
         "sync_dist": True,
         "sync_dist_fn": _given,
         "sync_dist_group": None,
@@ -534,24 +525,3 @@ def _already_global(arguments: dict[str, Any]) -> dict[str, Any]:
 def _default_dtype(value: Tensor) -> torch.dtype:
     """What Lightning keeps a value as: float32, or the default type where it is wider and the value no float32."""
     return torch.float32 if value.dtype == torch.float32 or torch.get_default_dtype() != torch.float64 else torch.float64
-
-
-def _item(entry: _Entry) -> float:
-    return 0.0 if entry.value is None else float(entry.value)
-
-
-def _reduction(entry: _Entry) -> str:
-    """``mean``, ``sum``, ``max`` or ``min``, however the user wrote it."""
-    name = str(entry.options[_OPTIONS.index("reduce_fx")]).lower()
-    return "mean" if name == "avg" else name
-
-
-def _reduce(kind: str, values: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Over the ranks that count; a value of a rank that doesn't may be anything, NaN included."""
-    if kind == "max":
-        return torch.where(counts, values, -torch.inf).amax(0)
-    if kind == "min":
-        return torch.where(counts, values, torch.inf).amin(0)
-    if kind == "sum":
-        return torch.where(counts, values, 0.0).sum(0)
-    return torch.where(counts, values * weights, 0.0).sum(0) / weights.sum(0)

@@ -1,8 +1,13 @@
-"""torchmetrics over ranks that see unequal numbers of samples, none included. Knows metrics and a process group, nothing of logging."""
+"""torchmetrics over ranks that see unequal numbers of samples, none included, and over parts of a batch, one after the other.
+
+Knows metrics and a process group, nothing of logging.
+"""
 
 from __future__ import annotations
 
 import types
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, zip_longest
@@ -11,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -87,7 +93,10 @@ def hold_metrics(module: nn.Module) -> Iterator[None]:
     for metric in metrics:
         metric.__dict__["update"] = _no_update
     try:
-        yield
+        with warnings.catch_warnings():
+            # A metric's forward computes on what its update has seen, which here is nothing.
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+            yield
     finally:
         for metric, update in zip(metrics, updates, strict=True):
             del metric.__dict__["update"]
@@ -99,3 +108,75 @@ def hold_metrics(module: nn.Module) -> Iterator[None]:
 
 def _no_update(*_: Any, **__: Any) -> None:
     """What a metric's ``update`` does on a rank whose row belongs to another rank."""
+
+
+class MetricParts:
+    """Makes a metric's ``forward`` speak for a whole batch that is worked off in parts.
+
+    What it gives on a part, and leaves to be logged, is the value of the batch as far as it has come: on the last part that of all of it.
+    """
+
+    def __init__(self) -> None:
+        #: What ``forward`` gave in the part that runs.
+        self.given: list[Tensor] = []
+        self._running = False
+        self._calls: Counter[int] = Counter()
+        #: By metric and call: the states of the batch as far as it has come, and how many updates they have seen.
+        self._states: dict[tuple[int, int], tuple[dict[str, Any], int]] = {}
+
+    @contextmanager
+    def part(self, *, first: bool) -> Iterator[None]:
+        """Around the user's step on a part.
+
+        Args:
+            first: whether a batch begins with it.
+        """
+        if first:
+            self._states.clear()
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+            self._calls.clear()
+            self.given.clear()
+
+    def adopt(self, metric: Metric) -> Callable[[], None]:
+        """Take in one metric; the returned function lets it go. One with a ``forward`` of its own stays as it is."""
+        if type(metric).forward is not Metric.forward or "forward" in metric.__dict__:
+            return lambda: None
+
+        def forward(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._running:
+                return Metric.forward(this, *args, **kwargs)
+            this._forward_cache = self._forward(this, args, kwargs)
+            self.given += [leaf for leaf in tree_leaves(this._forward_cache) if isinstance(leaf, Tensor)]
+            return this._forward_cache
+
+        metric.__dict__["forward"] = types.MethodType(forward, metric)
+        return lambda: metric.__dict__.pop("forward")
+
+    def _forward(self, metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``Metric._forward_full_state_update`` (torchmetrics 1.x), but that the batch's state goes on with the earlier parts'."""
+        key = id(metric), self._calls[id(metric)]
+        self._calls[id(metric)] += 1
+        metric.update(*args, **kwargs)
+        count, states, on_cpu = metric._update_count, metric._copy_state_dict(), metric.compute_on_cpu
+        metric._to_sync, metric._should_unsync, metric.compute_on_cpu = metric.dist_sync_on_step, False, False
+        metric._enable_grad = True
+        metric.reset()
+        if key in self._states:
+            earlier, metric._update_count = self._states[key]
+            for name, state in earlier.items():
+                setattr(metric, name, state)
+        metric.update(*args, **kwargs)
+        self._states[key] = torch.utils._pytree.tree_map_only(Tensor, torch.detach, metric._copy_state_dict()), metric._update_count
+        value = metric.compute()
+        for name, state in states.items():
+            setattr(metric, name, state)
+        metric._update_count, metric._is_synced, metric._should_unsync = count, False, True
+        metric._to_sync, metric._computed, metric._enable_grad = metric.sync_on_compute, None, False
+        metric.compute_on_cpu = on_cpu
+        if on_cpu:
+            metric._move_list_states_to_cpu()
+        return value

@@ -24,7 +24,8 @@ from lightning_autopar.memory.batch import FirstBatch
 from lightning_autopar.memory.rehearsal import Rehearsal
 from lightning_autopar.planning.candidates import SplitFinding
 from lightning_autopar.state import rng
-from lightning_autopar.state.share import BatchShare, cut, share_rows, take_rows
+from lightning_autopar.state.dealing import Dealing
+from lightning_autopar.state.share import BatchShare, cut, share_of, take_rows
 from lightning_autopar.strategies.draws import DrawPlan, Rows
 from lightning_autopar.strategies.logrules import Comparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.strategies.observe import Observation, everything, observe, shares_of
@@ -79,7 +80,7 @@ def probe_split(
         ), DrawPlan()
     batches = _Batches(first, count, hooks=trainer is not None)
     try:
-        batches.part(BatchShare(rows=share_rows(count, 0, sizes[0]), of=count, rank=0, world_size=sizes[0]))
+        batches.part(share_of(count, 0, Dealing.even(sizes[0])))
     except Exception as error:  # the user's collate function, on fewer samples than it is used to
         _LOG.debug("the first batch can't be split", exc_info=True)
         return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({_words(error)})"), DrawPlan()
@@ -116,8 +117,10 @@ def pads(first: FirstBatch) -> bool:
     if first.samples is None or first.collate is None or len(first.samples) < 2:
         return False
     try:
-        whole = first.collate(first.samples)
-        return any(_shapes(take_rows(whole, rank, 2)[1]) != _shapes(first.collate(cut(first.samples, rank, 2))) for rank in range(2))
+        whole, halves = first.collate(first.samples), Dealing.even(2)
+        return any(
+            _shapes(take_rows(whole, rank, halves)[1]) != _shapes(first.collate(cut(first.samples, rank, halves))) for rank in range(2)
+        )
     except Exception:  # the user's collate function may want more samples, and a batch may have no rows: then it isn't cut into them
         _LOG.debug("whether the batch is padded can't be told", exc_info=True)
         return False
@@ -143,10 +146,10 @@ class _Batches:
         first, state = self.first, torch.get_rng_state()
         if first.samples is not None and first.collate is not None:
             samples = first.samples[: self.count]
-            part = samples if share.world_size == 1 else cut(samples, share.rank, share.world_size)
+            part = samples if share.world_size == 1 else cut(samples, share.rank, share.dealing)
             batch = first.collate(part)
         else:
-            batch = take_rows(tree_map(_copied, first.batch), share.rank, share.world_size)[1]
+            batch = take_rows(tree_map(_copied, first.batch), share.rank, share.dealing)[1]
         self.random |= not torch.equal(state, torch.get_rng_state())
         return tree_map(_doubled, batch) if self.double else batch
 
@@ -154,7 +157,7 @@ class _Batches:
         """Whether parts have other shapes than the rows of the whole batch, as when samples are padded to the longest one."""
         try:
             whole = self.part(everything(self.count))
-            return any(_shapes(take_rows(whole, share.rank, share.world_size)[1]) != _shapes(self.part(share)) for share in shares)
+            return any(_shapes(take_rows(whole, share.rank, share.dealing)[1]) != _shapes(self.part(share)) for share in shares)
         except ValueError:  # no rows to compare with
             return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Engine, Plan
+from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.decide import Decision
@@ -74,31 +76,39 @@ class _Losses(pl.Callback):
 
 
 def fit(
-    make: Callable[[], Any], data: Any, plan: Plan | None, *, draws: DrawPlan | None = None, large: bool = False, **options: Any
+    make: Callable[[], Any],
+    data: Any,
+    plan: Plan | None,
+    *,
+    draws: DrawPlan | None = None,
+    large: bool = False,
+    resume: Path | None = None,
+    **options: Any,
 ) -> Any:
     """Train a module that ``make`` builds; under plain Lightning where there is no plan. Returns module, losses and trainer."""
     pl.seed_everything(3, verbose=False)
     module, losses = make(), _Losses()
     strategy: Any = "auto" if plan is None else AutoParallelStrategy(devices=f"{plan.world_size}xcpu:4GiB")
+    callbacks = [losses, *options.pop("callbacks", ())]
     trainer = pl.Trainer(
         **{"accelerator": "cpu", "devices": 1, "strategy": strategy, "max_epochs": 2, "log_every_n_steps": 1, **QUIET, **options},
-        callbacks=[losses],
+        callbacks=callbacks,
     )
     loaders = DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)
-    with _decided(plan, draws, large):
-        trainer.fit(module, *loaders)
+    with _decided(plan, draws=draws, large=large, from_snapshot=is_snapshot(resume)):
+        trainer.fit(module, *loaders, ckpt_path=resume)
     return module, losses.losses, trainer
 
 
 @contextmanager
-def _decided(plan: Plan | None, draws: DrawPlan | None, large: bool) -> Iterator[None]:
+def _decided(plan: Plan | None, **assigned: Any) -> Iterator[None]:
     """While open, this plan is what planning comes to, without planning."""
 
     def decide(trainer: Any, settings: Any, bound: Any, **_: Any) -> Any:
         assert plan is not None
         footprint = SimpleNamespace(parameter_bytes=0, optimizer_bytes=0)
         report: Any = SimpleNamespace(footprint=footprint, best_candidate=Candidate(plan=plan, fits=True), residuals=Residuals())
-        return Decision(report=report, assignment=Assignment(plan=plan, devices=bound[0].devices, draws=draws, large=large))
+        return Decision(report=report, assignment=Assignment(plan=plan, devices=bound[0].devices, **assigned))
 
     before = launcher.decide
     launcher.decide = decide
@@ -108,11 +118,13 @@ def _decided(plan: Plan | None, draws: DrawPlan | None, large: bool) -> Iterator
         launcher.decide = before
 
 
-def plan(engine: Engine, *, ranks: int = 2, reshard: bool = True, shard: Sequence[str] = (), recompute: Sequence[str] = ()) -> Plan:
+def plan(
+    engine: Engine, *, ranks: int = 2, reshard: bool = True, shard: Sequence[str] = (), recompute: Sequence[str] = (), **more: Any
+) -> Plan:
     devices = tuple(f"cpu:{rank}" for rank in range(ranks))
     if engine == "fsdp":
-        return Plan(engine=engine, devices=devices, reshard_after_forward=reshard, shard=tuple(shard), recompute=tuple(recompute))
-    return Plan(engine=engine, devices=devices, recompute=tuple(recompute))
+        return Plan(engine=engine, devices=devices, reshard_after_forward=reshard, shard=tuple(shard), recompute=tuple(recompute), **more)
+    return Plan(engine=engine, devices=devices, recompute=tuple(recompute), **more)
 
 
 def assert_same(make: Callable[[], Any], data: Any, under: Plan, *, tolerance: float = 1e-5, large: bool = False, **options: Any) -> Any:

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassPrecision
 
-from lightning_autopar.state.share import BatchShare, share_rows, take_rows
+from lightning_autopar.state.dealing import Dealing
+from lightning_autopar.state.share import BatchShare, share_of, take_rows
 from lightning_autopar.strategies.logged import GlobalLogging
 from lightning_autopar.strategies.metrics import hold_metrics
 from tests.ranks import run_ranks
@@ -39,9 +40,8 @@ class SplitDDP(DDPStrategy):
         super().teardown()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        of, batch = take_rows(batch, self.global_rank, self.world_size)
-        rows = share_rows(of, self.global_rank, self.world_size)
-        self.current = BatchShare(rows=rows, of=of, rank=self.global_rank, world_size=self.world_size)
+        of, batch = take_rows(batch, self.global_rank, Dealing.even(self.world_size))
+        self.current = share_of(of, self.global_rank, Dealing.even(self.world_size))
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,7 +338,6 @@ def test_install_and_uninstall() -> None:
         assert result["metric"]
 
 
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 def test_hold_metrics() -> None:
     collection = MetricCollection([MulticlassAccuracy(3), MulticlassPrecision(3)])
     module = nn.ModuleDict({"mean": MeanMetric(), "auroc": BinaryAUROC(), "set": collection})
