@@ -13,10 +13,11 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import probe
 from lightning_autopar.memory.residual_cache import load_residuals
 from lightning_autopar.memory.trace import trace
-from lightning_autopar.planning.candidates import Constraints, check_allow
+from lightning_autopar.planning.constraints import Constraints, check_allow
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Report
 from lightning_autopar.plans import BUILT_ENGINES, Plan
+from lightning_autopar.strategies.calibration import calibrated
 from lightning_autopar.units import parse_memory
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def plan(
 ) -> Report:
     """Every way to train a module on these devices, with predicted memory and time, the best first.
 
+    Times are by this machine's measured rates where an earlier run measured them, else by data sheets; nothing is measured here.
+
     Args:
         module: a LightningModule; it isn't changed, and no GPU is touched.
         batch: a batch as its ``training_step`` gets it, on the CPU.
@@ -56,6 +59,7 @@ def plan(
         ValueError: if an argument can't be.
     """
     inventory = probe(devices, accelerator=_accelerator())
+    rates = None if any(device.kind == "catalogue" for device in inventory.devices) else calibrated(inventory)
     constraints = Constraints(
         allow=BUILT_ENGINES if allow is None else check_allow(allow),
         memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
@@ -64,12 +68,12 @@ def plan(
         precision=str(precision),
         pinned=pinned,
         allocator=options_from_environment(os.environ),
-        residuals=load_residuals(module, str(precision), inventory),
+        residuals=load_residuals(module, str(precision), inventory, **({} if rates is None else {"rates": rates.name})),
     )
     footprint = run_forked(_trace, module, batch, precision, inventory.devices[0].kind != "cpu", timeout_seconds=_TRACE_SECONDS)
     if isinstance(footprint, ValueError):
         raise footprint
-    return make_report(footprint, inventory, constraints)
+    return make_report(footprint, inventory, constraints, rates=rates)
 
 
 def _accelerator() -> Literal["cuda", "cpu"]:

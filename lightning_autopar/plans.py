@@ -296,11 +296,15 @@ def deal(shares: tuple[int, ...]) -> tuple[int, ...]:
     Any first part of it has each rank's share of it to within one, so that a short last batch is shared alike, and what a sample's rank is
     depends on its place in the batch alone. (Smooth weighted round-robin, as in nginx's upstream module.)
     """
-    total, credit, turns = sum(shares), [0] * len(shares), []
-    for _ in range(total):
-        credit = [have + share for have, share in zip(credit, shares, strict=True)]
-        rank = max(range(len(shares)), key=lambda index: (credit[index], -index))
-        credit[rank] -= total
+    total, turns = sum(shares), []
+    # Ranks of one share take turns in their order, so that only the next of each share is to be looked at.
+    alike = {share: [rank for rank, its in enumerate(shares) if its == share] for share in shares}
+    taken = dict.fromkeys(alike, 0)
+    for turn in range(1, total + 1):
+        whole = {share: divmod(taken[share], len(ranks)) for share, ranks in alike.items()}
+        credit = {ranks[whole[share][1]]: share * turn - total * whole[share][0] for share, ranks in alike.items()}
+        rank = max(credit, key=lambda rank: (credit[rank], -rank))
+        taken[shares[rank]] += 1
         turns.append(rank)
     return tuple(turns)
 

@@ -51,14 +51,13 @@ class DeviceBytes:
     @property
     def reserved(self) -> int:
         """Bytes that the device must have free for the process: all of it."""
-        return sum(getattr(self, name) for name in _CATEGORIES)
+        states = self.parameters + self.gradients + self.optimizer + self.buffers
+        passing = self.activations + self.temporary + self.input + self.communication
+        return states + passing + self.workspace + self.context + self.rounding + self.correction
 
     def to_dict(self) -> dict[str, Any]:
         """The categories by name, with ``allocated`` and ``reserved``, and the occasion."""
         return {**dataclasses.asdict(self), "allocated": self.allocated, "reserved": self.reserved}
-
-
-_CATEGORIES = tuple(field.name for field in dataclasses.fields(DeviceBytes) if field.name != "occasion")
 
 
 @dataclass(frozen=True, kw_only=True)

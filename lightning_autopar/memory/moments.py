@@ -63,6 +63,7 @@ class _Columns:
     block_extra: Column
     block_peak: Column
     block_unsaved: Column
+    draws: Column
 
 
 _known: dict[int, tuple[Footprint, _Columns]] = {}
@@ -72,7 +73,7 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float) 
     """The moments of a rank that computes ``share`` of the batch at a time.
 
     Recomputed blocks hold their input only, from their forward to their backward; in their backward they hold everything, and at its
-    beginning their forward runs again.
+    beginning their forward runs again. Of a part of the batch a random draw is made for the whole of it, and rows of it are kept.
 
     Args:
         footprint: at the whole batch.
@@ -99,10 +100,13 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float) 
         again = np.flatnonzero(begins & (_at(chosen, whole.held) > 0))
     activations = np.maximum(scaled, 0)
     temporary = np.rint(whole.temporary * share).astype(np.int64) + np.maximum(fixed, 0)
+    draws = columns.draws if share < 1 else np.zeros_like(columns.draws)
     if len(again):
         peaks = columns.block_peak[whole.held[again]]
         activations = np.concatenate([activations, activations[again] + peaks])
-        temporary = np.concatenate([temporary, temporary[again]])
+        temporary = np.concatenate([temporary, temporary[again] + draws[2 * whole.held[again] + 1]])
+    runs = whole.forward & ~whole.boundary
+    temporary[: len(runs)] += np.where(runs, draws[2 * whole.held + whole.running], 0)
 
     inside = np.arange(len(activations)) >= len(whole.held)  # running a forward again is no boundary
 
@@ -188,7 +192,14 @@ def _make(footprint: Footprint) -> _Columns:
         block_unsaved=column(
             [(block.forward_peak_bytes + (block.forward_unsaved_bytes or block.forward_peak_bytes)) // 2 for block in blocks]
         ),
+        draws=column(_draws(footprint)),
     )
+
+
+def _draws(footprint: Footprint) -> list[int]:
+    """The largest draw of each part, in running order: part 2i comes before block i, part 2i + 1 is block i."""
+    outer = [part.draw_bytes for part in footprint.outer] or [0] * (len(footprint.blocks) + 1)
+    return [*(size for pair in zip(outer, (block.draw_bytes for block in footprint.blocks), strict=False) for size in pair), outer[-1]]
 
 
 def _ended(moments: tuple[Moment, ...]) -> list[int]:

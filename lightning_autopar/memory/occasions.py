@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostBytes
 from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.remembered import Remembered
 from lightning_autopar.memory.sharded import evaluation_communication, resident_bytes, sharding_of
 from lightning_autopar.memory.zero_bytes import zero_host_bytes
 from lightning_autopar.plans import Plan
@@ -72,9 +73,17 @@ def checkpoint_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, ran
 def _parameters(footprint: Footprint) -> set[tuple[int, int]]:
     """Rows and bytes of a row of each parameter; the largest one as a single column where they aren't known."""
     layers = (*footprint.blocks, *footprint.outer)
-    return {(rows, row_bytes) for layer in layers for rows, row_bytes, _ in layer.parameter_rows} or {
-        (footprint.largest_parameter_bytes, 1)
-    }
+    return _ROWS.get(
+        footprint,
+        None,
+        lambda: (
+            {(rows, row_bytes) for layer in layers for rows, row_bytes, _ in layer.parameter_rows}
+            or {(footprint.largest_parameter_bytes, 1)}
+        ),
+    )
+
+
+_ROWS: Remembered[set[tuple[int, int]]] = Remembered()
 
 
 def _gathered_bytes(rows: int, row_bytes: int, shards: int, rank: int, copies: bool) -> int:

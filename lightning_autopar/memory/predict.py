@@ -16,6 +16,7 @@ from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.moments import Moments, moments_of
 from lightning_autopar.memory.occasions import checkpoint_bytes, start_bytes, validation_bytes
 from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
+from lightning_autopar.memory.remembered import Remembered
 from lightning_autopar.memory.sharded import fsdp_bytes
 from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.memory.zero_bytes import zero_bytes
@@ -53,23 +54,31 @@ def predict(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision
                 f"the plan names the block {fqn!r}, but the footprint has {', '.join(known) or 'no blocks'}; plan again for this module"
             )
     recomputed = frozenset(known[fqn] for fqn in plan.recompute)
+    rows = [count or _least(footprint) for count in plan.rows(footprint.batch_size)]
     found: dict[tuple[int, str, int], DeviceBytes] = {}
     result = {}
     for rank, device_id in enumerate(plan.devices):
         device = inventory.device(device_id)
-        rows = _rows(footprint.batch_size, rank, plan.world_size)
-        # Ranks with as many samples on devices alike hold the same, but for a pipeline's stages, and what rank 0 does for all.
-        key = rows, "cpu" if device.kind == "cpu" else device.name, rank if plan.engine == "pipeline" else min(rank, 1)
+        key = rows[rank], "cpu" if device.kind == "cpu" else device.name, _alike(plan, rank)
         if key not in found:
-            held = _fullest(footprint, plan, rank, rows, recomputed, device, precision)
+            held = _fullest(footprint, plan, rank, rows[rank], recomputed, device, precision)
             found[key] = _on_device(held, footprint, plan, device)
         result[device_id] = found[key]
     return result
 
 
-def _rows(batch_size: int, rank: int, world_size: int) -> int:
-    """Samples of the batch that a rank gets: every ``world_size``-th, and one at least, as a rank without any is fed one all the same."""
-    return max(1, -(-(batch_size - rank) // world_size)) if batch_size else 0
+def _least(footprint: Footprint) -> int:
+    """Samples of a rank that gets none: it is fed one all the same, where there are samples."""
+    return 1 if footprint.batch_size else 0
+
+
+def _alike(plan: Plan, rank: int) -> int:
+    """Ranks with one number hold the same of as many samples: those in one place of their pipelines; of FSDP's all but the first, whose
+    shards may be padded less; otherwise all.
+    """
+    if plan.engine == "pipeline":
+        return rank % plan.devices_per_replica
+    return min(rank, 1) if plan.engine == "fsdp" else 0
 
 
 def _fullest(
@@ -85,7 +94,7 @@ def _fullest(
     else:
         parts = max(1, plan.micro_batches)
         once = -(-rows // parts) / footprint.batch_size if footprint.batch_size else 1.0 / parts
-        moments = moments_of(footprint, recomputed, once)
+        moments = _MOMENTS.get(footprint, (recomputed, once), lambda: moments_of(footprint, recomputed, once))
         if plan.engine == "fsdp":
             step = fsdp_bytes(footprint, plan, moments, rank=rank, share=share, copies=on_cpu)
         else:
@@ -94,6 +103,8 @@ def _fullest(
     return max((step, *(held for held in others if held is not None)), key=lambda held: held.allocated)
 
 
+#: Ranks that differ in their shards alone have the same moments, and so have plans that differ in their engine.
+_MOMENTS: Remembered[Moments] = Remembered(8)
 _OCCASIONS = (start_bytes, validation_bytes, checkpoint_bytes)
 
 
@@ -103,11 +114,11 @@ def _whole(footprint: Footprint, plan: Plan, moments: Moments, share: float) -> 
     DDP's buckets hold every gradient all the time (``gradient_as_bucket_view``), and are reduced in place. They are built once: with
     ``find_unused_parameters`` they aren't rebuilt after the first step (``reducer.hpp``, ``should_rebuild_buckets``). Under ``no_sync``
     (Lightning's accumulation) gradients lie beside the buckets until the last batch's backward moves them there. Where a batch is worked
-    off in parts, the gradients of the first are there all the time, too.
+    off in parts, the gradients of the first are there all the time, too; parts add up in DDP's buckets.
     """
     gradients = moments.gradients
     if plan.engine == "ddp" or plan.micro_batches > 1:
-        waiting = np.where(moments.waiting, moments.gradients, 0) if plan.engine == "ddp" else 0
+        waiting = np.where(moments.waiting, moments.gradients, 0) if plan.engine == "ddp" and plan.micro_batches == 1 else 0
         gradients = footprint.gradient_bytes + np.zeros_like(moments.gradients) + waiting
     sums = gradients + moments.activations + moments.temporary
     place = int(np.argmax(sums))

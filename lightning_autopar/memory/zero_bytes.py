@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.parts import parts_of
+from lightning_autopar.memory.remembered import Remembered
 from lightning_autopar.plans import Plan
 
 _FP32_BYTES = 4
@@ -77,7 +79,7 @@ def zero_bytes(
     moments = list(zero.step(micro))
     if on_cpu:  # A GPU that lacks the room makes the flat buffer on the host.
         moments.append(zero.start())
-    fullest = max(moments, key=lambda held: held.allocated)
+    fullest = max(moments, key=lambda held: held.parameters + held.gradients + held.activations + held.temporary + held.communication)
     return zero.with_states(fullest, round(footprint.input_bytes * share))
 
 
@@ -118,7 +120,13 @@ class _Zero:
         self.casts = not precision.endswith("mixed")
         self.parameters = footprint.parameters
         self.trainable = footprint.trainable_parameters
-        self.layers = _layers(footprint, settings.persistence_elements)
+        persistence = settings.persistence_elements
+        self.layers = _LAYERS.get(footprint, persistence, lambda: _layers(footprint, persistence))
+        #: Elements of parameters that are gathered for their use only, of the parts before each one and of all.
+        self.passing = [*accumulate((layer.passing for layer in self.layers), initial=0)]
+        #: From which part on a parameter stays gathered for backward: what runs in between has few enough parameters, counted twice.
+        after = [*accumulate((layer.elements for layer in reversed(self.layers)), initial=0)][::-1]
+        self.reused = next((index for index, elements in enumerate(after[1:]) if 2 * elements < settings.max_reuse_elements), len(after))
         self.largest = max((elements for layer in self.layers for elements in layer.gradients), default=0)
         traced = max(1, footprint.gradient_bytes)
         self.state = round(footprint.optimizer_bytes / traced * self.part(_FP32_BYTES))
@@ -175,7 +183,8 @@ class _Zero:
         kept = self.part(self.element) if self.accumulates and self.stage == 2 and not self.offload else 0
         waiting = self.trainable if self.accumulates and self.stage == 1 else 0  # elements of gradients of earlier micro-batches
         buckets = 0
-        for phase, number, size_bytes, end_bytes in self._course(share):
+        key = share, self.recomputed, self.casts, self.shrink
+        for phase, number, size_bytes, end_bytes in _COURSES.get(self.footprint, key, lambda: list(self._course(share))):
             gathered = self._gathered(phase, number) if self.stage == 3 else 0
             if phase == "backward" and self.stage < 3:
                 buckets = self.bucket * (2 if self.settings.overlap_comm else 1)
@@ -271,22 +280,17 @@ class _Zero:
         """Gathered parameters while a part runs: its own, those kept for a later use, those gathered ahead, and flat buffers."""
         if self.whole:
             return 0
-        settings, layers = self.settings, self.layers
-        kept = 0
-        distance = sum(layer.elements for layer in layers[number + 1 :])
-        for index in reversed(range(number)):
-            distance += layers[index + 1].elements
-            if 2 * distance < settings.max_reuse_elements:
-                kept += layers[index].passing
-        live = kept + layers[number].passing
-        coming = sum(layer.passing for layer in (layers[number + 1 :] if phase == "forward" else layers[:number]))
+        settings, before = self.settings, self.passing
+        kept = before[number] - before[min(number, self.reused)]
+        live = kept + before[number + 1] - before[number]
+        coming = before[-1] - before[number + 1] if phase == "forward" else before[number]
         if phase == "backward":
             coming -= kept
         ahead = min(coming, max(0, settings.max_live_elements - live)) if settings.prefetch_elements else 0
         flat = 0
         if ahead and self.ranks > 1:
             # Where there is room for all, what is used now lies in a buffer of its own gather; else gathers are as small as what was freed.
-            flat = ahead if ahead < coming else min(sum(layer.passing for layer in layers), ahead + settings.prefetch_elements)
+            flat = ahead if ahead < coming else min(before[-1], ahead + settings.prefetch_elements)
         return (live + ahead + flat) * self.element
 
     def host(self) -> tuple[int, int]:
@@ -319,6 +323,11 @@ class _Layer:
     passing: int
     persistent: int
     gradients: tuple[int, ...]
+
+
+#: A search asks for every stage and offload of one module.
+_LAYERS: Remembered[list[_Layer]] = Remembered()
+_COURSES: Remembered[list[tuple[str, int, int, int]]] = Remembered()
 
 
 def _layers(footprint: Footprint, persistence: int) -> list[_Layer]:

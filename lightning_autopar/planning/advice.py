@@ -1,106 +1,293 @@
-"""Advice: which change would make something fit. Asks the search again with one thing changed; knows nothing of predictions."""
+"""Advice: which one change would make something fit, or the run much faster. Asks the search again with that changed; predicts nothing.
+
+A change is advised only where its effect is predicted as any plan's is. Another precision is not: the step was traced under this one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol
 
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.planning.candidates import Constraints, recomputable_order
-from lightning_autopar.planning.report import Candidate, device_label
+from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.planning.blocks import recomputable_order
+from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.labels import device_label
+from lightning_autopar.planning.report import Advice, Candidate
 from lightning_autopar.planning.scaling import scaled
-from lightning_autopar.plans import BUILT_ENGINES
+from lightning_autopar.plans import BUILT_ENGINES, Engine, Plan
 from lightning_autopar.units import format_bytes
 
-#: The best candidate that fits, or None.
-Ask = Callable[[Footprint, Inventory, Constraints], Candidate | None]
+#: How much faster a sample must be done for a change to be worth a sentence.
+_LEAST_SPEEDUP = 1.2
+#: What counts as a small change: this share of a device's memory, a batch of at least this share of the present one.
+_LEAST_MEMORY_SHARE, _LEAST_BATCH_SHARE = 0.25, 0.5
+#: Plans that don't fit and would be faster, looked at for what they lack; and plans tried for a smaller batch where nothing fits.
+_MOST_TARGETS, _MOST_TRIED = 4, 6
+_MOST_SENTENCES = 4
+#: Packages without which an engine can't be run, and the extra that brings them.
+_PACKAGES: Mapping[Engine, tuple[str, str]] = {"zero": ("deepspeed", "deepspeed")}
+
+Kind = Literal["memory", "batch_size", "setting", "others", "package", "module"]
+
+
+class Ask(Protocol):
+    """The search, for another footprint, inventory or constraints. Neither method raises where nothing fits, nor asks for advice."""
+
+    def best(self, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> Candidate | None:
+        """The best candidate that fits, or None."""
+
+    def evaluate(
+        self, footprint: Footprint, inventory: Inventory, constraints: Constraints, plan: Plan, *, confirm: bool = False
+    ) -> Candidate:
+        """One plan's prediction; with ``confirm`` its allocations are replayed where they can be."""
 
 
 def advise(
     footprint: Footprint, inventory: Inventory, constraints: Constraints, candidates: Sequence[Candidate], ask: Ask
-) -> tuple[str, ...]:
-    """What would make a plan fit where none does, a sentence each, the least change first.
+) -> tuple[Advice, ...]:
+    """What would make a plan fit where none does, the least change first; else what would make the run much faster, the fastest first.
+
+    Where something fits the whole search is asked again at most six times, and only where a setting or somebody else narrows the choice;
+    the rest is arithmetic on candidates, and some thirty predictions of single plans.
 
     Args:
         footprint: what was planned for.
         inventory: the devices.
         constraints: what ruled the search.
-        candidates: what it found, none of which fits.
-        ask: the search, for another footprint, inventory or constraints.
+        candidates: what it found, in order.
+        ask: the search.
     """
-    free = replace(constraints, pinned=None)
-    found: list[str] = []
-
-    def suppose(change: str, inventory: Inventory = inventory, **changes: object) -> None:
-        """Say it if it would help."""
-        best = ask(footprint, inventory, replace(free, **changes))  # type: ignore[arg-type]
-        if best is not None:
-            found.append(f"{change}: {best.plan.title()} would fit")
-
-    found += _missing_memory(inventory, constraints, candidates)
-    if constraints.pinned is not None:
-        suppose("leave the plan unpinned")
-    if not set(BUILT_ENGINES) <= set(constraints.allow):
-        suppose(f"allow={list(BUILT_ENGINES)!r}", allow=BUILT_ENGINES)
-    if constraints.exact:
-        suppose("exact=False, which accepts the changed loss", exact=False)
-    if constraints.max_devices is not None and constraints.max_devices < len(inventory.devices):
-        suppose(f"let it use all {len(inventory.devices)} devices", max_devices=None)
-    if constraints.memory_limit_bytes is not None:
-        suppose("lift the memory limit", memory_limit_bytes=None)
-    if constraints.memory_margin:
-        suppose("memory_margin=0.0", memory_margin=0.0)
-    if held := [device for device in inventory.devices if device.kind == "cuda" and device.free_bytes < device.total_bytes]:
-        names = ", ".join(map(device_label, held))
-        emptied = tuple(replace(device, free_bytes=device.total_bytes) for device in inventory.devices)
-        suppose(f"free what others hold on {names}", inventory=replace(inventory, devices=emptied))
-    if (batch := largest_batch(footprint, inventory, free, ask)) is not None:
-        found.append(f"a batch of {batch} instead of {footprint.batch_size} would fit (accumulate_grad_batches keeps the effective size)")
-    found += _no_recomputation(footprint)
-    return tuple(found)
+    if not candidates:
+        return ()
+    question = _Question(footprint, inventory, replace(constraints, pinned=None), candidates, ask)
+    if candidates[0].fits:
+        if constraints.objective == "memory":
+            return ()
+        found = [*question.more_memory(), *question.smaller_batch(), *question.settings(unpin=constraints.pinned is not None)]
+        return tuple(sorted(found, key=lambda advice: -(advice.speedup or 0))[:_MOST_SENTENCES])
+    found = [*question.missing_memory(), *question.settings(unpin=constraints.pinned is not None), *question.largest_batch()]
+    return (*found, *_no_recomputation(footprint))
 
 
-def largest_batch(footprint: Footprint, inventory: Inventory, constraints: Constraints, ask: Ask) -> int | None:
-    """The largest batch smaller than the traced one for which something fits, by scaling what depends on it; None for none."""
-    fits, too_large = 0, footprint.batch_size
-    while too_large - fits > 1:
-        middle = (fits + too_large) // 2
-        if ask(scaled(footprint, middle), inventory, constraints) is not None:
-            fits = middle
-        else:
-            too_large = middle
-    return fits or None
+class _Question:
+    """What was planned for, and the search to ask about it."""
 
+    def __init__(
+        self, footprint: Footprint, inventory: Inventory, constraints: Constraints, candidates: Sequence[Candidate], ask: Ask
+    ) -> None:
+        self.footprint = footprint
+        self.inventory = inventory
+        self.constraints = constraints
+        self.candidates = candidates
+        self.ask = ask
+        self.now = candidates[0] if candidates[0].fits else None
+        self.budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}
 
-def _missing_memory(inventory: Inventory, constraints: Constraints, candidates: Sequence[Candidate]) -> list[str]:
-    """How much more would do, for the candidate that lacks least."""
-    predicted = [candidate for candidate in candidates if candidate.needs]
-    if not predicted:
+    # -- where something fits ----------------------------------------------------------------------------------------------------------
+
+    def more_memory(self) -> list[Advice]:
+        """The fastest plan that a little more memory would let fit."""
+        for target in self._targets():
+            lack = self._lack(target)
+            if not lack or not all(self._can_have(self.inventory.device(device), size) for device, size in lack.items()):
+                continue
+            speedup = self._speedup(target)
+            better = f"{target.plan.title()} would fit, {_times(speedup)} faster than {self._now_title()}"
+            text = f"{self._lack_words(lack)}: {better}"
+            return [Advice(kind="memory", text=text, change={"more_free_bytes": lack}, plan=target.plan, speedup=speedup)]
         return []
-    budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}
 
-    def lack(candidate: Candidate) -> dict[str, int]:
+    def smaller_batch(self) -> list[Advice]:
+        """The batch, a little smaller, with which a plan fits that gets through more samples a second."""
+        found: list[Advice] = []
+        whole = self.footprint.batch_size
+        for target in self._targets():
+            batch = self._largest_for([target.plan], least=max(1, int(whole * _LEAST_BATCH_SHARE)))
+            if batch is None:
+                continue
+            smaller = scaled(self.footprint, batch)
+            then = self.ask.evaluate(smaller, self.inventory, self.constraints, target.plan, confirm=True)
+            if not then.fits or (speedup := self._speedup(then, batch)) < _LEAST_SPEEDUP:
+                continue
+            text = (
+                f"a batch of {batch} instead of {whole}: {target.plan.title()} would fit, {_times(speedup)} faster a sample than "
+                f"{self._now_title()}"
+            )
+            found.append(Advice(kind="batch_size", text=text, change={"batch_size": batch}, plan=target.plan, speedup=speedup))
+        return sorted(found, key=lambda advice: -(advice.speedup or 0))[:1]
+
+    def _targets(self) -> list[Candidate]:
+        """Plans that lack memory alone and would be much faster, the fastest first."""
+        unfit = [one for one in self.candidates if not one.fits and one.runnable and one.needs and one.seconds is not None]
+        worth = [one for one in unfit if self._speedup(one) >= _LEAST_SPEEDUP]
+        return sorted(worth, key=self._seconds_a_sample)[:_MOST_TARGETS]
+
+    def _can_have(self, device: Device, lack_bytes: int) -> bool:
+        """Whether it is a small change, and there to be had: held by others, or a budget that somebody set."""
+        if lack_bytes > _LEAST_MEMORY_SHARE * device.total_bytes:
+            return False
+        return device.kind == "cpu" or (device.kind == "cuda" and device.free_bytes + lack_bytes <= device.total_bytes)
+
+    def _seconds_a_sample(self, candidate: Candidate, batch_size: int | None = None) -> float:
+        """Of a step over the batch, or over one batch a rank where ranks don't share it."""
+        samples = self.footprint.batch_size if batch_size is None else batch_size
+        return candidate.step_seconds / max(1, samples) / (1 if self.constraints.split_batch else candidate.plan.world_size)
+
+    def _speedup(self, candidate: Candidate, batch_size: int | None = None) -> float:
+        """How many times as fast as the best that fits now."""
+        assert self.now is not None, "nothing to compare with"
+        return self._seconds_a_sample(self.now) / self._seconds_a_sample(candidate, batch_size)
+
+    def _now_title(self) -> str:
+        """The plan of today, by name."""
+        assert self.now is not None, "nothing fits"
+        return self.now.plan.title()
+
+    # -- in either case ----------------------------------------------------------------------------------------------------------------
+
+    def settings(self, *, unpin: bool) -> list[Advice]:
+        """What the user, or somebody else, excludes; each asked for where it can matter."""
+        inventory, constraints = self.inventory, self.constraints
+        found: list[Advice | None] = []
+        if unpin:
+            found.append(self._suppose("leave the plan unpinned", change={"plan": None}))
+        if not set(BUILT_ENGINES) <= set(constraints.allow):
+            allow = list(BUILT_ENGINES)
+            found.append(self._suppose(f"allow={allow!r}", change={"allow": allow}, allow=BUILT_ENGINES))
+        if constraints.exact:
+            found.append(self._suppose("exact=False, which accepts the changed loss", change={"exact": False}, exact=False))
+        if constraints.max_devices is not None and constraints.max_devices < len(inventory.devices) and constraints.min_devices is None:
+            many = len(inventory.devices)
+            found.append(self._suppose(f"let it use all {many} devices", change={"devices": many}, max_devices=None))
+        if constraints.memory_limit_bytes is not None:
+            found.append(self._suppose("lift the memory limit", change={"memory_limit": None}, memory_limit_bytes=None))
+        if constraints.memory_margin and (self.now is None or self._targets()):
+            found.append(self._suppose("memory_margin=0.0", change={"memory_margin": 0.0}, memory_margin=0.0))
+        found += [self._others(), *self._packages()]
+        return [advice for advice in found if advice is not None]
+
+    def _others(self) -> Advice | None:
+        """If nobody else were on the GPUs."""
+        held = [
+            device
+            for device in self.inventory.devices
+            if device.kind == "cuda" and (device.free_bytes < device.total_bytes or (self.now is not None and device.utilization))
+        ]
+        if not held:
+            return None
+        names = ", ".join(map(device_label, held))
+        emptied = tuple(
+            replace(device, free_bytes=device.total_bytes, utilization=None, processes=()) if device.kind == "cuda" else device
+            for device in self.inventory.devices
+        )
+        change = {"free": [device.id for device in held]}
+        inventory = replace(self.inventory, devices=emptied)
+        return self._suppose(f"free what others hold on {names}", kind="others", change=change, inventory=inventory)
+
+    def _packages(self) -> list[Advice | None]:
+        """Engines that only lack a package."""
+        found = []
+        for engine, (package, extra) in _PACKAGES.items():
+            if engine in BUILT_ENGINES and engine in self.constraints.excluded and find_spec(package) is None:
+                excluded = {name: why for name, why in self.constraints.excluded.items() if name != engine}
+                words = f"pip install 'lightning-autopar[{extra}]'"
+                found.append(self._suppose(words, kind="package", change={"install": package}, excluded=excluded))
+        return found
+
+    def _suppose(
+        self, words: str, *, change: Mapping[str, Any], kind: Kind = "setting", inventory: Inventory | None = None, **changes: Any
+    ) -> Advice | None:
+        """The advice to change that, if it would help."""
+        constraints = replace(self.constraints, **changes)
+        best = self.ask.best(self.footprint, inventory or self.inventory, constraints)
+        if best is None:
+            return None
+        if self.now is None:
+            return Advice(kind=kind, text=f"{words}: {best.plan.title()} would fit", change=change, plan=best.plan)
+        if (speedup := self._speedup(best)) < _LEAST_SPEEDUP:
+            return None
+        text = f"{words}: {best.plan.title()} would be {_times(speedup)} faster than {self._now_title()}"
+        return Advice(kind=kind, text=text, change=change, plan=best.plan, speedup=speedup)
+
+    # -- where nothing fits ------------------------------------------------------------------------------------------------------------
+
+    def missing_memory(self) -> list[Advice]:
+        """How much more would do, for the candidate that lacks least."""
+        lacking = [(lack, one) for one in self.candidates if one.needs and one.runnable and (lack := self._lack(one))]
+        if not lacking:
+            return []  # the host's memory is what lacks; its candidate's reason says so
+        # What a single device lacks is the harder to come by, the more it is.
+        lack, nearest = min(lacking, key=lambda item: (max(item[0].values()), sum(item[0].values())))
+        text = f"{self._lack_words(lack)}: {nearest.plan.title()} would fit"
+        return [Advice(kind="memory", text=text, change={"more_free_bytes": lack}, plan=nearest.plan)]
+
+    def largest_batch(self) -> list[Advice]:
+        """The largest batch, smaller than the present one, for which something fits."""
+        nearest = sorted((one for one in self.candidates if one.needs and one.runnable), key=lambda one: sum(self._lack(one).values()))[
+            :_MOST_TRIED
+        ]
+        batch = self._largest_for([one.plan for one in nearest], least=1)
+        best = None if batch is None else self.ask.best(scaled(self.footprint, batch), self.inventory, self.constraints)
+        if batch is None or best is None:
+            return []
+        text = (
+            f"a batch of {batch} instead of {self.footprint.batch_size} would fit with {best.plan.title()} "
+            "(accumulate_grad_batches keeps the effective size)"
+        )
+        return [Advice(kind="batch_size", text=text, change={"batch_size": batch}, plan=best.plan)]
+
+    def _largest_for(self, plans: Sequence[Plan], *, least: int) -> int | None:
+        """The largest batch below the present one, and at least ``least``, with which one of the plans fits; by bisection."""
+
+        def fits(batch: int) -> bool:
+            smaller = scaled(self.footprint, batch)
+            able = [plan for plan in plans if not self.constraints.split_batch or plan.world_size <= batch]
+            return any(self.ask.evaluate(smaller, self.inventory, self.constraints, plan).fits for plan in able)
+
+        return _largest(fits, least, self.footprint.batch_size - 1)
+
+    def _lack(self, candidate: Candidate) -> dict[str, int]:
         """Free bytes missing by device, the margin's share of them included."""
-        short = {device: need - budget[device] for device, need in candidate.needs.items()}
-        return {device: int(size / (1 - constraints.memory_margin)) + 1 for device, size in short.items() if size > 0}
+        short = {device: need - self.budget[device] for device, need in candidate.needs.items()}
+        return {device: int(size / (1 - self.constraints.memory_margin)) + 1 for device, size in short.items() if size > 0}
 
-    nearest = min(predicted, key=lambda candidate: sum(lack(candidate).values()))
-    if not lack(nearest):
-        return []  # the host's memory is what lacks; its candidate's reason says so
-    missing = sorted(lack(nearest).items(), key=lambda item: -item[1])
-    where = [f"{format_bytes(size)} more on {device_label(inventory.device(device))}" for device, size in missing[:3]]
-    if len(missing) > 3:
-        where.append(f"at most {format_bytes(missing[3][1])} more on {len(missing) - 3} others")
-    return [f"{', '.join(where)}: {nearest.plan.title()} would fit"]
+    def _lack_words(self, lack: Mapping[str, int]) -> str:
+        """``"1.2 GiB more on cuda:1"``, the devices that lack most first."""
+        missing = sorted(lack.items(), key=lambda item: -item[1])
+        where = [f"{format_bytes(size)} more on {device_label(self.inventory.device(device))}" for device, size in missing[:3]]
+        if len(missing) > 3:
+            where.append(f"at most {format_bytes(missing[3][1])} more on {len(missing) - 3} others")
+        return ", ".join(where)
 
 
-def _no_recomputation(footprint: Footprint) -> list[str]:
+def _largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:
+    """The largest number between the two that fits, where all below one that fits do, too; None for none."""
+    if most < least or not fits(least):
+        return None
+    while least < most:
+        middle = (least + most + 1) // 2
+        if fits(middle):
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _times(speedup: float) -> str:
+    """``2.13`` → ``"2.1 ×"``."""
+    return f"{speedup:.0f} ×" if speedup >= 10 else f"{speedup:.1f} ×"
+
+
+def _no_recomputation(footprint: Footprint) -> list[Advice]:
     """Why recomputation, which saves most, is not to be had."""
     if not footprint.training or recomputable_order(footprint):
         return []
+    why = "the blocks save no more than what enters them"
     if not footprint.blocks:
-        return ["recomputation can't help, as the module has no repeated blocks"]
-    if barred := [block.fqn for block in footprint.blocks if not block.recomputable]:
-        return [f"recomputation can't help, as running a block's forward twice would change the run ({barred[0]} moves a buffer)"]
-    return ["recomputation can't help, as the blocks save no more than what enters them"]
+        why = "the module has no repeated blocks"
+    elif barred := [block.fqn for block in footprint.blocks if not block.recomputable]:
+        why = f"running a block's forward twice would change the run ({barred[0]} moves a buffer)"
+    return [Advice(kind="module", text=f"recomputation can't help, as {why}")]

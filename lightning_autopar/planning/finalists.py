@@ -6,8 +6,10 @@ devices need none of it: their allocator gives back what is freed.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
@@ -15,7 +17,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.replay import Replayed, replay
 from lightning_autopar.memory.script import Script, read_script
-from lightning_autopar.planning.candidates import Constraints
+from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Engine
 from lightning_autopar.units import format_bytes
@@ -23,12 +25,14 @@ from lightning_autopar.units import format_bytes
 #: How many events may be replayed in one search, two steps each: some tenths of a second. The best candidate is replayed in any case.
 _MOST_EVENTS = 100_000
 
-#: The engines whose first rank holds as much as any other.
+#: The engines whose first rank holds as much as any other that has as many samples.
 _ALIKE: tuple[Engine, ...] = ("single", "ddp", "fsdp")
 
 Order = Callable[[Candidate], tuple[object, ...]]
 #: The sentence that says where memory is missing, of what is needed by device; None where it suffices.
 Shortage = Callable[[Mapping[str, int]], str | None]
+#: Of candidates that fit the one to take.
+Preferred = Callable[[Sequence[Candidate]], Candidate]
 
 
 class Finalists:
@@ -50,30 +54,36 @@ class Finalists:
         self._played: dict[tuple[object, ...], Replayed] = {}
         self._events = 0
 
-    def decide(self, candidates: Iterable[Candidate], order: Order, shortage: Shortage) -> list[Candidate]:
-        """The candidates in order, those that may be the best replayed until one of them fits.
+    def decide(self, candidates: Iterable[Candidate], order: Order, shortage: Shortage, preferred: Preferred) -> list[Candidate]:
+        """The candidates, the best first and the others in order; those that may be the best are replayed until one of them fits.
 
         Args:
             candidates: predicted by moments.
             order: best first.
             shortage: what is said of one that doesn't fit.
+            preferred: of candidates that fit the best.
         """
         decided = list(candidates)
-        hopeful = [(order(replace(one, fits=True, reason=None)), number) for number, one in enumerate(decided) if self._may_fit(one)]
-        for _, number in sorted(hopeful):
-            if not self.can_replay(decided[number]):
-                if decided[number].fits:
+        hopeful = {number: replace(one, fits=True, reason=None) for number, one in enumerate(decided) if self._may_fit(one)}
+        chosen: Candidate | None = None
+        while hopeful:
+            best = preferred(list(hopeful.values()))
+            number = next(number for number, one in hopeful.items() if one is best)
+            if self.can_replay(decided[number]):
+                if self._played and self._events >= _MOST_EVENTS:
                     break
-                continue
-            if self._played and self._events >= _MOST_EVENTS:
-                break
-            decided[number] = self.check(decided[number], shortage)
+                decided[number] = self.check(decided[number], shortage)
             if decided[number].fits:
+                chosen = decided[number]
                 break
-        return sorted(decided, key=order)
+            del hopeful[number]
+        ordered = sorted(decided, key=order)
+        if chosen is None and (fitting := [one for one in ordered if one.fits]):
+            chosen = preferred(fitting)
+        return ordered if chosen is None else [chosen, *(one for one in ordered if one is not chosen)]
 
     def can_replay(self, candidate: Candidate) -> bool:
-        """Whether its step was taped, its first rank speaks for all, and its devices have an allocator that keeps what is freed."""
+        """Whether its step was taped, one rank speaks for all, and its devices have an allocator that keeps what is freed."""
         return (
             self.footprint.tape is not None
             and candidate.plan.engine in _ALIKE
@@ -89,14 +99,22 @@ class Finalists:
         margin = 1 + self.footprint.margin
         sizes = {device: size for device, size in candidate.bytes.items() if isinstance(size, DeviceBytes)}
         around = {device: size.context + max(0, size.correction) for device, size in sizes.items()}
-        limit = min(self._limit(device, around[device], margin) for device in sizes)
-        played = self._replayed(candidate, limit, max(size.workspace for size in sizes.values()))
-        raw = {device: _rounded(size, played) for device, size in candidate.raw.items() if isinstance(size, DeviceBytes)}
+        # Ranks with as many samples are alike; of others the one is played that has least to spare.
+        tight = max(sizes, key=lambda device: candidate.needs[device] / max(1, self.budget[device]))
+        played_for = {tight} if candidate.plan.shares else set(sizes)
+        rank = candidate.plan.devices.index(tight) if candidate.plan.shares else 0
+        limit = min(self._limit(device, around[device], margin) for device in played_for)
+        played = self._replayed(candidate, rank, limit, max(size.workspace for size in sizes.values()))
+        raw = {
+            device: _rounded(size, played) if device in played_for else size
+            for device, size in candidate.raw.items()
+            if isinstance(size, DeviceBytes)
+        }
         checked, _ = self.constraints.residuals.corrected(candidate.plan, raw)
         needs: dict[str, int] = {}
         for device in sizes:
             reserved = (limit + played.missing_bytes if not played.fits else played.reserved_peak_bytes) + around[device]
-            needs[device] = math.ceil(max(checked[device].reserved, reserved) * margin)
+            needs[device] = math.ceil(max(checked[device].reserved, reserved if device in played_for else 0) * margin)
         reason = shortage(needs)
         if reason is None and not played.fits:
             reason = f"needs more than the {format_bytes(limit)} that torch's allocator is set to take at most"
@@ -128,40 +146,61 @@ class Finalists:
         if candidate.fits:
             return True
         margin = 1 + self.footprint.margin
-        return self.can_replay(candidate) and all(
-            (size.reserved - size.rounding) * margin <= self.budget[device]
-            for device, size in candidate.bytes.items()
-            if isinstance(size, DeviceBytes)
+        return (
+            candidate.runnable
+            and self.can_replay(candidate)
+            and all(
+                (size.reserved - size.rounding) * margin <= self.budget[device]
+                for device, size in candidate.bytes.items()
+                if isinstance(size, DeviceBytes)
+            )
         )
 
-    def _replayed(self, candidate: Candidate, limit: int, workspace_bytes: int) -> Replayed:
-        """Its first rank, which has the largest share: without a limit, and with it only where that isn't decisive."""
+    def _replayed(self, candidate: Candidate, rank: int, limit: int, workspace_bytes: int) -> Replayed:
+        """One of its ranks, with what the allocator may hold as its limit."""
         plan = candidate.plan
-        key = (plan.engine, plan.world_size, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas)
-        free = self._play(candidate, None, workspace_bytes, key)
-        if free.reserved_peak_bytes <= limit:
-            return free
-        if free.allocated_peak_bytes > limit:
-            return replace(free, fits=False, missing_bytes=free.allocated_peak_bytes - limit)
-        return self._play(candidate, limit, workspace_bytes, (*key, limit))
+        how = plan.engine, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
+        key = (*how, plan.world_size, plan.shares, rank)
+        played = self._play(candidate, rank, limit, workspace_bytes, (*key, limit))
+        if played.fits:
+            return played
+        # It stopped where the first tensor found no room; at the peak more is missing.
+        size = next(iter(candidate.bytes.values()))
+        more = size.allocated - limit if isinstance(size, DeviceBytes) else 0
+        return replace(played, missing_bytes=max(played.missing_bytes, more))
 
-    def _play(self, candidate: Candidate, limit: int | None, workspace_bytes: int, key: tuple[object, ...]) -> Replayed:
+    def _play(self, candidate: Candidate, rank: int, limit: int | None, workspace_bytes: int, key: tuple[object, ...]) -> Replayed:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
-            if self._script is None:
-                self._script = read_script(self.footprint.tape)
             self._events += 2 * len(self.footprint.tape) * candidate.plan.micro_batches
-            self._played[key] = replay(
-                self.footprint,
-                candidate.plan,
-                0,
-                limit_bytes=limit,
-                options=self.constraints.allocator,
-                rows=None if self.constraints.split_batch else self.footprint.batch_size,
-                workspace_bytes=workspace_bytes,
-                script=self._script,
-            )
+            with _no_collection():
+                if self._script is None:
+                    self._script = read_script(self.footprint.tape)
+                self._played[key] = replay(
+                    self.footprint,
+                    candidate.plan,
+                    rank,
+                    limit_bytes=limit,
+                    options=self.constraints.allocator,
+                    rows=None if self.constraints.split_batch else self.footprint.batch_size,
+                    workspace_bytes=workspace_bytes,
+                    script=self._script,
+                )
         return self._played[key]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A replay makes ten thousands of small tuples, none in a cycle. They would set off collections that go through all that torch and
+    Lightning have made: a third of a replay's time.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _rounded(size: DeviceBytes, played: Replayed) -> DeviceBytes:

@@ -1,32 +1,34 @@
-"""The report: every candidate with its prediction, in order, as values, JSON and a table that a person reads.
+"""The report: every candidate with its prediction, in order, and advice; as values and JSON.
 
-It must not know how plans are found or predicted; it shows what the planner made.
+It must not know how plans are found or predicted; it shows what the planner made. :mod:`table` and :mod:`picture` show it to people.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.residuals import Residuals
+from lightning_autopar.planning.labels import device_label, devices_label
+from lightning_autopar.planning.rates import Rates
+from lightning_autopar.planning.runnable import cannot_run
 from lightning_autopar.planning.timing import Seconds
 from lightning_autopar.plans import Plan
-from lightning_autopar.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import RenderableType
-    from rich.table import Table
 
-__all__ = ["Candidate", "DeviceNeed", "NothingFits", "Report", "Seconds", "device_label", "devices_label"]
+__all__ = ["Advice", "Candidate", "DeviceNeed", "NothingFits", "Report", "Seconds", "device_label", "devices_label"]
 
 _WIDTH = 110
-_MOST_FITTING = 8
-_MOST_UNFIT = 3
 
 
 class DeviceNeed(Protocol):
@@ -55,7 +57,8 @@ class Candidate:
         bytes: predicted bytes by device id, corrected by what earlier runs took; empty where a plan is ruled out before any prediction.
         raw: the same before the correction: what a run is compared with, for the next one.
         needs: by device id, the bytes that must be there for it: the prediction with what the footprint may miss.
-        seconds: predicted seconds of a step; None where there is no prediction.
+        seconds: predicted seconds of a step, corrected by what earlier runs took; None where there is no prediction.
+        raw_seconds: the same before the correction; None where nothing was predicted.
         notes: what a reader should know, a sentence each.
         learned: how earlier runs correct the prediction, a sentence each.
         replayed: whether the allocations of its steps were replayed, which says to some MiB what the allocator holds.
@@ -68,12 +71,27 @@ class Candidate:
     raw: Mapping[str, DeviceNeed] = field(default_factory=dict)
     needs: Mapping[str, int] = field(default_factory=dict)
     seconds: Seconds | None = None
+    raw_seconds: Seconds | None = None
     notes: tuple[str, ...] = ()
     learned: tuple[str, ...] = ()
     replayed: bool = False
 
     def __post_init__(self) -> None:
         assert self.fits == (self.reason is None), "a candidate fits, or says in one sentence why it doesn't"
+        assert self.runnable or not self.fits, "what can't be run is not to be taken"
+
+    @property
+    def runnable(self) -> bool:
+        """Whether this version can run such a plan. One that it can't is predicted all the same, and never taken."""
+        return cannot_run(self.plan) is None
+
+    @property
+    def short_reason(self) -> str:
+        """The reason without what is the same for all plans, or stands beside it in a table: how the budget came to be, the seconds."""
+        reason = self.reason or ""
+        if not self.runnable:
+            return reason.partition("; it would")[0]
+        return reason.partition(" (")[0] if self.bytes else reason
 
     @property
     def step_seconds(self) -> float:
@@ -87,12 +105,47 @@ class Candidate:
             "plan": self.plan.to_dict(),
             "fits": self.fits,
             "reason": self.reason,
+            "runnable": self.runnable,
             "bytes": {
                 device: {**need.to_dict(), "allocated": need.allocated, "reserved": need.reserved} for device, need in self.bytes.items()
             },
+            "needs_bytes": dict(self.needs),
             "seconds": self.seconds.to_dict() if self.seconds else {},
             "notes": [*self.notes, *self.learned],
             "replayed": self.replayed,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One change that would let a plan fit, or a faster one than the best that does.
+
+    Args:
+        kind: what is to be changed. ``"memory"``: free bytes of devices; ``"batch_size"``; ``"setting"``: an argument of the strategy or
+            the Trainer; ``"others"``: what other processes hold; ``"package"``: one that isn't installed; ``"module"``: the model itself.
+        text: the sentence.
+        change: the same for a program: ``{"batch_size": 12}``, ``{"more_free_bytes": {"cpu:1": 4096}}``, ``{"allow": ["single", "ddp"]}``.
+        plan: the plan that would be taken; None where nothing is promised.
+        speedup: seconds a sample as it is now over those after the change, both predicted; None where nothing fits now.
+    """
+
+    kind: Literal["memory", "batch_size", "setting", "others", "package", "module"]
+    text: str
+    change: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    speedup: float | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "kind": self.kind,
+            "text": self.text,
+            "change": dict(self.change),
+            "plan": self.plan.to_dict() if self.plan else None,
+            "speedup": self.speedup,
         }
 
 
@@ -105,18 +158,22 @@ class Report:
         footprint: what one step needs.
         candidates: best first; behind the fitting ones those that don't fit, then those that are ruled out.
         best_index: which of them is to be run; None where nothing fits.
-        advice: what would make something fit, or fit better, a sentence each.
         budgets: bytes that a plan may use, by device id.
         residuals: what earlier runs were measured to take, by which the predictions are corrected.
+        adviser: finds the advice when somebody asks for it: it plans a few times more, which the search needn't wait for.
+        precision: Lightning's name of the precision that was planned for.
+        rates: how fast devices are, where that isn't the data sheets' word.
     """
 
     inventory: Inventory
     footprint: Footprint
     candidates: tuple[Candidate, ...]
     best_index: int | None
-    advice: tuple[str, ...] = ()
     budgets: Mapping[str, int] = field(default_factory=dict)
     residuals: Residuals = field(default_factory=Residuals)
+    adviser: Callable[[], tuple[Advice, ...]] | None = field(default=None, repr=False, compare=False)
+    precision: str = "32-true"
+    rates: Rates | None = field(default=None, repr=False, compare=False)
 
     @property
     def best_candidate(self) -> Candidate | None:
@@ -129,14 +186,36 @@ class Report:
         candidate = self.best_candidate
         return None if candidate is None else candidate.plan
 
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """What would make something fit, or a faster plan, the most helpful first. Found when it is first asked for."""
+        return self.adviser() if self.adviser is not None else ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the advice instead of the adviser, which knows the whole search."""
+        return {**self.__dict__, "advice": self.advice, "adviser": None}
+
+    def headroom_bytes(self, candidate: Candidate) -> dict[str, int]:
+        """What the plan leaves of what it may use, by device id; below 0 where that much is missing."""
+        return {
+            device: self.budgets.get(device, self.inventory.device(device).free_bytes) - need for device, need in candidate.needs.items()
+        }
+
+    def shown_candidate(self) -> Candidate | None:
+        """The one to look at closely: the best, or, where nothing fits, the first with a prediction, preferably one that could be run."""
+        predicted = [candidate for candidate in self.candidates if candidate.bytes]
+        return self.best_candidate or next(iter(sorted(predicted, key=lambda candidate: not candidate.runnable)), None)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: ``inventory``, ``footprint``, ``best`` (an index or None), ``candidates``, ``advice``."""
+        """Plain values for JSON: inventory, footprint, budgets, the index of the best or None, candidates, advice."""
         return {
             "inventory": self.inventory.to_dict(),
             "footprint": self.footprint.to_dict(),
+            "precision": self.precision,
+            "budgets": dict(self.budgets),
             "best": self.best_index,
-            "candidates": [candidate.to_dict() for candidate in self.candidates],
-            "advice": list(self.advice),
+            "candidates": [{**candidate.to_dict(), "headroom_bytes": self.headroom_bytes(candidate)} for candidate in self.candidates],
+            "advice": [advice.to_dict() for advice in self.advice],
         }
 
     def to_json(self) -> str:
@@ -144,11 +223,33 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def table(self) -> RenderableType:
-        """What rich shows: model and devices, a line for each candidate worth one, notes and advice."""
-        from rich.console import Group
-        from rich.text import Text
+        """What rich shows, as wide as the console: model and devices, a line for each candidate worth one, notes and advice."""
+        from lightning_autopar.planning.table import ReportTable
 
-        return Group(*map(Text, self._header()), self._lines(), *map(Text, self._footer()))
+        return ReportTable(self)
+
+    def picture(self, candidate: Candidate | None = None) -> Figure:
+        """Memory by device and a step's timeline, as a figure of matplotlib.
+
+        Args:
+            candidate: one with a prediction; the best unless given, or where nothing fits the one that lacks least.
+
+        Raises:
+            ValueError: if matplotlib isn't installed, or there is no prediction to draw.
+        """
+        from lightning_autopar.planning.picture import draw
+
+        return draw(self, candidate)
+
+    def save_picture(self, path: str | Path, candidate: Candidate | None = None) -> None:
+        """:meth:`picture` as a file, of the format that its ending names: ``.png``, ``.svg``, ``.pdf``.
+
+        Raises:
+            ValueError: as :meth:`picture`, or if the ending names no format, or the file can't be written.
+        """
+        from lightning_autopar.planning.picture import save
+
+        save(self, path, candidate)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -158,98 +259,6 @@ class Report:
         console = Console(file=out, width=_WIDTH, **plain)  # type: ignore[arg-type]
         console.print(self.table())
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-    def _header(self) -> list[str]:
-        """The model and the devices, in words."""
-        needs = self.footprint
-        sizes = {name: size for name, size in needs.to_dict()["bytes"].items() if size}
-        batch = f"batch of {needs.batch_size}" if needs.batch_size else "batch without a batch dimension"
-        step = "training step" if needs.training else "step without gradients"
-        header = [
-            f"Model: {needs.parameters:,} parameters, {needs.trainable_parameters:,} of them trainable; {batch}",
-            f"One {step} needs: " + (", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()) or "nothing known"),
-        ]
-        if needs.margin:
-            header.append(f"Up to {needs.margin * 100:.3g} % more is allowed for, as the prediction may miss it")
-        header += [f"Assumed: {assumption}" for assumption in needs.assumptions]
-        header.append("Devices: " + "; ".join(self._device_words()))
-        header += [f"Note: {note}" for note in self.inventory.notes]
-        return header
-
-    def _device_words(self) -> list[str]:
-        """Devices with their memory, those alike as one."""
-        alike: dict[str, list[Device]] = {}
-        for device in self.inventory.devices:
-            words = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
-            name = device.name if device.kind == "cuda" else ""
-            busy = f", {device.utilization:.0%} busy" if device.utilization and device.utilization >= 0.05 else ""
-            alike.setdefault(f"{name + ', ' if name else ''}{words}{busy}", []).append(device)
-        return [f"{devices_label(devices)} ({words}{' each' if len(devices) > 1 else ''})" for words, devices in alike.items()]
-
-    def _lines(self) -> Table:
-        """The table itself."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, padding=(0, 1, 0, 0))
-        for title, least in (("#", 2), ("plan", 18), ("devices", 9), ("memory of the fullest", 22), ("a step", 7)):
-            table.add_column(title, min_width=least, no_wrap=title in ("#", "a step"))
-        table.add_column("why, or why not", ratio=1)
-        fitting = [index for index, candidate in enumerate(self.candidates) if candidate.fits]
-        unfit = [index for index, candidate in enumerate(self.candidates) if not candidate.fits and candidate.bytes]
-        ruled_out = [index for index, candidate in enumerate(self.candidates) if not candidate.fits and not candidate.bytes]
-        parts = ((fitting, _MOST_FITTING, "that fit"), (unfit, _MOST_UNFIT, "that don't fit"), (ruled_out, len(ruled_out), "ruled out"))
-        for shown, most, which in parts:
-            chosen = self._spread(shown, most)
-            for index in chosen:
-                table.add_row(*map(Text, self._row(index)))
-            if len(shown) > len(chosen):
-                table.add_row(Text(""), Text(f"… {len(shown) - len(chosen)} more {which}"))
-        return table
-
-    def _spread(self, indices: Sequence[int], most: int) -> list[int]:
-        """The first ``most``, but of every engine at least the first: why it isn't the best is what people ask."""
-        first = {self.candidates[index].plan.engine: index for index in reversed(indices)}
-        chosen = set(first.values())
-        for index in indices:
-            if len(chosen) >= most:
-                break
-            chosen.add(index)
-        return sorted(chosen)
-
-    def _row(self, index: int) -> tuple[str, ...]:
-        """One candidate's cells."""
-        candidate = self.candidates[index]
-        plan = candidate.plan
-        devices = devices_label([self.inventory.device(device) for device in plan.devices])
-        rank = f"▸{index + 1}" if index == self.best_index else str(index + 1) if candidate.fits else "–"
-        step = format_seconds(candidate.seconds.step) if candidate.seconds else "–"
-        reason = candidate.reason or ""
-        if candidate.bytes:
-            reason = reason.partition(" (")[0]  # how the budget came to be is the same for all, and long
-        why = [reason] if reason else ["chosen, see below"] if index == self.best_index else []
-        return rank, plan.title(), devices, self._memory_words(candidate), step, "; ".join((*why, *candidate.notes, *candidate.learned))
-
-    def _memory_words(self, candidate: Candidate) -> str:
-        """The fullest device: ``"3.1 / 3.8 GiB 82%"``."""
-        if not candidate.needs:
-            return "–"
-        full, need, budget = max(
-            (need / max(1, budget), need, budget)
-            for device, need in candidate.needs.items()
-            for budget in [self.budgets.get(device, self.inventory.device(device).free_bytes)]
-        )
-        amount, unit = format_bytes(need).split()
-        if format_bytes(budget).endswith(f" {unit}"):
-            unit = ""
-        return f"{amount}{' ' + unit if unit else ''} / {format_bytes(budget)} {full:.0%}"
-
-    def _footer(self) -> list[str]:
-        """What the reader should do or know."""
-        best = self.best_candidate
-        chosen = [f"Chosen: {best.plan.title()}"] + [f"  - {reason}" for reason in best.plan.reasons] if best else ["Nothing fits."]
-        return chosen + [f"Advice: {advice}" for advice in self.advice]
 
 
 class NothingFits(ValueError):
@@ -271,35 +280,8 @@ class NothingFits(ValueError):
 
 def _shortest_reason(report: Report) -> str:
     """What the plan that needs least needs, and what there is."""
-    predicted = [candidate for candidate in report.candidates if candidate.needs]
+    predicted = [candidate for candidate in report.candidates if candidate.needs and candidate.runnable]
     if not predicted:
-        return "; ".join(dict.fromkeys(f"{candidate.plan.engine}: {candidate.reason}" for candidate in report.candidates))
+        return "; ".join(dict.fromkeys(f"{candidate.plan.engine}: {candidate.short_reason}" for candidate in report.candidates))
     least = min(predicted, key=lambda candidate: max(candidate.needs.values()))
     return f"the one that needs least memory, {least.plan.title()}, {least.reason}"
-
-
-def device_label(device: Device) -> str:
-    """A device's name as people know it: ``"cuda:0"`` rather than its UUID."""
-    return f"cuda:{device.index}" if device.kind == "cuda" and device.index is not None else device.id
-
-
-def devices_label(devices: Iterable[Device]) -> str:
-    """Several devices' names, runs of numbers drawn together: ``"cuda:0-3,6"``."""
-    runs: dict[str, list[list[int]]] = {}
-    others: list[str] = []
-    for label in sorted(map(device_label, devices), key=_number_last):
-        name, number = _number_last(label)
-        if number < 0:
-            others.append(label)
-        elif runs.get(name) and runs[name][-1][-1] == number - 1:
-            runs[name][-1].append(number)
-        else:
-            runs.setdefault(name, []).append([number])
-    drawn = [f"{name}:" + ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in parts) for name, parts in runs.items()]
-    return ", ".join((*drawn, *others))
-
-
-def _number_last(label: str) -> tuple[str, int]:
-    """``"cpu:3"`` → ``("cpu", 3)``; −1 where there is no number."""
-    name, _, number = label.rpartition(":")
-    return (name, int(number)) if name and number.isdecimal() else (label, -1)

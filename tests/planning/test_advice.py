@@ -3,68 +3,237 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.planning.candidates import Constraints, SplitFinding
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.planning import advice as subject
+from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import NothingFits
+from lightning_autopar.planning.report import Advice, NothingFits, Report
+from lightning_autopar.planning.scaling import scaled
 from lightning_autopar.plans import Plan
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
-
-def advice(step: Any = None, here: Any = None, **constraints: Any) -> list[str]:
-    constraints.setdefault("memory_margin", 0.0)
-    with pytest.raises(NothingFits) as caught:
-        make_report(step or footprint(), here or inventory(cpu(0, GIB // 2), cpu(1, GIB // 2)), Constraints(**constraints))
-    return list(caught.value.report.advice)
+#: Without what would help by itself wherever a little memory is missing.
+WHOLE = {"micro_batches": "the batch is run whole", "shares": "the batch is shared evenly"}
 
 
-def starting(found: list[str], words: str) -> list[str]:
-    return [line for line in found if line.startswith(words)]
+def made(step: Footprint, here: Inventory, **constraints: Any) -> Report:
+    constraints = {"memory_margin": 0.0, **constraints, "excluded": {**WHOLE, **constraints.get("excluded", {})}}
+    try:
+        return make_report(step, here, Constraints(**constraints))
+    except NothingFits as error:
+        return error.report
+
+
+def nothing_fits(step: Any = None, here: Any = None, **constraints: Any) -> list[Advice]:
+    report = made(step or footprint(), here or inventory(cpu(0, GIB // 2), cpu(1, GIB // 2)), **constraints)
+    assert report.best is None
+    return list(report.advice)
+
+
+def starting(found: list[Advice], words: str) -> list[Advice]:
+    return [advice for advice in found if str(advice).startswith(words)]
+
+
+def of_kind(found: Any, kind: str) -> list[Advice]:
+    return [advice for advice in found if advice.kind == kind]
+
+
+def fixed(step: Footprint) -> Footprint:
+    """The same without blocks that can be recomputed."""
+    return replace(step, blocks=tuple(replace(block, recomputable=False) for block in step.blocks))
+
+
+#: So much to compute that two devices are nearly twice as fast, whatever else a step costs.
+HEAVY = fixed(footprint(batch_size=16, activation_bytes=256 * MIB, flops=4 * 10**13))
+
+
+# -- where nothing fits ----------------------------------------------------------------------------------------------------------------
 
 
 def test_another_engine_that_would_fit_is_named() -> None:
-    found = advice(allow=("single",))
-    assert len(starting(found, "allow=['single', 'ddp', 'fsdp']: fsdp ×2")) == 1
-    assert not starting(advice(here=inventory(cpu(0, GIB // 8)), allow=("single",)), "allow=")
+    (found,) = starting(nothing_fits(allow=("single",)), "allow=['single', 'ddp', 'fsdp']: fsdp ×2")
+    assert found.change == {"allow": ["single", "ddp", "fsdp"]}
+    assert found.plan is not None
+    assert found.plan.engine == "fsdp"
+    assert found.speedup is None
+    assert not starting(nothing_fits(here=inventory(cpu(0, GIB // 8)), allow=("single",)), "allow=")
 
 
 def test_the_largest_batch_that_fits_does_and_one_more_does_not() -> None:
-    step = footprint(activation_bytes=GIB)
-    step = replace(step, blocks=tuple(replace(block, recomputable=False) for block in step.blocks))
-    here = inventory(cpu(0, 2 * GIB))
-    line = next(line for line in advice(step, here) if line.startswith("a batch of"))
-    assert line.startswith("a batch of 2 instead of 8 would fit")
-    assert not starting(advice(step, inventory(cpu(0, GIB // 8))), "a batch of")
+    step, here = fixed(footprint(activation_bytes=GIB)), inventory(cpu(0, 2 * GIB))
+    (found,) = of_kind(nothing_fits(step, here), "batch_size")
+    assert found.text.startswith("a batch of 2 instead of 8 would fit")
+    assert found.change == {"batch_size": 2}
+    best = made(scaled(step, 2), here).best
+    assert best is not None
+    assert replace(best, reasons=()) == replace(found.plan or best, reasons=())
+    assert made(scaled(step, 3), here).best is None
+    assert not of_kind(nothing_fits(step, inventory(cpu(0, GIB // 8))), "batch_size")
 
 
 def test_the_missing_memory_would_do() -> None:
     step, here = footprint(), inventory(cpu(0, GIB // 2))
-    with pytest.raises(NothingFits) as caught:
-        make_report(step, here, Constraints(memory_margin=0.1))
-    nearest = caught.value.report.candidates[0]
-    missing = int((max(nearest.needs.values()) - int(GIB // 2 * 0.9)) / 0.9) + 1
-    assert make_report(step, inventory(cpu(0, GIB // 2 + missing)), Constraints(memory_margin=0.1)).best
-    assert starting(list(caught.value.report.advice), f"{missing / MIB:.3g} MiB more on cpu:0: {nearest.plan.title()} would fit")
+    found = nothing_fits(step, here, memory_margin=0.1)[0]
+    assert found.kind == "memory"
+    missing = found.change["more_free_bytes"]["cpu:0"]
+    assert found.plan is not None
+    assert found.text == f"{missing / MIB:.3g} MiB more on cpu:0: {found.plan.title()} would fit"
+    assert made(step, inventory(cpu(0, GIB // 2 + missing)), memory_margin=0.1).best
+    assert made(step, inventory(cpu(0, GIB // 2 + missing - 10)), memory_margin=0.1).best is None
 
 
 def test_what_a_setting_costs_is_said() -> None:
     one = {"here": inventory(cpu(0, GIB), cpu(1, GIB)), "allow": ("single",)}
-    assert starting(advice(memory_limit_bytes=GIB // 2, **one), "lift the memory limit: single")
-    assert starting(advice(memory_margin=0.6, **one), "memory_margin=0.0: single")
+    assert starting(nothing_fits(memory_limit_bytes=GIB // 2, **one), "lift the memory limit: single")
+    assert starting(nothing_fits(memory_margin=0.6, **one), "memory_margin=0.0: single")
     two = inventory(cpu(0, 450 * MIB), cpu(1, 450 * MIB))
     changed = SplitFinding(difference=0.1)
-    assert starting(advice(here=two, exact=True, split=changed), "exact=False, which accepts the changed loss: fsdp ×2")
-    assert starting(advice(here=two, max_devices=1), "let it use all 2 devices: fsdp ×2")
+    assert starting(nothing_fits(here=two, exact=True, split=changed), "exact=False, which accepts the changed loss: fsdp ×2")
+    assert starting(nothing_fits(here=two, max_devices=1), "let it use all 2 devices: fsdp ×2")
     pinned = Plan(engine="single", devices=("cpu:0",))
-    assert starting(advice(here=two, pinned=pinned), "leave the plan unpinned: fsdp ×2")
+    assert starting(nothing_fits(here=two, pinned=pinned), "leave the plan unpinned: fsdp ×2")
 
 
 def test_memory_that_others_hold_would_do() -> None:
-    assert starting(advice(here=inventory(gpu(0, GIB // 4))), "free what others hold on cuda:0: single would fit")
+    (found,) = starting(nothing_fits(here=inventory(gpu(0, GIB // 4))), "free what others hold on cuda:0: single would fit")
+    assert found.change == {"free": ["GPU-0000"]}
 
 
 def test_why_recomputation_does_not_help() -> None:
     step, here = footprint(), inventory(cpu(0, GIB // 8))
-    fixed = replace(step, blocks=tuple(replace(block, recomputable=False) for block in step.blocks))
-    assert starting(advice(fixed, here), "recomputation can't help, as running a block's forward twice would change the run (net.0")
-    assert starting(advice(replace(step, blocks=()), here), "recomputation can't help, as the module has no repeated blocks")
-    assert not starting(advice(step, here), "recomputation")
+    words = "recomputation can't help, as running a block's forward twice would change the run (net.0"
+    assert starting(nothing_fits(fixed(step), here), words)
+    assert starting(nothing_fits(replace(step, blocks=()), here), "recomputation can't help, as the module has no repeated blocks")
+    assert not starting(nothing_fits(step, here), "recomputation")
+
+
+# -- where something fits --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_little_more_memory_lets_a_faster_plan_fit() -> None:
+    alone = made(HEAVY, inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB)), allow=("single", "ddp"))
+    need = max(alone.candidates[0].needs.values())
+    assert alone.candidates[0].plan.engine == "ddp"
+    assert not of_kind(alone.advice, "memory")
+    here = inventory(cpu(0, 8 * GIB), cpu(1, need - 50 * MIB))
+    report = made(HEAVY, here, allow=("single", "ddp"))
+    assert report.best is not None
+    assert report.best.engine == "single"
+    (found,) = of_kind(report.advice, "memory")
+    lack = found.change["more_free_bytes"]
+    assert set(lack) == {"cpu:1"}
+    assert found.text.startswith("50 MiB more on cpu:1: ddp ×2 would fit, ")
+    assert "faster than single" in found.text
+    then = made(HEAVY, inventory(cpu(0, 8 * GIB), cpu(1, need - 50 * MIB + lack["cpu:1"])), allow=("single", "ddp"))
+    assert then.best == replace(found.plan or report.best, reasons=then.best.reasons if then.best else ())
+    assert found.speedup == pytest.approx(report.candidates[0].step_seconds / then.candidates[0].step_seconds)
+
+
+def test_memory_that_cannot_be_had_is_not_asked_for() -> None:
+    need = max(made(HEAVY, inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB)), allow=("ddp",)).candidates[0].needs.values())
+    far = made(HEAVY, inventory(cpu(0, 8 * GIB), cpu(1, need // 2)), allow=("single", "ddp"))
+    assert not of_kind(far.advice, "memory")  # twice its memory is no small change
+    heavy = replace(HEAVY, flops=10**17)
+    whole = max(made(heavy, inventory(gpu(0), gpu(1)), allow=("ddp",)).candidates[0].needs.values())
+    small = {"free_bytes": whole - 50 * MIB, "allow": ("single", "ddp")}
+    held = made(heavy, inventory(gpu(0), gpu(1, small["free_bytes"])), allow=("single", "ddp"))
+    assert starting(of_kind(held.advice, "memory"), "50 MiB more on cuda:1: ddp ×2 would fit")
+    full = made(heavy, inventory(gpu(0), gpu(1, small["free_bytes"], total_bytes=small["free_bytes"])), allow=("single", "ddp"))
+    assert full.best is not None
+    assert not of_kind(full.advice, "memory")  # nobody holds any of it
+
+
+def test_a_slightly_smaller_batch_fits_a_faster_plan() -> None:
+    # Two devices: the whole batch fits only with recomputed activations or in shards; a slightly smaller one without.
+    need = max(made(HEAVY, inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB)), allow=("ddp",)).candidates[0].needs.values())
+    here = inventory(cpu(0, 8 * GIB), cpu(1, need - 130 * MIB))
+    report = made(HEAVY, here, allow=("single", "ddp"))
+    assert report.best is not None
+    assert report.best.engine == "single"
+    (found,) = of_kind(report.advice, "batch_size")
+    batch = found.change["batch_size"]
+    assert 8 <= batch < 16
+    assert found.text.startswith(f"a batch of {batch} instead of 16: ddp ×2 would fit, ")
+    assert "faster a sample than single" in found.text
+    assert made(scaled(HEAVY, batch), here, allow=("ddp",)).best is not None
+    assert made(scaled(HEAVY, batch + 2), here, allow=("ddp",)).best is None
+    then = made(scaled(HEAVY, batch), here, allow=("ddp",)).candidates[0]
+    assert found.speedup == pytest.approx(report.candidates[0].step_seconds / 16 / (then.step_seconds / batch))
+
+
+def test_faster_engines_devices_and_settings_are_named() -> None:
+    two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
+    (found,) = made(HEAVY, two, allow=("single",)).advice
+    assert found.kind == "setting"
+    assert found.change == {"allow": ["single", "ddp", "fsdp"]}
+    assert found.plan is not None
+    assert found.plan.world_size == 2
+    assert found.speedup is not None
+    assert 1.5 < found.speedup < 2.1
+    assert starting(list(made(HEAVY, two, max_devices=1).advice), "let it use all 2 devices: ddp ×2 would be ")
+    assert starting(list(made(HEAVY, two, exact=True, split=SplitFinding(difference=0.1)).advice), "exact=False")
+    assert starting(list(made(HEAVY, two, pinned=Plan(engine="single", devices=("cpu:0",))).advice), "leave the plan unpinned: ddp ×2")
+    busy = inventory(gpu(0, utilization=0.9))
+    (others,) = made(replace(HEAVY, flops=10**17), busy).advice
+    assert others.kind == "others"
+    assert others.text.startswith("free what others hold on cuda:0: single would be ")
+
+
+def test_there_is_no_advice_where_nothing_would_help_much() -> None:
+    assert made(HEAVY, inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))).advice == ()
+    assert made(HEAVY, inventory(cpu(0, 8 * GIB)), allow=("single",)).advice == ()
+    assert made(HEAVY, inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB)), allow=("single",), objective="memory").advice == ()
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "_PACKAGES", {"ddp": ("no_such_package", "ddp"), "fsdp": ("torch", "fsdp")})
+    two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
+    excluded = {"ddp": "no_such_package isn't installed", "fsdp": "the module can't be sharded"}
+    (found,) = made(HEAVY, two, excluded=excluded).advice
+    assert found.kind == "package"
+    assert found.change == {"install": "no_such_package"}
+    assert found.text.startswith("pip install 'lightning-autopar[ddp]': ddp ×2 would be ")
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_search_does_not_wait_for_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    original = subject._Question.settings
+
+    def counted(question: Any, **arguments: Any) -> Any:
+        asked.append("settings")
+        return original(question, **arguments)
+
+    monkeypatch.setattr(subject._Question, "settings", counted)
+    report = made(HEAVY, parse_spec("4xcpu:8GiB"))
+    assert asked == []
+    assert report.advice is report.advice
+    assert asked == ["settings"]
+
+
+@pytest.mark.parametrize("free_bytes", [400 * MIB, 1000 * MIB, 8 * GIB])  # nothing fits, some plans do, all do
+def test_it_asks_the_search_a_bounded_number_of_times(free_bytes: int) -> None:
+    counts = {"best": 0, "evaluate": 0}
+    step = replace(HEAVY, batch_size=256)
+    here = inventory(cpu(0, max(free_bytes, 8 * GIB * (free_bytes > GIB // 2))), *(cpu(index, free_bytes) for index in range(1, 4)))
+    report = made(step, here, allow=("single", "ddp"), exact=True, max_devices=2, memory_limit_bytes=7 * GIB, memory_margin=0.05)
+    assert report.adviser is not None
+    ask: Any = report.adviser.args[-1]  # type: ignore[attr-defined]
+
+    class Counting:
+        def best(self, *arguments: Any) -> Any:
+            counts["best"] += 1
+            return ask.best(*arguments)
+
+        def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+            counts["evaluate"] += 1
+            return ask.evaluate(*arguments, **keywords)
+
+    subject.advise(*report.adviser.args[:-1], Counting())  # type: ignore[attr-defined]
+    assert 4 <= counts["best"] <= 7
+    assert counts["evaluate"] <= 60
+    assert (counts["evaluate"] > 0) == (free_bytes < 8 * GIB)

@@ -4,12 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Device, Inventory, Link
+from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.predict import DeviceBytes
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning.candidates import Constraints, SplitFinding
@@ -54,12 +51,24 @@ def test_the_fastest_that_fits_is_best_and_the_rest_follows_in_order() -> None:
     assert found.best is not None
     assert found.best_index == 0
     assert found.best.world_size == 2
-    steps = [candidate.step_seconds for candidate in found.candidates if candidate.fits]
-    assert steps == sorted(steps)
+    best, *others = [candidate.step_seconds for candidate in found.candidates if candidate.fits]
+    assert others == sorted(others)
+    assert best <= min(others) * 1.01
+
+
+def test_a_simpler_plan_that_is_hardly_slower_is_taken_and_says_so() -> None:
+    found = report(footprint(flops=10**13), allow=("ddp", "fsdp"))
+    fastest = min((one for one in found.candidates if one.fits), key=lambda one: one.step_seconds)
+    best = found.best_candidate
+    assert best is not None
+    assert fastest.plan.engine == "fsdp"
+    assert (best.plan.engine, best.step_seconds > fastest.step_seconds) == ("ddp", True)
+    assert any("faster, which is too little to be worth more than the simpler plan" in reason for reason in best.plan.reasons)
 
 
 def test_a_small_model_stays_on_one_device() -> None:
-    found = report(footprint(flops=10**6, parameter_bytes=4096))
+    step = footprint(flops=3 * 10**6, parameter_bytes=4096, activation_bytes=4096)
+    found = report(replace(step, blocks=tuple(replace(block, flops=10**5) for block in step.blocks)))
     assert found.best is not None
     assert found.best.title() == "single"
 
@@ -106,10 +115,11 @@ def test_devices_of_the_host_share_its_memory() -> None:
 
 def test_as_few_blocks_are_recomputed_as_let_it_fit() -> None:
     step = footprint(blocks=8, activation_bytes=128 * MIB)
-    plain = report(step, allow=("single",)).candidates[0]
+    whole = {"allow": ("single",), "excluded": {"micro_batches": "not here"}}
+    plain = report(step, **whole).candidates[0]
     need = next(iter(plain.needs.values()))
     assert plain.plan.recompute == ()
-    found = report(step, inventory(cpu(0, need - 300 * MIB)), allow=("single",))
+    found = report(step, inventory(cpu(0, need - 300 * MIB)), **whole)
     assert found.best is not None
     count = len(found.best.recompute)
     assert 0 < count < 8
@@ -166,17 +176,36 @@ def test_a_pinned_plan_of_one_fsdp_rank_needs_no_second_device() -> None:
     ("plan", "constraints", "message"),
     [
         ({"engine": "single", "devices": ("cpu:7",)}, {}, r"names 'cpu:7', which isn't there; there are: cpu:0, cpu:1"),
-        ({"engine": "zero", "devices": ("cpu:0",), "zero_stage": 2}, {}, "'zero' is not built yet"),
-        ({"engine": "single", "devices": ("cpu:0",), "micro_batches": 2}, {}, "micro_batches=2, which can be predicted, but not run yet"),
+        (
+            {"engine": "zero", "devices": ("cpu:0",), "zero_stage": 2},
+            {},
+            "not run by this version yet .engine 'zero'.; choose one of single, ddp, fsdp",
+        ),
+        ({"engine": "single", "devices": ("cpu:0",), "micro_batches": 9}, {}, "takes 8 samples apart into 9 micro-batches; have at most 8"),
+        (
+            {"engine": "single", "devices": ("cpu:0",), "micro_batches": 2},
+            {"exact": True, "split": SplitFinding(difference=0.5)},
+            "exact=True, and the split batch's loss differs",
+        ),
+        (
+            {"engine": "single", "devices": ("cpu:0",), "recompute": ("net.1",)},
+            {"excluded": {"recompute": "hooks count its forwards"}},
+            "hooks count its forwards",
+        ),
         (
             {"engine": "fsdp", "devices": ("cpu:0", "cpu:1", "cpu:2", "cpu:3"), "reshard_after_forward": True, "replicas": 2},
-            {},
-            "replicas=2, which can be predicted",
+            {"excluded": {"replicas": "a callback knows one copy only"}},
+            "a callback knows one copy only",
+        ),
+        (
+            {"engine": "ddp", "devices": ("cpu:0", "cpu:1"), "shares": (1, 2)},
+            {"excluded": {"shares": "the batch comes from several loaders"}},
+            "the batch comes from several loaders",
         ),
         (
             {"engine": "fsdp", "devices": ("cpu:0", "cpu:1"), "reshard_after_forward": True, "offload": ("optimizer", "parameters")},
             {},
-            "offload=.'optimizer', 'parameters'., which can be predicted",
+            "can be predicted, but not run by this version yet .offload to host memory.",
         ),
         ({"engine": "ddp", "devices": ("cpu:0", "cpu:1")}, {"allow": ("single",)}, r"not in allow=\['single'\]"),
         ({"engine": "fsdp", "devices": ("cpu:0",), "reshard_after_forward": True}, {"allow": ("single",)}, r"not in allow=\['single'\]"),
@@ -240,102 +269,18 @@ def test_eight_devices_are_planned_for_at_once() -> None:
     assert time.process_time() - began < 0.2
 
 
-DEVICES = st.lists(
-    st.builds(
-        lambda free, utilization, node, slow: (free, utilization, node, slow),
-        st.integers(1, 64).map(lambda size: size * 64 * MIB),
-        st.sampled_from([None, 0.0, 0.31, 0.9]),
-        st.integers(0, 1),
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=5,
-)
-STEPS = st.builds(
-    lambda batch, size, activations, flops, blocks: footprint(
-        batch_size=batch, parameter_bytes=size, activation_bytes=activations, flops=flops, blocks=blocks, margin=0.07
-    ),
-    st.integers(0, 9),
-    st.integers(1, 64).map(lambda size: size * MIB),
-    st.integers(1, 512).map(lambda size: size * MIB),
-    st.sampled_from([10**9, 10**12, 10**15]),
-    st.integers(0, 5),
-)
-LINKED = st.booleans()
+def test_a_thousand_devices_take_two_seconds_at_most() -> None:
+    here = parse_spec("128x8xH100-80GB")
+    step = footprint(blocks=96, parameter_bytes=600 * MIB, activation_bytes=4 * GIB, batch_size=4096)
+    began = time.process_time()
+    found = report(step, here)
+    assert time.process_time() - began < 2
+    assert found.best is not None
+    assert max(candidate.plan.world_size for candidate in found.candidates if candidate.bytes) > 256
 
 
-def machine(devices: list[tuple[int, float | None, int, bool]], linked: bool) -> Inventory:
-    names = {False: "NVIDIA H100 80GB HBM3", True: "Tesla T4"}
-    gpus = [
-        gpu(index, free, total_bytes=8 * GIB, utilization=busy, node=node, name=names[slow])
-        for index, (free, busy, node, slow) in enumerate(devices)
-    ]
-    pairs = zip(gpus[::2], gpus[1::2], strict=False)
-    links = tuple(Link(a=a.id, b=b.id, kind="nvlink") for a, b in pairs if a.node == b.node) if linked else ()
-    return inventory(*gpus, links=links)
-
-
-def plan_or_none(step: Footprint, here: Inventory, **constraints: Any) -> Report:
-    try:
-        return report(step, here, predict=light, **constraints)
-    except NothingFits as error:
-        return error.report
-
-
-def light(step: Footprint, plan: Plan, here: Inventory) -> Mapping[str, DeviceBytes]:
-    """As memory.predict has it for replicas and shards, without a GPU's context, which would leave small machines nothing."""
-    result = {}
-    for rank, device in enumerate(plan.devices):
-        rows = max(1, -(-(step.batch_size - rank) // plan.world_size)) if step.batch_size else 1
-        share = rows / max(1, step.batch_size)
-        again = sum(block.activation_bytes - block.input_bytes for block in step.blocks if block.fqn in plan.recompute)
-        held = plan.world_size if plan.engine == "fsdp" else 1
-        state = (step.parameter_bytes + step.gradient_bytes + step.optimizer_bytes) // held
-        gathered = 0 if plan.reshard_after_forward is not False else step.parameter_bytes
-        result[device] = DeviceBytes(parameters=state, activations=round((step.activation_bytes - again) * share), communication=gathered)
-    return result
-
-
-@given(STEPS, DEVICES, LINKED)
-@hypothesis_settings(max_examples=60, deadline=None)
-def test_a_fitting_plan_never_exceeds_a_device_and_every_other_says_why(step: Footprint, devices: Any, linked: bool) -> None:
-    here = machine(devices, linked)
-    found = plan_or_none(step, here, memory_margin=0.1, memory_limit_bytes=3 * GIB)
-    assert found.candidates
-    for candidate in found.candidates:
-        if candidate.fits:
-            assert candidate.reason is None
-            for device in candidate.plan.devices:
-                need = max(candidate.bytes[device].allocated, candidate.bytes[device].reserved)
-                assert need * (1 + step.margin) <= min(here.device(device).free_bytes, 3 * GIB) * 0.9
-        else:
-            assert candidate.reason
-            assert "\n" not in candidate.reason
-    assert (found.best_index == 0) == found.candidates[0].fits
-
-
-@given(STEPS, DEVICES, LINKED, st.integers(0, 4), st.integers(1, 64))
-@hypothesis_settings(max_examples=60, deadline=None)
-def test_more_memory_never_gives_a_slower_best_plan(step: Footprint, devices: Any, linked: bool, which: int, more: int) -> None:
-    before = plan_or_none(step, machine(devices, linked))
-    which %= len(devices)
-    devices = [(free + more * 64 * MIB if index == which else free, *rest) for index, (free, *rest) in enumerate(devices)]
-    after = plan_or_none(step, machine(devices, linked))
-    if before.best_candidate is not None:
-        assert after.best_candidate is not None
-        assert after.best_candidate.step_seconds <= before.best_candidate.step_seconds * (1 + 1e-9)
-
-
-@given(STEPS, DEVICES, LINKED, st.randoms(use_true_random=False))
-@hypothesis_settings(max_examples=60, deadline=None)
-def test_the_order_of_the_devices_does_not_change_the_best_prediction(step: Footprint, devices: Any, linked: bool, random: Any) -> None:
-    here = machine(devices, linked)
-    shuffled: list[Device] = list(here.devices)
-    random.shuffle(shuffled)
-    first = plan_or_none(step, here).best_candidate
-    second = plan_or_none(step, replace(here, devices=tuple(shuffled))).best_candidate
-    assert (first is None) == (second is None)
-    if first is not None and second is not None:
-        assert first.step_seconds == pytest.approx(second.step_seconds)
-        assert sorted(first.plan.devices) == sorted(second.plan.devices)
-        assert first.plan.title() == second.plan.title()
+def test_what_cannot_be_run_yet_is_shown_behind_what_can() -> None:
+    found = report()
+    places = [0 if one.fits else 1 if one.needs and not one.runnable else 2 for one in found.candidates]
+    assert {"zero", "fsdp"} <= {one.plan.engine for one in found.candidates if not one.runnable}
+    assert places[: places.count(0)] == [0] * places.count(0)

@@ -1,14 +1,19 @@
+import io
 import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.candidates import Constraints, SplitFinding
+from lightning_autopar.planning.breakdown import by_category, by_part
+from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Candidate, NothingFits, Report, devices_label
+from lightning_autopar.planning.report import Candidate, NothingFits, Report, Seconds, devices_label
+from lightning_autopar.planning.table import time_words
 from lightning_autopar.plans import Plan
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
@@ -25,28 +30,63 @@ def test_json_has_the_documented_shape() -> None:
     found = report(allow=("single", "ddp", "zero"))
     data = json.loads(found.to_json())
     assert data == found.to_dict()
-    assert set(data) == {"inventory", "footprint", "best", "candidates", "advice"}
+    assert set(data) == {"inventory", "footprint", "precision", "budgets", "best", "candidates", "advice"}
     assert {"id", "kind", "free_bytes", "total_bytes"} <= set(data["inventory"]["devices"][0])
     assert {"parameters", "bytes", "flops", "assumptions"} <= set(data["footprint"])
     assert data["best"] == 0
     for candidate in data["candidates"]:
-        assert set(candidate) == {"plan", "fits", "reason", "bytes", "seconds", "notes", "replayed"}
+        assert set(candidate) == {
+            "plan", "fits", "reason", "runnable", "bytes", "needs_bytes", "headroom_bytes", "seconds", "notes", "replayed"
+        }  # fmt: skip
         assert candidate["fits"] == (candidate["reason"] is None)
         assert Plan.from_dict(candidate["plan"]).to_dict() == candidate["plan"]
         if candidate["bytes"]:
             assert set(candidate["bytes"]) == set(candidate["plan"]["devices"])
             assert all({"parameters", "allocated", "reserved"} <= set(sizes) for sizes in candidate["bytes"].values())
             assert {"compute", "step"} <= set(candidate["seconds"])
-    assert [c["reason"] for c in data["candidates"] if not c["bytes"]] == [
-        "not in allow=['single', 'ddp', 'zero']",
-        "engine 'zero' is not built yet",
-    ]
+            parts = [part for name, part in candidate["seconds"].items() if name != "step"]
+            assert sum(parts) == pytest.approx(candidate["seconds"]["step"])
+            for device in candidate["plan"]["devices"]:
+                assert candidate["headroom_bytes"][device] == data["budgets"][device] - candidate["needs_bytes"][device]
+    assert "not in allow=['single', 'ddp', 'zero']" in [c["reason"] for c in data["candidates"] if not c["bytes"]]
+    assert all(c["reason"].startswith("can't be run") for c in data["candidates"] if c["plan"]["engine"] == "zero")
+    assert not any(c["runnable"] for c in data["candidates"] if c["plan"]["engine"] == "zero")
+
+
+def test_the_documented_fields_are_there() -> None:
+    """docs/report.md names every field of the JSON."""
+    documented = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    data = report(allow=("single",)).to_dict()
+    assert data["advice"]
+    for fields in (data, data["inventory"], data["inventory"]["devices"][0], data["footprint"], data["candidates"][0], data["advice"][0]):
+        assert not [name for name in fields if f"`{name}`" not in documented]
+    for fields in (data["candidates"][0]["seconds"], data["candidates"][0]["bytes"]["cpu:0"]):
+        assert not [name for name in fields if f"`{name}`" not in documented]
+
+
+def test_headroom_is_what_the_plan_leaves() -> None:
+    found = report(here=inventory(cpu(0, 4 * GIB), cpu(1, GIB // 2)))
+    for candidate in found.candidates:
+        left = found.headroom_bytes(candidate)
+        assert set(left) == set(candidate.needs)
+        if candidate.needs and candidate.runnable:
+            assert candidate.fits == (min(left.values()) >= 0)
+
+
+def test_advice_in_json_says_what_to_change() -> None:
+    (advice,) = report(footprint(flops=10**13), allow=("single",)).to_dict()["advice"]
+    assert advice["kind"] == "setting"
+    assert advice["change"] == {"allow": ["single", "ddp", "fsdp"]}
+    assert Plan.from_dict(advice["plan"]).world_size == 2
+    assert advice["speedup"] > 1.2
+    assert advice["text"].startswith("allow=['single', 'ddp', 'fsdp']: ")
 
 
 def test_the_best_plan_is_the_candidate_it_is_the_index_of() -> None:
     found = report()
     assert found.best_candidate is found.candidates[0]
     assert found.best is found.candidates[0].plan
+    assert found.shown_candidate() is found.candidates[0]
 
 
 def test_a_candidate_fits_or_says_why_not() -> None:
@@ -77,17 +117,97 @@ def test_brackets_of_reasons_are_not_markup() -> None:
 
 def test_long_lists_collapse_but_every_engine_shows() -> None:
     step = footprint(batch_size=64, parameter_bytes=8 * GIB, activation_bytes=8 * GIB, flops=10**15)
-    text = str(report(step, parse_spec("8xH100-80GB")))
-    assert lines(text, "more that fit")
+    found = report(step, parse_spec("8xH100-80GB"))
+    fit = [one for one in found.candidates if one.fits]
+    unfit = [one for one in found.candidates if not one.fits and one.bytes and one.runnable]
+    long = replace(found, candidates=(*fit[:1] * 12, *fit, *unfit[:1] * 6, *unfit))
+    text = str(long)
+    assert lines(text, f"… {12 + len(fit) - 8} more that fit")
     assert lines(text, "more that don't fit")
-    assert lines(text, "–", "single")
-    assert lines(text, "–", "ddp ×")
-    assert len(text.splitlines()) < 50
-    fitting = footprint(batch_size=64, flops=10**15)
-    text = str(report(fitting, parse_spec("8xH100-80GB")))
-    assert lines(text, "single")
-    assert lines(text, "ddp ×8")
-    assert lines(text, "fsdp ×8")
+    for engine in {one.plan.engine for one in (*fit, *unfit)}:
+        assert lines(text, engine)
+    assert len(text.splitlines()) < 60
+
+
+@pytest.mark.parametrize("width", [40, 60, 99, 100, 130, 150, 200])
+def test_the_table_keeps_to_the_terminal_and_loses_nothing(width: int) -> None:
+    step = footprint(batch_size=64, parameter_bytes=2 * GIB, activation_bytes=2 * GIB, flops=10**15)
+    found = report(step, inventory(gpu(0, 24 * GIB), gpu(1), gpu(2)), allow=("single", "ddp"))
+    console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
+    console.print(found.table())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    for part in ("▸1", "a step", "cuda:1-2", "Chosen: ddp", "not in allow", "single", "%"):
+        assert part.replace(" ", "") in words.replace(" ", "")  # wrapped anywhere
+    assert ("headroom" in words) == (width >= 150)
+    assert ("where the time goes" in words) == (width >= 150)
+    assert ("why, or why not" in words) == (width >= 100)
+
+
+@pytest.mark.parametrize("width", [100, 110, 150, 200])
+def test_long_titles_leave_room_for_the_reasons(width: int) -> None:
+    found = report(footprint(batch_size=64), parse_spec("8xH100-80GB"))
+    best = found.candidates[0]
+    titled = Plan(
+        engine="fsdp",
+        devices=best.plan.devices,
+        reshard_after_forward=True,
+        replicas=1,
+        micro_batches=64,
+        recompute=tuple(f"net.{index}" for index in range(4)),
+        offload=("optimizer", "parameters"),
+    )
+    long = replace(best, plan=titled, fits=False, reason="can't be run by this version yet (offload to host memory)")
+    console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
+    console.print(replace(found, candidates=(best, long)).table())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert any("why, or why not" in line for line in text.splitlines())
+    assert any("can't be run by" in line for line in text.splitlines())
+
+
+def test_where_the_time_goes_is_named_largest_first() -> None:
+    assert time_words(Seconds(compute=0.2, communication=0.7, overhead=0.1)) == "communication 70 %, compute 20 %, overhead 10 %"
+    assert time_words(Seconds(compute=0.99, overhead=0.01)) == "compute 99 %"
+    assert time_words(None) == "–"
+
+
+def test_what_cannot_be_run_yet_has_a_place_of_its_own() -> None:
+    found = report()
+    blocks = found.footprint.blocks
+    pipeline = Plan(engine="pipeline", devices=("cpu:0", "cpu:1"), cuts=(blocks[2].fqn,), schedule="1f1b", micro_batches=4)
+    best = found.candidates[0]
+    reason = "can't be run by this version yet (engine 'pipeline'); it would take 1 s a step"
+    shown = replace(best, plan=pipeline, fits=False, reason=reason)
+    assert not shown.runnable
+    assert best.runnable
+    text = " ".join(str(replace(found, candidates=(best, shown, shown, shown, shown))).split())
+    assert "pipeline 2 stages" in text
+    assert "… 1 more that can't be run yet" in text
+    assert "it would take" not in text
+    assert replace(found, candidates=(shown, replace(best, fits=False, reason="x")), best_index=None).shown_candidate() is not shown
+    with pytest.raises(AssertionError, match="can't be run"):
+        Candidate(plan=pipeline, fits=True)
+
+
+def test_tables_by_category_and_by_part() -> None:
+    found = report(here=inventory(cpu(0, 4 * GIB), cpu(1, 2 * GIB)), allow=("ddp",))
+
+    def text(table: Any) -> str:
+        console = Console(width=120, file=io.StringIO(), color_system=None, legacy_windows=False)
+        console.print(table)
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+    categories = text(by_category(found, found.candidates[0]))
+    assert lines(categories, "cpu:0", "cpu:1")
+    assert lines(categories, "parameters", "128 MiB")
+    assert lines(categories, "may be used", "3.8 GiB", "1.9 GiB")
+    (headroom,) = lines(categories, "headroom")
+    assert len(headroom.split("iB")) == 3
+    parts = text(by_part(found))
+    assert lines(parts, *(candidate.plan.title() for candidate in found.candidates if candidate.seconds and candidate.fits))
+    assert lines(parts, "compute", "s")
+    assert lines(parts, "step", "s")
 
 
 def test_a_gpu_is_called_by_its_number_and_others_work_is_shown() -> None:
@@ -104,12 +224,12 @@ def test_devices_are_drawn_together() -> None:
 
 def test_nothing_fits_says_what_is_needed_what_is_there_and_what_would_help() -> None:
     with pytest.raises(NothingFits) as caught:
-        report(here=inventory(cpu(0, 256 * MIB)))
+        report(here=inventory(cpu(0, 256 * MIB)), excluded={"micro_batches": "the batch is run whole"})
     error = caught.value
     assert str(error).startswith("no plan fits: the one that needs least memory, single, recompute 4, needs ")
     assert "on cpu:0, which has 243 MiB (256 MiB free less the 5 % margin)" in str(error)
     assert "Nothing fits." in str(error)
-    assert any("more on cpu:0: single, recompute 4 would fit" in advice for advice in error.report.advice)
+    assert any("more on cpu:0: single, recompute 4 would fit" in advice.text for advice in error.report.advice)
     assert all(f"Advice: {advice}"[:60] in str(error) for advice in error.report.advice)
 
 
@@ -122,5 +242,8 @@ def test_nothing_fits_survives_the_way_from_another_process() -> None:
 
 
 def test_where_every_engine_is_ruled_out_the_message_gives_the_reasons() -> None:
-    with pytest.raises(NothingFits, match=r"no plan fits: single: not in allow=\['zero'\].*zero: engine 'zero' is not built yet"):
+    with pytest.raises(NothingFits) as caught:
         report(allow=("zero",))
+    message = str(caught.value).splitlines()[0]
+    assert message.count("zero: can't be run by this version yet") == 1
+    assert "single: not in allow=['zero']" in message

@@ -1,0 +1,258 @@
+"""What a plan is worth: its bytes and seconds by prediction, whether it fits, and how it compares. Doesn't know how plans are found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.occasions import host_bytes
+from lightning_autopar.planning.candidates import notes_of
+from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.labels import device_label
+from lightning_autopar.planning.rates import Rates
+from lightning_autopar.planning.report import Candidate, DeviceNeed
+from lightning_autopar.planning.runnable import cannot_run
+from lightning_autopar.planning.scaling import scaled
+from lightning_autopar.planning.timing import Seconds, predict_seconds
+from lightning_autopar.plans import ENGINES, Plan
+from lightning_autopar.units import format_bytes, format_seconds
+
+#: What a plan must be faster by than a simpler one to be taken instead of it: less is within what predictions miss from run to run.
+WORTHWHILE = 0.01
+
+
+class Predict(Protocol):
+    """How many bytes a plan needs, by device id."""
+
+    def __call__(self, footprint: Footprint, plan: Plan, inventory: Inventory) -> Mapping[str, DeviceNeed]:
+        """The prediction."""
+
+
+def _predict_bytes(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision: str) -> Mapping[str, DeviceNeed]:
+    """The default: what memory/ predicts."""
+    from lightning_autopar.memory.predict import predict
+
+    return predict(footprint, plan, inventory, precision=precision)
+
+
+class _Bytes(NamedTuple):
+    """What is predicted of a plan's bytes: as it is, corrected by earlier runs with a sentence that says so, and what must be there."""
+
+    raw: Mapping[str, DeviceNeed]
+    sizes: Mapping[str, DeviceNeed]
+    learned: tuple[str, ...]
+    needs: Mapping[str, int]
+
+
+class Appraiser:
+    """One question's measures: this footprint, these devices, these constraints.
+
+    Args:
+        footprint: what one step needs.
+        inventory: the devices.
+        constraints: what a plan must keep to.
+        predict: bytes of a plan; :func:`lightning_autopar.memory.predict.predict` unless given.
+        rates: rates of devices, for the seconds; data sheets' unless given.
+    """
+
+    def __init__(
+        self,
+        footprint: Footprint,
+        inventory: Inventory,
+        constraints: Constraints,
+        predict: Predict | None = None,
+        rates: Rates | None = None,
+    ) -> None:
+        self.footprint = footprint
+        self.inventory = inventory
+        self.constraints = constraints
+        self.predict = predict or partial(_predict_bytes, precision=constraints.precision)
+        self.rates = rates
+        self.device = {device.id: device for device in inventory.devices}
+        self.budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}
+        self._on_cpu = any(device.kind == "cpu" for device in inventory.devices)
+        self._scaled: dict[int, Footprint] = {}
+        self._known_bytes: dict[Plan, _Bytes] = {}
+        self._known_seconds: dict[Plan, tuple[Seconds, Seconds, tuple[str, ...]]] = {}
+
+    def candidate(self, plan: Plan) -> Candidate:
+        """A plan's prediction, and whether it fits and can be run."""
+        found = self._bytes(plan)
+        seconds, raw_seconds, told = self._seconds(plan)
+        reason = self.shortage(found.needs) or self._host_shortage(plan)
+        if reason is None and (missing := cannot_run(plan)) is not None:
+            reason = f"can't be run by this version yet ({missing}); it would take {format_seconds(seconds.step)} a step"
+        return Candidate(
+            plan=plan,
+            fits=reason is None,
+            reason=reason,
+            bytes=found.sizes,
+            raw=found.raw,
+            needs=found.needs,
+            seconds=seconds,
+            raw_seconds=raw_seconds,
+            notes=notes_of(plan, self.footprint, self.constraints),
+            learned=(*found.learned, *told),
+        )
+
+    def needs(self, plan: Plan) -> Mapping[str, int]:
+        """The bytes that must be there for a plan, by device id."""
+        return self._bytes(plan).needs
+
+    def _bytes(self, plan: Plan) -> _Bytes:
+        """What is predicted of a plan's bytes, asked once."""
+        if plan not in self._known_bytes:
+            footprint = self.footprint_of(plan)
+            raw = self.predict(footprint, plan, self.inventory)
+            sizes, learned = self.constraints.residuals.corrected(plan, raw)
+            self._known_bytes[plan] = _Bytes(raw, sizes, learned, self._with_margin(sizes, footprint.margin))
+        return self._known_bytes[plan]
+
+    def _seconds(self, plan: Plan) -> tuple[Seconds, Seconds, tuple[str, ...]]:
+        """What is predicted of a plan's seconds, corrected by earlier runs and as it is, asked once; and a sentence on the correction."""
+        if plan not in self._known_seconds:
+            footprint, precision = self.footprint_of(plan), self.constraints.precision
+            raw = predict_seconds(footprint, plan, self.inventory, precision=precision, rates=self.rates)
+            factor, told = self.constraints.residuals.step_factor(plan)
+            parts = {field.name: factor * getattr(raw, field.name) for field in fields(raw)} if factor != 1.0 else {}
+            self._known_seconds[plan] = replace(raw, **parts) if parts else raw, raw, told
+        return self._known_seconds[plan]
+
+    def holds(self, plan: Plan) -> bool:
+        """Whether there is memory for it."""
+        return self.shortage(self.needs(plan)) is None and self._host_shortage(plan) is None
+
+    def step_seconds(self, plan: Plan) -> float:
+        """Seconds that a batch takes under a plan: ranks with a batch each get through more samples a step."""
+        return self.of_a_batch(self._seconds(plan)[0].step, plan)
+
+    def of_a_batch(self, seconds: float, plan: Plan) -> float:
+        """A step's seconds for each batch in it. Sums in another order differ in the last digits, which count for nothing."""
+        return float(f"{seconds / (1 if self.constraints.split_batch else plan.world_size):.9g}")
+
+    def footprint_of(self, plan: Plan) -> Footprint:
+        """Of the global batch, which is as many as there are ranks where each takes one of its own."""
+        if self.constraints.split_batch or plan.world_size == 1:
+            return self.footprint
+        if plan.world_size not in self._scaled:
+            self._scaled[plan.world_size] = scaled(self.footprint, max(1, self.footprint.batch_size) * plan.world_size)
+        return self._scaled[plan.world_size]
+
+    @staticmethod
+    def _with_margin(sizes: Mapping[str, DeviceNeed], margin: float) -> dict[str, int]:
+        """What must be there; ranks alike share an object."""
+        known: dict[int, int] = {}
+        found: dict[str, int] = {}
+        for device, size in sizes.items():
+            if id(size) not in known:
+                known[id(size)] = math.ceil(max(size.allocated, size.reserved) * (1 + margin))
+            found[device] = known[id(size)]
+        return found
+
+    def lack(self, needs: Mapping[str, int]) -> int:
+        """Bytes missing on the device that misses most; none or negative where there are enough."""
+        return max(need - self.budget[device] for device, need in needs.items())
+
+    def shortage(self, needs: Mapping[str, int]) -> str | None:
+        """Where memory is missing, by the device that misses most; None where it suffices."""
+        if self.lack(needs) > 0:
+            _, device_id = max((need - self.budget[device], device) for device, need in needs.items())
+            return self._shortage_words(needs[device_id], device_id)
+        if not self._on_cpu:
+            return None
+        # CPU devices share one memory; their budgets may come to more than there is.
+        on_host: dict[int, int] = {}
+        for device, need in needs.items():
+            if self.device[device].kind == "cpu":
+                on_host[self.device[device].node] = on_host.get(self.device[device].node, 0) + need
+        host = int(self.inventory.host_free_bytes * (1 - self.constraints.memory_margin))
+        if host and (most := max(on_host.values(), default=0)) > host:
+            return f"needs {format_bytes(most)} of the host's memory over all its ranks, which has {format_bytes(host)}"
+        return None
+
+    def _host_shortage(self, plan: Plan) -> str | None:
+        """Of what is offloaded; None where nothing is, there is room on the host with most ranks, or it isn't known which host that is."""
+        if not plan.offload or not self.inventory.host_free_bytes or self.device[plan.devices[0]].kind == "catalogue":
+            return None
+        nodes = [self.device[device].node for device in plan.devices]
+        ranks = max(nodes.count(node) for node in set(nodes))
+        held = host_bytes(self.footprint_of(plan), plan, precision=self.constraints.precision)
+        need = (held.offload + held.pinned) * ranks // plan.world_size
+        host = int(self.inventory.host_free_bytes * (1 - self.constraints.memory_margin))
+        if need <= host:
+            return None
+        return f"offloads {format_bytes(need)} to the host's memory, which has {format_bytes(host)}"
+
+    def _shortage_words(self, need: int, device_id: str) -> str:
+        """The sentence with the numbers: what is needed, what is there, and how that came to be."""
+        device, budget, limit = self.device[device_id], self.budget[device_id], self.constraints.memory_limit_bytes
+        limited = limit is not None and limit < device.free_bytes
+        there = f"{format_bytes(limit)} by the memory limit" if limited and limit else f"{format_bytes(device.free_bytes)} free"
+        if self.constraints.memory_margin:
+            there += f" less the {self.constraints.memory_margin * 100:.3g} % margin"
+        missing = ""
+        if format_bytes(need) == format_bytes(budget):
+            missing = f", {format_bytes(need - budget)} too little"
+        return f"needs {format_bytes(need)} on {device_label(device)}, which has {format_bytes(budget)} ({there}){missing}"
+
+    def order(self, candidate: Candidate) -> tuple[object, ...]:
+        """Fitting first, then what would fit but can't be run, both by the objective; the others by what they lack."""
+        plan, seconds = candidate.plan, candidate.seconds
+        assert seconds is not None, "only predicted candidates have an order"
+        step = self.of_a_batch(seconds.step, plan)
+        simpler = simplicity(plan)
+        lack = 0 if candidate.fits else max(0, self.lack(candidate.needs))
+        if not candidate.fits and (lack > 0 or candidate.runnable):
+            return (2, lack, step, *simpler)
+        fullest = max(size.allocated for size in {id(size): size for size in candidate.bytes.values()}.values())
+        place = 0 if candidate.fits else 1
+        if self.constraints.objective == "memory":
+            return (place, fullest, step, *simpler)
+        return (place, step, *simpler, fullest)
+
+    def preferred(self, hopeful: Sequence[Candidate]) -> Candidate:
+        """Of candidates that may all be taken the first by order, or a simpler one that is hardly slower."""
+        first = min(hopeful, key=self.order)
+        if self.constraints.objective != "speed":
+            return first
+        limit = self.batch_seconds(first) * (1 + WORTHWHILE)
+        return min((one for one in hopeful if self.batch_seconds(one) <= limit), key=lambda one: (simplicity(one.plan), self.order(one)))
+
+    def batch_seconds(self, candidate: Candidate) -> float:
+        """Of a candidate, for each batch in its step."""
+        return self.of_a_batch(candidate.step_seconds, candidate.plan)
+
+
+def simplicity(plan: Plan) -> tuple[object, ...]:
+    """Simpler plans come first: fewer devices, then fewer things that a plan does besides, then the simpler engine."""
+    besides = sum((plan.micro_batches > 1, bool(plan.shares), plan.replicas > 1, bool(plan.offload), bool(plan.recompute)))
+    return (plan.world_size, besides, ENGINES.index(plan.engine), len(plan.recompute), plan.micro_batches, plan.devices)
+
+
+def alike_first(candidates: Iterable[Candidate]) -> dict[tuple[object, ...], Candidate]:
+    """Of each configuration the first candidate: what is more than the choice of equal devices is worth a line in the report."""
+    found: dict[tuple[object, ...], Candidate] = {}
+    for candidate in candidates:
+        found.setdefault(configuration(candidate.plan), candidate)
+    return found
+
+
+def configuration(plan: Plan) -> tuple[object, ...]:
+    """What of a plan is more than the choice of equal devices, or how much of a remedy it takes."""
+    return (
+        plan.engine,
+        plan.devices if plan.world_size == 1 else plan.world_size,
+        plan.reshard_after_forward,
+        plan.replicas,
+        plan.zero_stage,
+        plan.offload,
+        plan.schedule,
+        plan.micro_batches > 1,
+        bool(plan.shares),
+        bool(plan.recompute),
+    )

@@ -1,0 +1,63 @@
+"""The module's repeated blocks as units: which can be sharded, which recomputed, and in what order. Knows no device and no plan's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.plans import Plan
+
+
+def shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Blocks that can be units of FSDP, and those that can't: one that shares a parameter with what lies outside it."""
+    units: list[str] = []
+    left_out: list[str] = []
+    groups = [group for group in footprint.tied if len(group) > 1]
+    for block in footprint.blocks:
+        inside = f"{block.fqn}."
+        crosses = any(0 < sum(f"{fqn}.".startswith(inside) for fqn in group) < len(group) for group in groups)
+        (left_out if crosses else units).append(block.fqn)
+    return tuple(units), tuple(left_out)
+
+
+def recomputable(footprint: Footprint) -> tuple[LayerFootprint, ...]:
+    """The blocks that recomputation may take and that save something by it, in running order."""
+    if not footprint.training:
+        return ()
+    return tuple(block for block in footprint.blocks if block.recomputable and saved_bytes(block) > 0)
+
+
+def saved_bytes(block: LayerFootprint) -> int:
+    """What recomputing the block saves between its forward and its backward, at the whole batch."""
+    return block.activation_bytes - block.input_bytes
+
+
+def recomputable_order(footprint: Footprint, seconds: Mapping[str, float] | None = None) -> tuple[str, ...]:
+    """FQNs of the blocks that recomputation may take, those first that save most bytes for their time.
+
+    Among equals the earlier block comes first: its activations are kept longest, and at the peak, when forward ends, every
+    block counts the same, while what a later block recomputes would lie on top of what the earlier ones still hold.
+
+    Args:
+        footprint: with the blocks.
+        seconds: of each block's forward; unless given, its FLOPs stand for them.
+    """
+
+    def cost(block: LayerFootprint) -> float:
+        return max(1, block.flops) if seconds is None else max(1e-12, seconds[block.fqn])
+
+    # Sums of seconds differ in their last digits: alike to nine digits is alike.
+    ordered = sorted(recomputable(footprint), key=lambda block: -float(f"{saved_bytes(block) / cost(block):.9g}"))
+    return tuple(block.fqn for block in ordered)
+
+
+def with_recompute(plan: Plan, footprint: Footprint, blocks: Collection[str]) -> Plan:
+    """The plan with these blocks recomputed, in the order in which they run."""
+    if not blocks:
+        return plan
+    chosen = frozenset(blocks)
+    whole = "all that can be" if len(chosen) == len(recomputable(footprint)) else "only so many as it takes to fit"
+    reason = f"activations of {len(chosen)} of {len(footprint.blocks)} blocks are recomputed in backward ({whole}), for memory"
+    recompute = tuple(block.fqn for block in footprint.blocks if block.fqn in chosen)
+    return replace(plan, recompute=recompute, reasons=(*plan.reasons, reason))

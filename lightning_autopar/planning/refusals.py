@@ -1,0 +1,175 @@
+"""Why an engine, or what a plan may do besides, is no candidate: a sentence each. Knows what was found out about module, batch and run.
+
+Must not know how many bytes a plan needs, nor how long it takes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.planning.constraints import SPLIT_TOLERANCE, Constraints, SplitFinding
+from lightning_autopar.planning.runnable import Feature
+from lightning_autopar.plans import BUILT_ENGINES, Engine
+
+
+def engine_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
+    """Why no plan of this engine is a candidate; None if some are. With offload, zero and fsdp run on one device as well."""
+    return own_refusal(engine, footprint, inventory, constraints) or (
+        None if engine == "single" else multi_refusal(footprint, inventory, constraints)
+    )
+
+
+def own_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
+    """The same but for what speaks against several devices."""
+    # Engines that can't be run yet are shown to whoever leaves the choice open.
+    if engine not in constraints.allow and (engine in BUILT_ENGINES or not set(BUILT_ENGINES) <= set(constraints.allow)):
+        return f"not in allow={list(constraints.allow)!r}"
+    if engine in constraints.excluded:
+        return constraints.excluded[engine]
+    if engine == "zero":
+        return _zero_refusal(footprint, inventory, constraints)
+    if engine == "pipeline":
+        return _pipeline_refusal(footprint, constraints)
+    if engine == "single" and (constraints.min_devices or 1) > 1:
+        return f"{constraints.min_devices} processes were started, and each has to have a device"
+    return None
+
+
+def _zero_refusal(footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
+    """What DeepSpeed asks for."""
+    if not footprint.training:
+        return "a step without gradients has no optimizer's state to partition"
+    if footprint.optimizers != 1:
+        return f"DeepSpeed steps one optimizer, and the module configures {footprint.optimizers}"
+    if not footprint.automatic_optimization:
+        return "DeepSpeed runs backward and the optimizer's step by itself, and the module does so by hand"
+    if constraints.precision.startswith("64"):
+        return "DeepSpeed has no double precision"
+    if any(device.kind != "catalogue" for device in inventory.devices) and not _has_deepspeed():
+        return "the package deepspeed is not installed; install lightning-autopar[deepspeed]"
+    return None
+
+
+def _pipeline_refusal(footprint: Footprint, constraints: Constraints) -> str | None:
+    """What ``torch.distributed.pipelining`` asks for."""
+    if not footprint.training:
+        return "a pipeline is for training steps, and this is one without gradients"
+    if footprint.tape is None or not footprint.outer:
+        return "the step wasn't traced, so that it is not known where it can be cut into stages"
+    if len(footprint.blocks) < 2:
+        return f"a pipeline is cut between repeated blocks, and the module has {len(footprint.blocks)}"
+    if footprint.optimizers != 1:
+        return f"each stage steps one optimizer, and the module configures {footprint.optimizers}"
+    if not footprint.automatic_optimization:
+        return "a pipeline's schedule runs backward by itself, and the module does so by hand"
+    return micro_batch_refusal(footprint, constraints)
+
+
+@lru_cache(maxsize=1)
+def _has_deepspeed() -> bool:
+    return find_spec("deepspeed") is not None
+
+
+def multi_refusal(footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
+    """Why no plan with several devices is a candidate; None if some are."""
+    if "multi" in constraints.excluded:
+        return constraints.excluded["multi"]
+    kinds = [device.kind for device in inventory.devices]
+    if max(kinds.count(kind) for kind in set(kinds)) < 2:
+        one = inventory.devices[0].id if len(kinds) == 1 else "of each kind"
+        return f"needs at least two devices of one kind, but there is one: {one}"
+    if constraints.max_devices == 1:
+        return "needs at least two devices, but the run may use only one"
+    if not constraints.split_batch:
+        return None
+    if footprint.batch_size == 0:
+        return "the batch has no batch dimension, so it can't be split over ranks"
+    if footprint.batch_size == 1:
+        return "a batch of 1 sample can't be split over ranks"
+    if footprint.batch_size < (constraints.min_devices or 1):
+        return f"a batch of {footprint.batch_size} samples can't be split over the {constraints.min_devices} processes that were started"
+    return split_refusal(constraints)
+
+
+def feature_refusal(feature: Feature, footprint: Footprint, constraints: Constraints) -> str | None:
+    """Why no plan does this besides; None where plans may."""
+    if feature == "micro_batches":
+        return micro_batch_refusal(footprint, constraints)
+    if feature in constraints.excluded:
+        return constraints.excluded[feature]
+    if feature == "shares" and not constraints.split_batch:
+        return "each rank takes a whole batch of its own, so that there is nothing to share out"
+    if feature == "offload" and not footprint.training:
+        return "a step without gradients has no optimizer's state to offload"
+    return None
+
+
+def recompute_refusal(constraints: Constraints) -> str | None:
+    """Why no block may be recomputed; None where those may that can run twice."""
+    return constraints.excluded.get("recompute")
+
+
+def micro_batch_refusal(footprint: Footprint, constraints: Constraints) -> str | None:
+    """Why a rank must not work off its samples in parts; None where it may."""
+    if "micro_batches" in constraints.excluded:
+        return constraints.excluded["micro_batches"]
+    if not footprint.training:
+        return "a step without gradients keeps nothing for backward, so that parts of a batch would save little"
+    if not constraints.split_batch:
+        return "each rank takes a whole batch as it comes, which isn't taken apart"
+    if footprint.batch_size < 2:
+        return "the batch has no two samples to be taken apart"
+    if not footprint.automatic_optimization:
+        return "the module runs backward by hand, so that it can't be run for parts of a batch with one step at the end"
+    if footprint.batch_norm:
+        return f"the statistics of {len(footprint.batch_norm)} batch norms would be a micro-batch's, not the whole batch's"
+    return split_refusal(constraints)
+
+
+def split_refusal(constraints: Constraints) -> str | None:
+    """Why the batch must not be split; None if it may."""
+    split = constraints.split
+    if split is None:
+        return None
+    if not split.splittable:
+        return split.reason or "the batch can't be taken apart into samples"
+    if not constraints.exact:
+        return None
+    if not split.probed:
+        return f"exact=True, and whether splitting the batch changes its loss is not known ({split.reason})" if split.reason else None
+    if not split.difference <= SPLIT_TOLERANCE:  # NaN is a difference too
+        return f"exact=True, and {_difference_words(split)}"
+    return None
+
+
+def split_notes(constraints: Constraints) -> tuple[str, ...]:
+    """What a reader should know of a plan that splits the batch."""
+    split = constraints.split
+    if split is None or not constraints.split_batch:
+        return ()
+    if not split.probed:
+        return (f"whether splitting the batch changes its loss is not known ({split.reason})",) if split.reason else ()
+    if not split.difference <= SPLIT_TOLERANCE:
+        return (f"{_difference_words(split)}; exact=True rules such plans out", *split.notes)
+    return split.notes
+
+
+def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
+    """What a reader should know where the module computes with the number of devices."""
+    if not footprint.asks_for_world or not constraints.split_batch:
+        return ()
+    return (
+        "the module asks its trainer for world_size or num_devices, which is 1 on one device and not here; the batch is split, not "
+        "multiplied, so that a learning rate needs no scaling by it",
+    )
+
+
+def _difference_words(split: SplitFinding) -> str:
+    """By how much the loss changes, and why if that is known."""
+    size = f"the split batch's {split.subject} differs from the whole batch's by {split.difference:.2g} of it"
+    if split.difference != split.difference:
+        size = "the split batch's loss and the whole batch's can't be compared, as one isn't finite"
+    return f"{size} ({split.reason})" if split.reason else size

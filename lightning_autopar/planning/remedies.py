@@ -1,0 +1,368 @@
+"""What helps a plan that lacks memory, at the least cost in time: fewer samples on small devices, parts of the batch, recomputed blocks.
+
+It asks for predictions through an :class:`~appraisal.Appraiser`, and knows nothing of how they are made, nor which plans there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from lightning_autopar.planning.appraisal import Appraiser
+from lightning_autopar.planning.blocks import recomputable, recomputable_order, saved_bytes, with_recompute
+from lightning_autopar.planning.candidates import micro_batch_counts
+from lightning_autopar.planning.refusals import feature_refusal, recompute_refusal
+from lightning_autopar.planning.shares import largest_rows, share_out
+from lightning_autopar.plans import Plan
+
+#: Dealing out a batch takes as many steps as it has samples, and each looks at every rank; beyond this nobody waits for it.
+_MOST_DEALT = 10_000_000
+#: How often memory that was told by a straight line is corrected by what is really needed.
+_CORRECTIONS = 6
+#: How often the number of recomputed blocks is halved beside uneven shares.
+_HALVINGS = 3
+#: Up to how many blocks sets are tried beyond those that save most for their time.
+_FEW_BLOCKS = 16
+#: Up to how many ranks samples are moved from one to the other in each plan, rather than in the best one alone.
+_FEW_RANKS = 8
+
+#: Seconds of each block's forward by FQN, under a plan.
+BlockSeconds = Callable[[Plan], Mapping[str, float]]
+#: By device id how fast it is, in any unit.
+Speeds = Mapping[str, float]
+
+
+class Remedies:
+    """Those of one question.
+
+    Args:
+        appraiser: who predicts.
+        block_seconds: what recomputing a block costs.
+        speed: of each device.
+    """
+
+    def __init__(self, appraiser: Appraiser, block_seconds: BlockSeconds, speed: Speeds) -> None:
+        self.appraiser = appraiser
+        self.footprint = appraiser.footprint
+        self.constraints = appraiser.constraints
+        self.block_seconds = block_seconds
+        self.speed = speed
+        self._orders: dict[tuple[object, ...], tuple[str, ...]] = {}
+
+    @cached_property
+    def micro_batches(self) -> bool:
+        """Whether a rank may work off its samples in parts."""
+        return feature_refusal("micro_batches", self.footprint, self.constraints) is None
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether ranks may get more samples than others."""
+        return feature_refusal("shares", self.footprint, self.constraints) is None
+
+    @cached_property
+    def recompute(self) -> bool:
+        """Whether any block may be recomputed."""
+        return recompute_refusal(self.constraints) is None and bool(recomputable(self.footprint))
+
+    def parts(self, plan: Plan) -> list[int]:
+        """Into how many parts the batch of a plan may be taken apart."""
+        batch = self.footprint.batch_size
+        return micro_batch_counts(max(plan.rows(batch))) if self.micro_batches and batch else [1]
+
+    def least_seconds(self, plan: Plan) -> float:
+        """What no plan with the same devices, engine and parts stays below: its own seconds, or where devices differ in speed, those of the
+        split of the batch that suits their speeds, to a fraction of a sample.
+        """
+        seconds = self.appraiser.step_seconds(plan)
+        speeds = [self.speed[device] for device in plan.devices]
+        if not self.shares or len(set(speeds)) == 1:
+            return seconds
+        batch = self.footprint.batch_size
+        slowest = max(rows / speed for rows, speed in zip(plan.rows(batch), speeds, strict=True))
+        return seconds * (batch / sum(speeds)) / slowest
+
+    def ways(self, plan: Plan, limit: Callable[[], float]) -> Iterator[Plan]:
+        """Plans that there is memory for, from a plain one that lacks it, or whose ranks aren't done at once; those that promise to be
+        slower than the limit aren't looked at.
+
+        Args:
+            plan: the plain one.
+            limit: seconds of a batch that a plan must stay below to be of interest, as it is by then.
+        """
+        shares = self.shares and plan.engine in ("ddp", "fsdp") and plan.world_size > 1
+        uneven = shares and len({self.speed[device] for device in plan.devices}) > 1
+        for parts in self.parts(plan):
+            divided = in_parts(plan, parts)
+            if self.least_seconds(divided) >= limit():
+                return
+            enough = self.appraiser.holds(divided)
+            if enough and parts > 1:
+                yield divided
+            if not enough:
+                yield from self._recomputed(divided, limit)
+            if shares and (uneven or not enough):
+                yield from self.shared_out(divided, limit)
+            if enough and not uneven:
+                return
+        if shares and self.micro_batches:
+            # The rank with most samples can take them apart further where it has more than its even share.
+            for parts in [count for count in micro_batch_counts(self.footprint.batch_size) if count > self.parts(plan)[-1]]:
+                if self.least_seconds(in_parts(plan, parts)) >= limit():
+                    return
+                yield from self.shared_out(in_parts(plan, parts), limit)
+
+    def _recomputed(self, plan: Plan, limit: Callable[[], float]) -> Iterator[Plan]:
+        """With as few recomputed blocks as let it fit; where all of them don't, with all."""
+        if not self.recompute:
+            return
+        found = self.least_recompute(plan, limit)
+        if found is not None:
+            yield found
+
+    def shared_out(self, plan: Plan, limit: Callable[[], float]) -> Iterator[Plan]:
+        """With as many samples a rank as its speed and its memory suggest: without recomputation, with some of it, with all."""
+        if len({(self.speed[device], self.appraiser.budget[device]) for device in plan.devices}) == 1:
+            return
+        order = self.order(plan) if self.recompute else ()
+        even = len({self.speed[device] for device in plan.devices}) == 1
+        low, high = 0, len(order)
+        shared = self._shared_below(plan, limit, even)
+        if shared is not None:
+            yield shared
+            if even or not order or not self._held_back(shared):
+                return
+        if not order or (shared := self._shared_below(with_recompute(plan, self.footprint, order), limit, even)) is None:
+            return
+        yield shared
+        for _ in range(_HALVINGS):
+            middle = (low + high) // 2
+            if middle in (low, high):
+                return
+            shared = self._shared_below(with_recompute(plan, self.footprint, order[:middle]), limit, even)
+            if shared is None:
+                low = middle
+            else:
+                high = middle
+                yield shared
+
+    def _held_back(self, plan: Plan) -> bool:
+        """Whether memory keeps the plan from sharing out the batch by speed alone."""
+        batch = self.footprint.batch_size
+        seconds = [1.0 / self.speed[device] for device in plan.devices]
+        return plan.rows(batch) != share_out(batch, seconds, [batch] * plan.world_size)
+
+    def _shared_below(self, plan: Plan, limit: Callable[[], float], even: bool) -> Plan | None:
+        """The plan shared out, if that promises to stay below the limit. Devices that are equally fast aren't faster with uneven shares."""
+        if even and self.appraiser.step_seconds(plan) >= limit():
+            return None
+        return self._shared(plan)
+
+    def _shared(self, plan: Plan) -> Plan | None:
+        """The split of the batch that keeps each device within its memory and the slowest rank soonest done; None where there is none."""
+        batch = self.footprint.batch_size
+        ranks = plan.world_size
+        if ranks > batch or ranks * batch > _MOST_DEALT:
+            return None
+        seconds = [1.0 / self.speed[device] for device in plan.devices]
+        most = self._most_rows(plan, seconds)
+        for _ in range(_CORRECTIONS):
+            rows = share_out(batch, seconds, most)
+            if rows is None:
+                return None
+            shared = with_shares(plan, rows)
+            if not shared.shares:
+                return None
+            needs = self.appraiser.needs(shared)
+            over = [rank for rank, device in enumerate(plan.devices) if needs[device] > self.appraiser.budget[device]]
+            if not over:
+                return self._settled(shared) if self.appraiser.shortage(needs) is None else None
+            for rank in over:
+                most[rank] = rows[rank] - 1
+        return None
+
+    def _settled(self, plan: Plan) -> Plan:
+        """A plan that is shared out, with no more parts than samples; of few ranks and blocks with what can still be made better."""
+        plan = self._apart(plan, min(plan.micro_batches, max(plan.rows(self.footprint.batch_size))))
+        if plan.world_size <= _FEW_RANKS:
+            plan = self.better_shares(plan, tries=_FEW_RANKS)
+        if plan.recompute and len(self.footprint.blocks) <= _FEW_BLOCKS:
+            plan = self.cheaper_blocks(plan)
+        return plan
+
+    def _most_rows(self, plan: Plan, seconds: Sequence[float]) -> list[int]:
+        """What each device's memory holds, going by two splits in which each has more samples once and fewer once."""
+        batch, ranks = self.footprint.batch_size, plan.world_size
+        first = share_out(batch, [1.0 if rank % 2 else 3.0 for rank in range(ranks)], [batch] * ranks)
+        second = share_out(batch, [3.0 if rank % 2 else 1.0 for rank in range(ranks)], [batch] * ranks)
+        assert first is not None, "there is a sample for each"
+        assert second is not None, "there is a sample for each"
+        needs = [self.appraiser.needs(with_shares(plan, rows)) for rows in (first, second)]
+        found = []
+        for rank, device in enumerate(plan.devices):
+            points = sorted((rows[rank], need[device]) for rows, need in zip((first, second), needs, strict=True))
+            (few, less), (many, more) = points
+            found.append(largest_rows((few, many), (less, more), self.appraiser.budget[device], batch))
+        return found
+
+    def order(self, plan: Plan) -> tuple[str, ...]:
+        """Blocks, those first that save most for their time on the plan's devices."""
+        key = (self.appraiser.device[plan.devices[0]].name, plan.world_size, plan.micro_batches)
+        if key not in self._orders:
+            self._orders[key] = recomputable_order(self.footprint, self.block_seconds(plan))
+        return self._orders[key]
+
+    def least_recompute(self, plan: Plan, limit: Callable[[], float]) -> Plan | None:
+        """The plan with the cheapest blocks recomputed that let it fit; None where that promises to be too slow, or all don't do."""
+        footprint, order = self.footprint, self.order(plan)
+
+        def recomputing(count: int) -> Plan:
+            return with_recompute(plan, footprint, order[:count])
+
+        if self.appraiser.step_seconds(recomputing(1)) >= limit() or not self.appraiser.holds(recomputing(len(order))):
+            return None
+        missing = self.appraiser.lack(self.appraiser.needs(plan))
+        low, high = 0, len(order)
+        probe = self._guess(plan, order, missing)
+        step = 1
+        while high - low > 1:
+            probe = min(high - 1, max(low + 1, probe))
+            if self.appraiser.holds(recomputing(probe)):
+                high, probe = probe, probe - step
+            else:
+                low, probe = probe, probe + step
+                if self.appraiser.step_seconds(recomputing(low)) >= limit():
+                    return None
+            step *= 2
+            if not low < probe < high:
+                probe, step = (low + high) // 2, 1
+        if len(order) <= _FEW_BLOCKS:
+            return self.cheaper_blocks(recomputing(high))
+        return recomputing(high)
+
+    def _guess(self, plan: Plan, order: Sequence[str], missing: int) -> int:
+        """How many blocks it should take, by what they save on the rank with most samples."""
+        footprint = self.appraiser.footprint_of(plan)
+        whole = max(1, footprint.batch_size)
+        share = -(-max(plan.rows(footprint.batch_size), default=1) // plan.micro_batches) / whole if footprint.batch_size else 1.0
+        saved = {block.fqn: saved_bytes(block) for block in footprint.blocks}
+        left = missing / (1 + footprint.margin)
+        for count, fqn in enumerate(order, start=1):
+            left -= saved[fqn] * share
+            if left <= 0:
+                return count
+        return len(order)
+
+    def cheaper_blocks(self, plan: Plan) -> Plan:
+        """The same with blocks left out, or exchanged for cheaper ones, while there is memory for it: none of those left can be missed."""
+        seconds = self.block_seconds(plan)
+        bare = without_recompute(plan)
+        chosen = list(plan.recompute)
+
+        def holds(blocks: Sequence[str]) -> bool:
+            return self.appraiser.holds(with_recompute(bare, self.footprint, blocks))
+
+        for fqn in self._droppable(plan, seconds):
+            rest = [other for other in chosen if other != fqn]
+            if holds(rest):
+                chosen = rest
+        others = [block.fqn for block in recomputable(self.footprint)]
+        if len(others) <= _FEW_BLOCKS:
+            for fqn in sorted(chosen, key=lambda fqn: -seconds[fqn]):
+                rest = [other for other in chosen if other != fqn]
+                cheaper = [other for other in others if other not in chosen and seconds[other] < seconds[fqn] * (1 - 1e-9)]
+                for other in sorted(cheaper, key=lambda fqn: seconds[fqn]):
+                    if holds([*rest, other]):
+                        chosen = [*rest, other]
+                        break
+        return (
+            with_recompute(bare, self.footprint, chosen)
+            if len(chosen) < len(plan.recompute) or set(chosen) != set(plan.recompute)
+            else plan
+        )
+
+    def _if_better(self, plan: Plan, rows: Sequence[int], seconds: float) -> Plan | None:
+        """The plan with these samples for each rank if it is faster and there is memory for it, in as many parts or in more."""
+        shared = with_shares(plan, rows)
+        parts = [plan.micro_batches, *(count for count in (max(rows),) if 1 < plan.micro_batches < count)]
+        for count in parts:
+            trial = self._apart(shared, count)
+            if self.appraiser.step_seconds(trial) >= seconds * (1 - 1e-9):
+                return None
+            if self.appraiser.holds(trial):
+                return trial
+        return None
+
+    @staticmethod
+    def _apart(plan: Plan, parts: int) -> Plan:
+        """The plan with its batch in another number of parts."""
+        if parts == plan.micro_batches:
+            return plan
+        return in_parts(replace(plan, micro_batches=1, reasons=_without(plan, _PARTS_REASON)), parts)
+
+    def _droppable(self, plan: Plan, seconds: Mapping[str, float]) -> list[str]:
+        """Recomputed blocks that may be missed, those first that take longest; of many that are alike the first and the last."""
+        if len(plan.recompute) <= _FEW_BLOCKS:
+            return sorted(plan.recompute, key=lambda fqn: -seconds[fqn])
+        saved = {block.fqn: saved_bytes(block) for block in self.footprint.blocks}
+        ends: dict[tuple[float, int], list[str]] = {}
+        for fqn in plan.recompute:
+            ends.setdefault((seconds[fqn], saved[fqn]), []).append(fqn)
+        chosen = [fqn for group in ends.values() for fqn in dict.fromkeys((group[-1], group[0]))]
+        return sorted(chosen, key=lambda fqn: -seconds[fqn])[:_FEW_BLOCKS]
+
+    def better_shares(self, plan: Plan, tries: int = 60) -> Plan:
+        """The same with samples moved from rank to rank, one at a time, as long as that makes it faster and there is memory for it."""
+        batch = self.footprint.batch_size
+        if batch * plan.world_size > _MOST_DEALT:
+            return plan
+        rows, best = list(plan.rows(batch)), self.appraiser.step_seconds(plan)
+        moved = True
+        while moved and tries > 0:
+            moved = False
+            # From ranks with most work to those with least, one of each sort.
+            busy = sorted(range(len(rows)), key=lambda rank: -rows[rank] / self.speed[plan.devices[rank]])
+            for giver in busy[:3]:
+                for taker in reversed(busy[-3:]):
+                    if giver == taker or rows[giver] < 2 or tries <= 0:
+                        continue
+                    trial = [count - (rank == giver) + (rank == taker) for rank, count in enumerate(rows)]
+                    tries -= 1
+                    better = self._if_better(plan, trial, best)
+                    if better is not None:
+                        rows, plan, moved = trial, better, True
+                        best = self.appraiser.step_seconds(plan)
+                        break
+                if moved:
+                    break
+        return plan
+
+
+def with_shares(plan: Plan, rows: Sequence[int]) -> Plan:
+    """The plan with so many samples of a batch for each rank."""
+    reasons = _without(plan, _SHARES_REASON)
+    if len(set(rows)) == 1:
+        return replace(plan, shares=(), reasons=reasons)
+    told = ":".join(map(str, rows)) if len(rows) <= 8 else f"{min(rows)} to {max(rows)} samples"
+    return replace(plan, shares=tuple(rows), reasons=(*reasons, f"{_SHARES_REASON} by speed and free memory ({told})"))
+
+
+_SHARES_REASON = "the batch is shared out"
+_PARTS_REASON = "each rank works off"
+
+
+def without_recompute(plan: Plan) -> Plan:
+    """The plan with nothing recomputed."""
+    return replace(plan, recompute=(), reasons=_without(plan, "activations of "))
+
+
+def _without(plan: Plan, beginning: str) -> tuple[str, ...]:
+    """The plan's reasons but for those that begin so."""
+    return tuple(reason for reason in plan.reasons if not reason.startswith(beginning))
+
+
+def in_parts(plan: Plan, parts: int) -> Plan:
+    """The plan with its batch taken apart."""
+    if parts == 1:
+        return plan
+    return replace(plan, micro_batches=parts, reasons=(*plan.reasons, f"{_PARTS_REASON} its samples in {parts} parts, for memory"))

@@ -1,0 +1,181 @@
+"""Bytes and seconds of every stage that a pipeline could have, as sums over its blocks: what the search for cuts asks thousands of times.
+
+The bytes are :mod:`memory.pipeline_bytes`'s with the same meaning, but for what doesn't add up: tensors that live across a cut count where
+they are made, and what schedules keep for a moment isn't there. Whoever chooses a cut has it verified by the exact prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.parts import Part, parts_of
+from lightning_autopar.planning.partition import Table
+from lightning_autopar.plans import INTERLEAVED, Schedule
+
+Column = npt.NDArray[np.float64]
+
+
+def in_flight(schedule: Schedule, stage: int, stages: int, ranks: int, micro_batches: int) -> int:
+    """How many micro-batches a stage holds at once, at most.
+
+    Args:
+        schedule: of the pipeline.
+        stage: counted from the front.
+        stages: of the pipeline.
+        ranks: of the pipeline; several stages a rank under the interleaved schedule.
+        micro_batches: of a step.
+    """
+    if schedule == "gpipe":
+        return micro_batches
+    if schedule == "zero_bubble":  # the first half of a backward frees nothing
+        return min(micro_batches, stages)
+    if schedule in INTERLEAVED:
+        local = stages // ranks
+        ahead = min(local * micro_batches, (local - 1) * ranks + 2 * (ranks - 1 - stage % ranks) + 1)
+        return max(1, -(-ahead // local))
+    return min(micro_batches, stages - stage)
+
+
+def cuttable(footprint: Footprint) -> list[bool]:
+    """Of each block whether a stage may begin with it: not between two blocks that share a parameter."""
+    allowed = [True] * len(footprint.blocks)
+    for group in footprint.tied:
+        used = [index for index, block in enumerate(footprint.blocks) if any(f"{fqn}.".startswith(f"{block.fqn}.") for fqn in group)]
+        for index in range(used[0] + 1, used[-1] + 1) if used else ():
+            allowed[index] = False
+    return allowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTables:
+    """What stages take, by their first block (row) and the one behind their last (column). Bytes, of activations those of a micro-batch.
+
+    Args:
+        states: parameters and the optimizer's state, tied copies included.
+        gradients: complete ones.
+        buffers: the module's.
+        held: between a micro-batch's forward and its backward.
+        peak: at the fullest moment of a forward or a backward, complete gradients not counted.
+        flow: all that a backward makes, which is kept for its second half where it is in two.
+        passed: buffers to receive into, activations and gradients, by the first block and the one behind the last.
+        input: the batch of a replica.
+    """
+
+    states: Table
+    gradients: Table
+    buffers: Table
+    held: Table
+    peak: Table
+    flow: Table
+    passed: Table
+    input: float
+
+    def needs(self, schedule: Schedule, stage: int, stages: int, ranks: int, micro_batches: int, shards: int = 1) -> Table:
+        """Bytes of a stage in that place.
+
+        Args:
+            schedule: of the pipeline.
+            stage: counted from the front.
+            stages: of the pipeline.
+            ranks: of the pipeline.
+            micro_batches: of a step.
+            shards: over how many replicas its states are cut.
+        """
+        flight = in_flight(schedule, stage, stages, ranks, micro_batches)
+        running = (flight - 1) * self.held + np.maximum(self.peak, self.held)
+        if schedule == "zero_bubble":  # a stage does its weights' halves as many micro-batches later as there are stages before it
+            running = running + min(stage + 1, micro_batches) * self.flow
+        found: Table = self.states / shards + self.gradients + self.buffers + running + micro_batches * self.passed + self.input
+        return found if shards == 1 else found + self.states  # gathered through the step
+
+
+def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recompute: bool) -> StageTables:
+    """The tables of a footprint that was traced.
+
+    Args:
+        footprint: at the whole batch.
+        share: a micro-batch's part of it.
+        rows_share: a replica's part of it.
+        recompute: whether blocks that can be are recomputed.
+    """
+    assert footprint.tape is not None, "asked before"
+    blocks = len(footprint.blocks)
+    parts = parts_of(footprint.tape, blocks)
+    layers = [_layer(footprint, number) for number in range(len(parts))]
+    kept, running = _part_bytes(parts, layers, share, recompute)
+    also = np.zeros((3, len(parts)))
+    for use in footprint.also_uses:
+        also[:, 2 * use[0]] += use[2:5]
+    edges = np.array([0, *(2 * index + 1 for index in range(1, blocks)), len(parts)])
+    before = np.concatenate([[0.0], np.cumsum(kept)])
+
+    def between(values: Sequence[float] | Column) -> Table:
+        sums = np.concatenate([[0.0], np.cumsum(values)])[edges]
+        return np.asarray(sums[None, :] - sums[:, None], dtype=np.float64)
+
+    peak = np.zeros((blocks + 1, blocks + 1))
+    for row, begin in enumerate(edges[:-1]):
+        most = np.maximum.accumulate(before[begin:-1] - before[begin] + running[begin:])
+        peak[row, row + 1 :] = most[edges[row + 1 :] - 1 - begin]
+    received = np.array([0.0, *(sum(one.size.at(share) for one in parts[edge].crossing) for edge in edges[1:-1]), 0.0])
+    anew = np.array([0.0, *(parts[edge].anew.at(share) for edge in edges[1:-1]), 0.0])
+    states = np.array([layer.parameter_bytes + layer.optimizer_bytes for layer in layers]) + also[0] + also[2]
+    return StageTables(
+        states=between(states),
+        gradients=between(np.array([layer.gradient_bytes for layer in layers]) + also[1]),
+        buffers=between([layer.buffer_bytes for layer in layers]),
+        held=between(kept) + anew[:, None],
+        peak=peak + anew[:, None],
+        flow=between([part.flow.at(share) for part in parts]),
+        passed=received[:, None] + received[None, :],
+        input=round(footprint.input_bytes * rows_share),
+    )
+
+
+def _part_bytes(parts: Sequence[Part], layers: Sequence[LayerFootprint], share: float, recompute: bool) -> tuple[Column, Column]:
+    """Of each part what it keeps for backward, and what it takes at its fullest moment beside what parts before it keep."""
+    lent_to = np.zeros(len(parts))
+    for part in parts:
+        for until, size in part.lent.items():
+            lent_to[until] += size.at(share)
+    kept, running = np.zeros(len(parts)), np.zeros(len(parts))
+    for number, (part, layer) in enumerate(zip(parts, layers, strict=True)):
+        inner = part.inner.at(share)
+        forward, backward = part.forward_given.at(share), part.backward[True, True].at(share) - lent_to[number]
+        if recompute and number % 2 and layer.recomputable:
+            inner = round(layer.input_extra_bytes * share)
+            backward = max(backward + inner, inner + part.forward.at(share) + part.returns.at(share))
+        kept[number] = inner + sum(size.at(share) for size in part.lent.values())
+        running[number] = max(forward, backward)
+    return kept, running
+
+
+def stage_seconds(part_seconds: Sequence[float], send_seconds: Callable[[int], float], footprint: Footprint, share: float) -> Table:
+    """What stages take for one micro-batch, forward and backward: their parts, and handing on what they received, there and back.
+
+    Args:
+        part_seconds: of each part of the step, for one micro-batch, on the stage's device.
+        send_seconds: of so many bytes to the next stage.
+        footprint: at the whole batch.
+        share: a micro-batch's part of it.
+    """
+    assert footprint.tape is not None, "asked before"
+    blocks = len(footprint.blocks)
+    parts = parts_of(footprint.tape, blocks)
+    edges = np.array([0, *(2 * index + 1 for index in range(1, blocks)), len(parts)])
+    sums = np.concatenate([[0.0], np.cumsum(part_seconds)])[edges]
+    sizes = [sum(one.size.at(share) for one in parts[edge].crossing) for edge in edges[1:-1]]
+    known = {size: 2 * send_seconds(size) for size in set(sizes)}
+    received = np.array([0.0, *(known[size] for size in sizes), 0.0])
+    found: Table = sums[None, :] - sums[:, None] + received[:, None]
+    return found
+
+
+def _layer(footprint: Footprint, number: int) -> LayerFootprint:
+    """The part of that number."""
+    return footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]

@@ -1,0 +1,178 @@
+"""The report as a text for a person: in a wide terminal with the parts of the time, in a narrow one with the reasons below the plans.
+
+It reads a report, and must not know how it came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from lightning_autopar.memory.inventory import Device
+from lightning_autopar.planning.labels import devices_label
+from lightning_autopar.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from lightning_autopar.planning.report import Candidate, Report
+    from lightning_autopar.planning.timing import Seconds
+
+#: From this width on the parts of the time and the headroom have columns; below that the reasons stand under the plans.
+_WIDE, _NARROW = 150, 100
+_MOST_FITTING = 8
+_MOST_OTHERS = 3
+#: Parts of a step that are a smaller share of it aren't named.
+_LEAST_SHARE = 0.02
+
+
+class ReportTable:
+    """What rich shows of a report, at whatever width there is."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        yield from map(Text, self._header())
+        yield self._lines(width)
+        yield from map(Text, self._footer())
+
+    def _header(self) -> list[str]:
+        """The model and the devices, in words."""
+        needs = self.report.footprint
+        sizes = {name: size for name, size in needs.to_dict()["bytes"].items() if size}
+        batch = f"batch of {needs.batch_size}" if needs.batch_size else "batch without a batch dimension"
+        step = "training step" if needs.training else "step without gradients"
+        header = [
+            f"Model: {needs.parameters:,} parameters, {needs.trainable_parameters:,} of them trainable; {batch}",
+            f"One {step} needs: " + (", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()) or "nothing known"),
+        ]
+        if needs.margin:
+            header.append(f"Up to {needs.margin * 100:.3g} % more is allowed for, as the prediction may miss it")
+        header += [f"Assumed: {assumption}" for assumption in needs.assumptions]
+        header.append("Devices: " + "; ".join(self._device_words()))
+        header.append(f"Times: by rates {name}" if (name := getattr(self.report.rates, "name", "")) else "Times: by data sheets")
+        header += [f"Note: {note}" for note in self.report.inventory.notes]
+        return header
+
+    def _device_words(self) -> list[str]:
+        """Devices with their memory, those alike as one."""
+        alike: dict[str, list[Device]] = {}
+        for device in self.report.inventory.devices:
+            words = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
+            name = device.name if device.kind == "cuda" else ""
+            busy = f", {device.utilization:.0%} busy" if device.utilization and device.utilization >= 0.05 else ""
+            alike.setdefault(f"{name + ', ' if name else ''}{words}{busy}", []).append(device)
+        return [f"{devices_label(devices)} ({words}{' each' if len(devices) > 1 else ''})" for words, devices in alike.items()]
+
+    def _lines(self, width: int) -> Table:
+        """The table itself."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, padding=(0, 1, 0, 0))
+        if width < _NARROW:
+            for title, least in (("#", 2), ("plan", 12), ("memory", 6), ("a step", 7)):
+                table.add_column(title, min_width=least, no_wrap=title != "plan", ratio=1 if title == "plan" else None)
+        else:
+            wide = width >= _WIDE
+            columns: list[tuple[str, int, int | None]] = [
+                ("#", 2, None),
+                ("plan", 18, 34 if wide else 26),
+                ("devices", 9, 18 if wide else 12),
+            ]
+            columns += [("memory of the fullest", 21, 23)] + [("headroom", 8, None)] * wide + [("a step", 7, None)]
+            columns += [("where the time goes", 24, 28)] * wide
+            for title, least, most in columns:
+                table.add_column(title, min_width=least, max_width=most, no_wrap=title in ("#", "a step", "headroom"))
+            table.add_column("why, or why not", ratio=1)
+        for shown, limit, which in self._groups():
+            chosen = self._spread(shown, limit)
+            for index in chosen:
+                table.add_row(*map(Text, self._row(index, width)))
+            if len(shown) > len(chosen):
+                table.add_row(Text(""), Text(f"… {len(shown) - len(chosen)} more {which}"))
+        return table
+
+    def _groups(self) -> tuple[tuple[list[int], int, str], ...]:
+        """Indices of the candidates by what came of them, how many of them to show, and words for the others."""
+        groups: dict[str, list[int]] = {"that fit": [], "that can't be run yet": [], "that don't fit": [], "ruled out": []}
+        for index, candidate in enumerate(self.report.candidates):
+            if candidate.fits:
+                which = "that fit"
+            elif not candidate.bytes:
+                which = "ruled out"
+            else:
+                which = "that don't fit" if candidate.runnable else "that can't be run yet"
+            groups[which].append(index)
+        most = {"that fit": _MOST_FITTING, "ruled out": len(self.report.candidates)}
+        return tuple((found, most.get(which, _MOST_OTHERS), which) for which, found in groups.items())
+
+    def _spread(self, indices: Sequence[int], most: int) -> list[int]:
+        """The first ``most``, but of every engine at least the first: why it isn't the best is what people ask."""
+        first = {self.report.candidates[index].plan.engine: index for index in reversed(indices)}
+        chosen = set(first.values())
+        for index in indices:
+            if len(chosen) >= most:
+                break
+            chosen.add(index)
+        return sorted(chosen)
+
+    def _row(self, index: int, width: int) -> tuple[str, ...]:
+        """One candidate's cells."""
+        candidate = self.report.candidates[index]
+        best = index == self.report.best_index
+        devices = devices_label([self.report.inventory.device(device) for device in candidate.plan.devices])
+        rank = f"▸{index + 1}" if best else str(index + 1) if candidate.fits else "–"
+        step = format_seconds(candidate.seconds.step) if candidate.seconds else "–"
+        title, why = candidate.plan.title(), "; ".join(self._why(candidate, best))
+        if width < _NARROW:
+            words = "\n".join((f"{title} on {devices}", *([why] if why else [])))
+            return rank, words, self._fullest(candidate)[1], step
+        memory = " ".join(self._fullest(candidate)).strip()
+        if width < _WIDE:
+            return rank, title, devices, memory, step, why
+        return rank, title, devices, memory, self._headroom_words(candidate), step, time_words(candidate.seconds), why
+
+    def _why(self, candidate: Candidate, best: bool) -> tuple[str, ...]:
+        """Sentences for the last column."""
+        reason = candidate.short_reason
+        first = [reason] if reason else ["chosen, see below"] if best else []
+        return (*first, *candidate.notes, *candidate.learned)
+
+    def _fullest(self, candidate: Candidate) -> tuple[str, str]:
+        """The fullest device: ``"3.1 / 3.8 GiB"`` and ``"82%"``."""
+        if not candidate.needs:
+            return "", "–"
+        left = self.report.headroom_bytes(candidate)
+        full, need, budget = max(
+            (need / max(1, need + left[device]), need, need + left[device]) for device, need in candidate.needs.items()
+        )
+        amount, unit = format_bytes(need).split()
+        if format_bytes(budget).endswith(f" {unit}"):
+            unit = ""
+        return f"{amount}{' ' + unit if unit else ''} / {format_bytes(budget)}", f"{full:.0%}"
+
+    def _headroom_words(self, candidate: Candidate) -> str:
+        """What is left on the device that has least left, with a minus where it is missing."""
+        left = self.report.headroom_bytes(candidate)
+        return format_bytes(min(left.values())).replace("-", "−") if left else "–"
+
+    def _footer(self) -> list[str]:
+        """What the reader should do or know."""
+        best = self.report.best_candidate
+        chosen = [f"Chosen: {best.plan.title()}"] + [f"  - {reason}" for reason in best.plan.reasons] if best else ["Nothing fits."]
+        if best and best.seconds and (words := time_words(best.seconds)):
+            chosen.append(f"  - of its {format_seconds(best.seconds.step)}: {words}")
+        return chosen + [f"Advice: {advice}" for advice in self.report.advice]
+
+
+def time_words(seconds: Seconds | None) -> str:
+    """Where a step's time goes, the largest part first: ``"compute 61 %, communication 30 %"``."""
+    if seconds is None or seconds.step <= 0:
+        return "–"
+    shares = {name: part / seconds.step for name, part in seconds.to_dict().items() if name != "step"}
+    named = sorted((item for item in shares.items() if item[1] >= _LEAST_SHARE), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share * 100:.0f} %" for name, share in named)

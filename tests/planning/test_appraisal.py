@@ -1,0 +1,88 @@
+from dataclasses import replace
+
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, alike_first, simplicity
+from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.report import Candidate
+from lightning_autopar.plans import OFFLOADS, Plan
+from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
+
+SINGLE = Plan(engine="single", devices=("cpu:0",))
+DDP = Plan(engine="ddp", devices=("cpu:0", "cpu:1"))
+OFFLOADED = Plan(engine="fsdp", devices=("cpu:0", "cpu:1"), reshard_after_forward=True, offload=OFFLOADS)
+
+
+def appraiser(free_bytes: int = 4 * GIB, host_bytes: int = 64 * GIB) -> Appraiser:
+    here = inventory(cpu(0, free_bytes), cpu(1, free_bytes), host_free_bytes=host_bytes)
+    return Appraiser(footprint(), here, Constraints(memory_margin=0.0))
+
+
+def at(candidate: Candidate, seconds: float) -> Candidate:
+    """The candidate, as if it took so long."""
+    assert candidate.seconds is not None
+    took = replace(candidate.seconds, compute=candidate.seconds.compute + seconds - candidate.seconds.step)
+    return replace(candidate, seconds=took)
+
+
+def test_what_fits_and_cannot_be_run_says_what_it_would_take() -> None:
+    found = appraiser().candidate(OFFLOADED)
+    assert not found.fits
+    assert found.reason is not None
+    assert found.reason.startswith("can't be run by this version yet (offload to host memory); it would take ")
+    assert found.needs
+
+
+def test_what_is_offloaded_must_have_room_on_the_host() -> None:
+    gpus = inventory(gpu(0), gpu(1), host_free_bytes=100 * MIB)
+    plan = replace(OFFLOADED, devices=tuple(device.id for device in gpus.devices))
+    assert (Appraiser(footprint(), gpus, Constraints()).candidate(plan).reason or "").startswith("offloads ")
+    # Of machines that are only planned for nobody knows how much memory their hosts have.
+    here = parse_spec("2xH100-80GB")
+    elsewhere = Appraiser(footprint(), replace(here, host_free_bytes=1), Constraints())
+    plan = replace(OFFLOADED, devices=tuple(device.id for device in here.devices))
+    assert "can't be run" in (elsewhere.candidate(plan).reason or "")
+
+
+def test_what_can_be_run_comes_first_then_what_could_then_what_lacks_memory() -> None:
+    enough, little = appraiser(), appraiser(free_bytes=64 * MIB)
+    fitting, hidden, lacking = enough.candidate(DDP), enough.candidate(OFFLOADED), little.candidate(DDP)
+    assert [fitting.fits, hidden.fits, lacking.fits] == [True, False, False]
+    order = sorted([lacking, hidden, fitting], key=enough.order)
+    assert [id(one) for one in order] == [id(fitting), id(hidden), id(lacking)]
+
+
+def test_a_simpler_plan_is_preferred_unless_another_is_worth_it() -> None:
+    measure = appraiser()
+    single, double = at(measure.candidate(SINGLE), 1.0), measure.candidate(DDP)
+    assert measure.preferred([single, at(double, 1 - WORTHWHILE / 2)]).plan is SINGLE
+    assert measure.preferred([single, at(double, 1 - 2 * WORTHWHILE)]).plan is DDP
+    assert simplicity(SINGLE) < simplicity(DDP) < simplicity(replace(DDP, micro_batches=2))
+
+
+def test_predictions_are_asked_for_once() -> None:
+    asked: list[Plan] = []
+    here = inventory(cpu(0), cpu(1))
+    predict = Appraiser(footprint(), here, Constraints()).predict
+    measure = Appraiser(footprint(), here, Constraints(), lambda step, plan, there: asked.append(plan) or predict(step, plan, there))
+    assert measure.holds(SINGLE)
+    assert measure.candidate(SINGLE).fits
+    assert asked == [SINGLE]
+
+
+def test_of_a_configuration_the_first_stands_for_all() -> None:
+    measure = appraiser()
+    candidates = [measure.candidate(plan) for plan in (replace(DDP, micro_batches=2), DDP, replace(DDP, micro_batches=4))]
+    assert [one.plan.micro_batches for one in alike_first(candidates).values()] == [2, 1]
+
+
+def test_a_device_with_less_memory_gets_fewer_samples_where_an_even_share_is_too_much() -> None:
+    measure = appraiser()
+    even = max(measure.needs(DDP).values())
+    here = inventory(cpu(0, even * 9 // 10), cpu(1, 2 * even))
+    constraints = Constraints(memory_margin=0.0, allow=("ddp",), excluded={"micro_batches": "not here", "recompute": "not here"})
+    best = make_report(footprint(flops=10**13), here, constraints).best
+    assert best is not None
+    assert len(best.shares) == 2
+    assert best.shares[0] < best.shares[1]
+    assert any("shared out by speed and free memory" in reason for reason in best.reasons)

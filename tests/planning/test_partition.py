@@ -1,0 +1,54 @@
+"""The dynamic programme against all cuts there are."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from lightning_autopar.planning.partition import Table, partition
+
+
+def by_hand(seconds: list[Table], cuttable: list[bool]) -> tuple[float, float] | None:
+    """The slowest stage and the sum of all, of the best of all cuts."""
+    blocks = len(seconds[0]) - 1
+    found = []
+    for cuts in itertools.combinations(range(1, blocks), len(seconds) - 1):
+        ends = (0, *cuts, blocks)
+        stages = [table[ends[stage], ends[stage + 1]] for stage, table in enumerate(seconds)]
+        if all(cuttable[cut] for cut in cuts) and np.isfinite(stages).all():
+            found.append((float(max(stages)), float(sum(stages))))
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_cuts_are_better(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    blocks = int(draw.integers(1, 8))
+    stages = int(draw.integers(1, blocks + 1))
+    shape = (blocks + 1, blocks + 1)
+    # Some stages lack the memory for some blocks; whole numbers, so that there are ties.
+    seconds = [np.where(draw.random(shape) < 0.25, np.inf, draw.integers(1, 9, shape).astype(float)) for _ in range(stages)]
+    cuttable = [bool(draw.random() < 0.8) for _ in range(blocks)]
+    found = partition(seconds, cuttable)
+    best = by_hand(seconds, cuttable)
+    assert (found is None) == (best is None)
+    if found is not None:
+        assert (found.slowest_seconds, found.total_seconds) == best
+        ends = (*found.starts, blocks)
+        assert found.starts[0] == 0
+        assert sum(table[ends[stage], ends[stage + 1]] for stage, table in enumerate(seconds)) == found.total_seconds
+
+
+def test_more_stages_than_blocks_are_none() -> None:
+    assert partition([np.ones((3, 3))] * 3) is None
+
+
+def test_a_hundred_blocks_in_sixty_stages_take_no_time() -> None:
+    sums = np.cumsum(np.ones(97))
+    table = np.abs(sums[None, :] - sums[:, None])
+    began = time.process_time()
+    found = partition([table] * 48)
+    assert found is not None
+    assert found.slowest_seconds == 2
+    assert time.process_time() - began < 0.2

@@ -1,0 +1,97 @@
+"""Tables of stages against the exact prediction, and the pipelines that are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.memory_stages import MODELS, footprint_of, make_plan
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
+from lightning_autopar.planning.appraisal import Appraiser
+from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.part_seconds import device_speeds, part_seconds
+from lightning_autopar.planning.pipelines import pipeline_plans
+from lightning_autopar.planning.runnable import cannot_run
+from lightning_autopar.planning.stages import cuttable, in_flight, stage_seconds, stage_tables
+from lightning_autopar.plans import Plan
+from tests.fakes.values import MIB, cpu, footprint, inventory
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Footprint:
+    return footprint_of(MODELS["narrow"])
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", 0.02), ("gpipe", 0.1), ("zero_bubble", 0.2), ("interleaved_1f1b", 0.2)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tables_say_what_stages_take(gpt: Footprint, schedule: Any, most: float, recompute: bool) -> None:
+    stages = 8 if schedule == "interleaved_1f1b" else 4
+    plan = make_plan(schedule, 4, 8, 8, stages=stages, recompute=8 if recompute else 0)
+    tables = stage_tables(gpt, 2 / gpt.batch_size, 1.0, recompute=recompute)
+    starts = [8 * stage // stages for stage in range(stages + 1)]
+    for rank in range(4):
+        told = sum(tables.needs(schedule, stage, stages, 4, 8)[starts[stage], starts[stage + 1]] for stage in range(rank, stages, 4))
+        assert told == pytest.approx(pipeline_bytes(gpt, plan, rank).allocated, rel=most)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "flight"),
+    [("gpipe", 0, 8), ("1f1b", 0, 4), ("1f1b", 3, 1), ("zero_bubble", 3, 4)],
+)
+def test_micro_batches_in_flight(schedule: Any, stage: int, flight: int) -> None:
+    assert in_flight(schedule, stage, 4, 4, 8) == flight
+
+
+def test_no_cut_between_blocks_that_share_a_parameter() -> None:
+    step = footprint(blocks=5, tied=(("net.1.weight", "net.3.weight"), ("net.0.weight", "head.weight")))
+    assert cuttable(step) == [True, True, False, False, True]
+
+
+def test_stages_take_what_their_parts_do_and_what_they_receive(gpt: Footprint) -> None:
+    parts = [forward + backward for _, forward, backward in part_seconds(gpt, cpu(0), 0.5)]
+    table = stage_seconds(parts, lambda size_bytes: 0.25, gpt, 0.5)
+    assert table[0, 8] == pytest.approx(sum(parts))
+    assert table[0, 3] + table[3, 8] == pytest.approx(sum(parts) + 2 * 0.25)
+
+
+def made(step: Footprint, here: Inventory) -> list[Plan]:
+    appraiser = Appraiser(step, here, Constraints(memory_margin=0.0))
+    return list(pipeline_plans(appraiser, [here.devices], device_speeds(step, here)))
+
+
+def test_a_pipeline_for_each_schedule_that_memory_suffices_for(gpt: Footprint) -> None:
+    here = inventory(*(cpu(index, 64 * MIB) for index in range(4)))
+    plans = made(gpt, here)
+    assert [plan.schedule for plan in plans] == ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+    appraiser = Appraiser(gpt, here, Constraints(memory_margin=0.0))
+    assert all(appraiser.holds(plan) for plan in plans)
+    assert all(cannot_run(plan) for plan in plans)
+    assert all(plan.schedule == "gpipe" or plan.micro_batches >= plan.devices_per_replica for plan in plans)
+
+
+def test_devices_with_most_memory_come_first_and_take_as_many_blocks_as_fit(gpt: Footprint) -> None:
+    appraiser = Appraiser(gpt, inventory(cpu(0), cpu(1)), Constraints())
+    even = make_plan("1f1b", 2, 2, 8)
+    most = max(appraiser.needs(even).values())
+    # The smaller device lacks the memory for an even share.
+    here = inventory(cpu(0, most * 2 // 3), cpu(1, most * 2))
+    plan = next(plan for plan in made(gpt, here) if plan.schedule == "1f1b")
+    assert plan.devices == ("cpu:1", "cpu:0")
+    assert Appraiser(gpt, here, Constraints(memory_margin=0.0)).holds(plan)
+    assert any("devices with most memory come first" in reason for reason in plan.reasons)
+
+
+def test_shared_embeddings_are_said_to_be_in_several_stages() -> None:
+    tied = footprint_of(MODELS["tied"])
+    plan = made(tied, inventory(cpu(0), cpu(1)))[0]
+    assert any("hold a copy each" in reason for reason in plan.reasons)
+
+
+def test_where_memory_suffices_for_none_there_is_one_to_be_read(gpt: Footprint) -> None:
+    plans = made(gpt, inventory(cpu(0, MIB), cpu(1, MIB)))
+    assert {plan.schedule for plan in plans} >= {"gpipe", "1f1b"}
+    assert made(replace(gpt, batch_size=1), inventory(cpu(0), cpu(1))) == []

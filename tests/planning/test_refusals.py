@@ -1,0 +1,189 @@
+import math
+from typing import Any
+
+import pytest
+
+from lightning_autopar.memory.footprint import LayerFootprint
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.memory.tape import Tape
+from lightning_autopar.planning import refusals
+from lightning_autopar.planning.candidates import Option, enumerate_candidates, ruled_out
+from lightning_autopar.planning.constraints import Constraints, SplitFinding
+from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal
+from tests.fakes.values import cpu, footprint, inventory
+
+
+def options(step: Any = None, here: Any = None, **constraints: Any) -> list[Option]:
+    """What there is, of engines that can be run, and what is ruled out."""
+    question = step or footprint(), here or inventory(cpu(0), cpu(1)), Constraints(**constraints)
+    found = [one for one in enumerate_candidates(*question) if one.plan.engine in ("single", "ddp", "fsdp") and not one.plan.offload]
+    return [*found, *ruled_out(*question)]
+
+
+def rejections(found: list[Option]) -> dict[str, str]:
+    return {one.plan.engine: one.rejection for one in found if one.rejection is not None and one.plan.micro_batches == 1}
+
+
+def taken(found: list[Option]) -> set[str]:
+    return {option.plan.engine for option in found if option.rejection is None}
+
+
+@pytest.mark.parametrize(
+    ("step", "devices", "constraints", "sentence"),
+    [
+        ({"batch_size": 1}, 2, {}, "a batch of 1 sample can't be split over ranks"),
+        ({"batch_size": 0}, 2, {}, "the batch has no batch dimension, so it can't be split over ranks"),
+        ({}, 1, {}, "needs at least two devices of one kind, but there is one: cpu:0"),
+        ({}, 2, {"max_devices": 1}, "needs at least two devices, but the run may use only one"),
+        ({}, 2, {"excluded": {"multi": "it draws its own batches"}}, "it draws its own batches"),
+        ({"batch_size": 2}, 3, {"min_devices": 3}, "a batch of 2 samples can't be split over the 3 processes that were started"),
+        ({}, 2, {"split": SplitFinding(splittable=False, reason="the batch is a generator")}, "the batch is a generator"),
+        (
+            {},
+            2,
+            {"exact": True, "split": SplitFinding(difference=0.0123, reason="the loss is a mean over tokens")},
+            "exact=True, and the split batch's loss differs from the whole batch's by 0.012 of it (the loss is a mean over tokens)",
+        ),
+        (
+            {},
+            2,
+            {"exact": True, "split": SplitFinding(difference=math.nan)},
+            "exact=True, and the split batch's loss and the whole batch's can't be compared, as one isn't finite",
+        ),
+        (
+            {},
+            2,
+            {"exact": True, "split": SplitFinding(probed=False, reason="the probe took too long")},
+            "exact=True, and whether splitting the batch changes its loss is not known (the probe took too long)",
+        ),
+    ],
+)
+def test_why_no_plan_with_several_devices(step: dict[str, Any], devices: int, constraints: dict[str, Any], sentence: str) -> None:
+    found = options(footprint(**step), inventory(*(cpu(index) for index in range(devices))), **constraints)
+    assert [rejections(found)[engine] for engine in ("ddp", "fsdp")] == [sentence, sentence]
+
+
+def test_a_loss_that_changes_is_a_note_unless_the_run_must_be_exact() -> None:
+    found = options(split=SplitFinding(difference=1e-3))
+    notes = {option.plan.engine: option.notes for option in found}
+    assert notes["single"] == ()
+    assert (
+        notes["ddp"]
+        == notes["fsdp"]
+        == ("the split batch's loss differs from the whole batch's by 0.001 of it; exact=True rules such plans out",)
+    )
+    assert not any(option.notes for option in options(split=SplitFinding(difference=9e-6), exact=True))
+    assert taken(options(split=SplitFinding(difference=9e-6), exact=True)) == {"single", "ddp", "fsdp"}
+    assert all(
+        "is not known" in option.notes[0]
+        for option in options(split=SplitFinding(probed=False, reason="it took too long"))
+        if option.plan.world_size > 1
+    )
+
+
+def test_a_step_without_a_loss_has_nothing_to_probe() -> None:
+    found = options(split=SplitFinding(probed=False), exact=True)
+    assert taken(found) == {"single", "ddp", "fsdp"}
+    assert not any(option.notes for option in found)
+
+
+def test_engines_that_are_not_allowed_or_excluded_are_rejected_once_each() -> None:
+    found = options(allow=("ddp", "zero", "fsdp"), excluded={"fsdp": "WeightAveraging copies the module"})
+    assert taken(found) == {"ddp"}
+    assert rejections(found) == {"single": "not in allow=['ddp', 'zero', 'fsdp']", "fsdp": "WeightAveraging copies the module"}
+
+
+def test_engines_that_cannot_be_run_are_shown_where_the_choice_is_open_or_they_are_asked_for() -> None:
+    here = parse_spec("2xH100-80GB")
+    assert engine_refusal("zero", footprint(), here, Constraints()) is None
+    assert engine_refusal("zero", footprint(), here, Constraints(allow=("zero",))) is None
+    assert "not in allow" in (engine_refusal("zero", footprint(), here, Constraints(allow=("ddp",))) or "")
+
+
+@pytest.mark.parametrize(("devices", "title"), [(2, "pipeline 2 stages, 1f1b ×1"), (3, "pipeline 2 stages, 1f1b ×1"), (1, "single")])
+def test_a_pipeline_that_is_refused_is_written_as_one_where_it_can_be(devices: int, title: str) -> None:
+    here = inventory(*(cpu(index) for index in range(devices)))
+    found = [one for one in options(footprint(blocks=2), here, allow=("pipeline",)) if "stages" in (one.rejection or "")]
+    assert [option.plan.title() for option in found] == [title]
+
+
+@pytest.mark.parametrize(
+    ("step", "constraints", "sentence"),
+    [
+        ({"training": False}, {}, "a step without gradients has no optimizer's state to partition"),
+        ({"optimizers": 2}, {}, "DeepSpeed steps one optimizer, and the module configures 2"),
+        (
+            {"automatic_optimization": False},
+            {},
+            "DeepSpeed runs backward and the optimizer's step by itself, and the module does so by hand",
+        ),
+        ({}, {"precision": "64-true"}, "DeepSpeed has no double precision"),
+    ],
+)
+def test_what_speaks_against_zero(step: dict[str, Any], constraints: dict[str, Any], sentence: str) -> None:
+    assert engine_refusal("zero", footprint(**step), parse_spec("2xH100-80GB"), Constraints(**constraints)) == sentence
+
+
+def test_zero_needs_its_package_on_devices_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "_has_deepspeed", lambda: False)
+    here = inventory(cpu(0), cpu(1))
+    assert "deepspeed is not installed" in (engine_refusal("zero", footprint(), here, Constraints()) or "")
+    assert engine_refusal("zero", footprint(), parse_spec("2xH100-80GB"), Constraints()) is None
+
+
+OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    ("step", "constraints", "sentence"),
+    [
+        ({"training": False}, {}, "a pipeline is for training steps, and this is one without gradients"),
+        ({"tape": None}, {}, "the step wasn't traced, so that it is not known where it can be cut into stages"),
+        ({"blocks": 1}, {}, "a pipeline is cut between repeated blocks, and the module has 1"),
+        ({"optimizers": 2}, {}, "each stage steps one optimizer, and the module configures 2"),
+        ({"automatic_optimization": False}, {}, "a pipeline's schedule runs backward by itself, and the module does so by hand"),
+        ({"batch_norm": ("bn",)}, {}, "the statistics of 1 batch norms would be a micro-batch's, not the whole batch's"),
+        ({}, {"excluded": {"pipeline": "a callback looks at the whole module"}}, "a callback looks at the whole module"),
+        ({}, {"max_devices": 1}, "needs at least two devices, but the run may use only one"),
+    ],
+)
+def test_what_speaks_against_a_pipeline(step: dict[str, Any], constraints: dict[str, Any], sentence: str) -> None:
+    values = {"tape": Tape(), "outer": OUTER, **step}
+    assert engine_refusal("pipeline", footprint(**values), inventory(cpu(0), cpu(1)), Constraints(**constraints)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("step", "constraints", "sentence"),
+    [
+        ({"batch_norm": ("a", "b")}, {}, "the statistics of 2 batch norms would be a micro-batch's, not the whole batch's"),
+        ({"automatic_optimization": False}, {}, "the module runs backward by hand"),
+        ({"batch_size": 1}, {}, "the batch has no two samples to be taken apart"),
+        ({"training": False}, {}, "a step without gradients keeps nothing for backward"),
+        ({}, {"split_batch": False}, "each rank takes a whole batch as it comes"),
+        ({}, {"excluded": {"micro_batches": "a callback counts forwards"}}, "a callback counts forwards"),
+        ({}, {"exact": True, "split": SplitFinding(difference=0.5)}, "exact=True, and the split batch's loss differs"),
+        ({}, {}, None),
+    ],
+)
+def test_what_speaks_against_micro_batches(step: dict[str, Any], constraints: dict[str, Any], sentence: str | None) -> None:
+    refusal = micro_batch_refusal(footprint(**step), Constraints(**constraints))
+    assert (refusal is None) == (sentence is None)
+    assert (refusal or "").startswith(sentence or "")
+
+
+def test_that_a_batch_cannot_be_taken_apart_is_said_once() -> None:
+    found = [one.rejection for one in options(footprint(batch_norm=("bn",))) if one.plan.micro_batches > 1]
+    assert found == ["the statistics of 1 batch norms would be a micro-batch's, not the whole batch's"]
+    assert not [one for one in options() if one.plan.micro_batches > 1]
+
+
+def test_what_else_a_run_may_rule_out() -> None:
+    constraints = Constraints(excluded={"replicas": "a callback knows one copy only", "offload": "nothing is to lie on the host"})
+    assert feature_refusal("replicas", footprint(), constraints) == "a callback knows one copy only"
+    assert feature_refusal("offload", footprint(), constraints) == "nothing is to lie on the host"
+    assert feature_refusal("shares", footprint(), constraints) is None
+    assert "nothing to share out" in (feature_refusal("shares", footprint(), Constraints(split_batch=False)) or "")
+
+
+def test_processes_that_are_there_already_leave_no_plan_with_one_device() -> None:
+    assert rejections(options(min_devices=2)) == {"single": "2 processes were started, and each has to have a device"}

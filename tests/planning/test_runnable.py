@@ -1,0 +1,30 @@
+from typing import Any
+
+import pytest
+
+from lightning_autopar.planning import runnable
+from lightning_autopar.planning.runnable import cannot_run
+from lightning_autopar.plans import Plan
+
+TWO = ("cpu:0", "cpu:1")
+FSDP = {"engine": "fsdp", "reshard_after_forward": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [
+        ({"engine": "single", "devices": TWO[:1], "recompute": ("a",)}, None),
+        ({"engine": "zero", "devices": TWO, "zero_stage": 2}, "engine 'zero'"),
+        ({"engine": "pipeline", "devices": TWO, "cuts": ("a",), "schedule": "1f1b"}, "engine 'pipeline'"),
+        ({**FSDP, "devices": TWO, "offload": ("optimizer", "parameters")}, "offload to host memory"),
+        ({**FSDP, "devices": TWO, "shares": (1, 2), "micro_batches": 2}, None),
+    ],
+)
+def test_what_of_a_plan_cannot_be_run(values: dict[str, Any], missing: str | None) -> None:
+    assert cannot_run(Plan(**values)) == missing
+
+
+def test_features_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runnable, "RUNS", frozenset())
+    plan = Plan(**FSDP, devices=(*TWO, "cpu:2", "cpu:3"), replicas=2, micro_batches=2)  # type: ignore[arg-type]
+    assert cannot_run(plan) == "micro-batches inside a batch and hybrid sharding"
