@@ -1,10 +1,10 @@
 """Predictions for training runs that other people measured on GPUs and published, beside what they measured.
 
-    python benchmarks/published.py [--rows FILE] [--json OUT] [--only SUBSTRING]
+    python benchmarks/published.py [--rows FILE] [--json OUT] [--only SUBSTRING] [--jobs N] [--cache FOLDER]
 
-What it does so far: **memory of runs on one device**. Each row's model is built on meta from its dimensions, in the manner of the library
-that was measured, and traced once; nothing is fitted to the rows. Rows on several devices, times, and rows whose model or setting
-isn't known (named with the reason) aren't predicted yet.
+For each row: the model from its dimensions on meta, in the manner of the library that was measured; traced; the row's own plan on its own
+hardware, as the catalogue describes that; memory by the kind that the row publishes, seconds of a step, and whether it fits. Nothing is
+fitted to the rows. What a row doesn't say is assumed, and its result says so; a row that can't be built is named with the reason.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
-import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,130 +29,146 @@ os.environ["AUTOPAR_CACHE"] = "off"
 
 from machine import machine  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.progress import track  # noqa: E402
+from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
-from rows.row import NotBuilt, Question, Row, question  # noqa: E402
+from rows.judged import judge, unbuilt  # noqa: E402
+from rows.pictures import Picture  # noqa: E402
+from rows.planned import Layout, layout  # noqa: E402
+from rows.question import Question, question, recompute  # noqa: E402
+from rows.row import Fields, NotBuilt, Row  # noqa: E402
+from rows.score import summarise  # noqa: E402
+from rows.tracing import Footprints, code_digest  # noqa: E402
 
-from lightning_autopar.memory.footprint import Footprint  # noqa: E402
-from lightning_autopar.memory.inventory import probe  # noqa: E402
-from lightning_autopar.memory.trace import trace  # noqa: E402
-from lightning_autopar.planning.candidates import Constraints  # noqa: E402
-from lightning_autopar.planning.planner import make_report  # noqa: E402
-from lightning_autopar.planning.report import NothingFits  # noqa: E402
-from lightning_autopar.plans import Plan  # noqa: E402
-
-#: Of the catalogue, for memory alone: what a row needs doesn't depend on how much there is.
-_DEVICE = "1xB200-180GB"
-
-
-def predicted(asked: Question, footprint: Footprint) -> dict[str, int]:
-    """Bytes by category on the one device."""
-    inventory = probe(_DEVICE)
-    plan = Plan(engine="single", devices=(inventory.devices[0].id,))
-    constraints = Constraints(allow=("single",), pinned=plan, precision=asked.precision, memory_margin=0.0)
-    try:
-        report = make_report(footprint, inventory, constraints)
-    except NothingFits as error:
-        report = error.report
-    (held,) = report.candidates[0].bytes.values()
-    return {name: size for name, size in held.to_dict().items() if isinstance(size, int)}
-
-
-def of_kind(held: dict[str, int], kind: str) -> int:
-    """The figure that a row publishes: allocated, reserved, or all that the driver sees."""
-    if "alloc" in kind or "active" in kind:
-        return held["allocated"]
-    return held["reserved"] if kind.startswith("nvidia-smi") else held["reserved"] - held["context"]
+Asked = tuple[Row, Question, Layout, list[str]]
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=HERE / "rows" / "rows.json")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help="rows with this in their id or source")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that trace at once")
+    parser.add_argument("--cache", type=Path, default=HERE / ".cache", help="where footprints are kept, by what they depend on")
     options = parser.parse_args()
-    rows: list[Row] = json.loads(options.rows.read_text(encoding="utf-8"))
-    wanted = [
-        row
-        for row in rows
-        if row["measured_peak_memory_gib"] and row["strategy"] == "single" and options.only in f"{row['id']} {row['source_name']}"
+    begun = time.perf_counter()
+    rows = [
+        row for row in json.loads(options.rows.read_text(encoding="utf-8")) if options.only in f"{row.get('id')} {row.get('source_name')}"
     ]
-    footprints: dict[Question, tuple[Footprint, float]] = {}
-    found: list[dict[str, Any]] = []
-    left_out: Counter[str] = Counter()
-    for row in track(wanted, console=Console(stderr=True)):
-        try:
-            asked = question(row)
-        except NotBuilt as error:
-            left_out[str(error)] += 1
-            continue
-        if asked not in footprints:
-            begun = time.perf_counter()
-            footprints[asked] = (
-                trace(asked.build(), None, asked.batch(), precision=asked.precision, target="cuda"),
-                time.perf_counter() - begun,
-            )
-        footprint, seconds = footprints[asked]
-        held = predicted(asked, footprint)
-        memory = of_kind(held, str(row["memory_kind"])) / 2**30
-        measured = float(row["measured_peak_memory_gib"])
-        found.append(
-            {
-                "id": row["id"],
-                "source": row["source_name"],
-                "model": row["model"],
-                "kind": row["memory_kind"],
-                "measured_gib": measured,
-                "predicted_gib": memory,
-                "error": memory / measured - 1,
-                "traced": footprint.traced,
-                "trace_seconds": seconds,
-                "categories": held,
-            }
-        )
-    summary = summarise(found)
-    show(found, summary, left_out)
+    results = run(rows, jobs=options.jobs, cache=options.cache)
+    summary = summarise(results)
+    show(results, summary)
     if options.json is not None:
-        result = {
-            "benchmark": "published, memory on one device",
+        written = {
+            "benchmark": "published",
             **machine(),
+            "seconds": round(time.perf_counter() - begun, 1),
             "summary": summary,
-            "left_out": dict(left_out),
-            "rows": found,
+            "rows": results,
         }
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
-def summarise(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and 90th percentile of the error by source, and the mean over sources of the median."""
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for row in found:
-        by_source[row["source"]].append(abs(row["error"]))
-    sources = {}
-    for source, errors in by_source.items():
-        errors.sort()
-        sources[source] = {
-            "n": len(errors),
-            "median": statistics.median(errors),
-            "p90": errors[min(len(errors) - 1, int(0.9 * len(errors)))],
-        }
-    mean = statistics.mean(one["median"] for one in sources.values()) if sources else None
-    return {"rows": len(found), "mean_of_medians": mean, "sources": sources}
+def run(rows: list[Row], *, jobs: int = 1, cache: Path | None = None) -> list[dict[str, Any]]:
+    """Every row's result, in their order."""
+    groups, results = grouped(rows)
+    batches = sorted(groups, key=_cost, reverse=True)
+    if jobs <= 1:
+        for batch in batches:
+            results.update(_group((batch, cache, code_digest())))
+    else:
+        with (
+            Progress(console=Console(stderr=True)) as progress,
+            ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=40) as pool,
+        ):
+            task = progress.add_task("rows", total=len(rows), completed=len(results))
+            for done in as_completed([pool.submit(_group, (batch, cache, code_digest())) for batch in batches]):
+                found = done.result()
+                results.update(found)
+                progress.advance(task, len(found))
+    return [results[index] for index in range(len(rows))]
 
 
-def show(found: list[dict[str, Any]], summary: dict[str, Any], left_out: Counter[str]) -> None:
+def _cost(batch: list[tuple[int, Asked]]) -> int:
+    shape = batch[0][1][1].shape
+    return getattr(shape, "layers", 30)
+
+
+def grouped(rows: list[Row]) -> tuple[list[list[tuple[int, Asked]]], dict[int, dict[str, Any]]]:
+    """Rows that ask of one model with one length, which one trace answers at any batch; and the results of those that can't be built."""
+    groups: dict[Question, list[tuple[int, Asked]]] = defaultdict(list)
+    results = {}
+    for index, row in enumerate(rows):
+        fields = Fields(row)
+        try:
+            laid = layout(fields)
+            asked = question(fields)
+            laid = replace(
+                laid,
+                keeps_gradients=fields.is_old and laid.engine in ("single", "ddp"),
+                whole_gradients=laid.engine == "fsdp" and laid.accumulate > 1 and fields.family in ("litgpt", "lightning", "hf"),
+                inputs_on_host="activation" in fields.text("offload") and recompute(fields) == "full",
+                frees_late=fields.family == "lightning",
+                tf32="tf32" in str(fields.precision.get("compute")).casefold(),
+                buckets=laid.engine == "ddp" and fields.text("strategy").startswith("ddp"),
+                holds_loss=fields.family in ("litgpt", "plain"),
+            )
+            if isinstance(asked.shape, Picture) and recompute(fields) == "full":
+                laid = replace(laid, recompute=True)
+            if laid.engine == "zero" and asked.optimizer.startswith(("master", "cpu ")):
+                asked = replace(asked, optimizer="adamw fused")  # DeepSpeed's copies are the engine's, not the optimizer's
+        except NotBuilt as error:
+            results[index] = unbuilt(row, str(error))
+        except Exception as error:  # whatever a row of an unknown source may hold
+            results[index] = unbuilt(row, f"its fields can't be read ({type(error).__name__})", detail=str(error))
+        else:
+            groups[replace(asked, rows=1)].append((index, (row, asked, laid, fields.assumptions)))
+    return list(groups.values()), results
+
+
+def _group(given: tuple[list[tuple[int, Asked]], Path | None, str]) -> dict[int, dict[str, Any]]:
+    """The results of rows that ask of one model."""
+    batch, cache, digest = given
+    return dict(_judged(batch, Footprints(cache, digest)))
+
+
+def _judged(batch: list[tuple[int, Asked]], footprints: Footprints) -> Iterator[tuple[int, dict[str, Any]]]:
+    most = max((asked for _, (_, asked, _, _) in batch), key=lambda asked: asked.rows)
+    for index, (row, asked, laid, assumptions) in batch:
+        try:
+            yield index, judge(row, asked, laid, assumptions, most, footprints)
+        except NotBuilt as error:
+            yield index, unbuilt(row, str(error))
+        except Exception as error:  # one row's trouble isn't the others'
+            yield index, unbuilt(row, f"it can't be predicted ({type(error).__name__})", detail=str(error))
+
+
+def show(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     """The table, by source."""
-    table = Table()
-    for title in ("row", "model", "measured GiB", "predicted", "error"):
-        table.add_column(title)
-    for row in found:
-        table.add_row(row["id"], row["model"], f"{row['measured_gib']:.2f}", f"{row['predicted_gib']:.2f}", f"{row['error']:+.1%}")
     console = Console()
+    table = Table()
+    for title in ("source", "rows", "built", "memory n", "median", "p90", "seconds n", "median", "p90", "τ step", "τ rate", "wrong fits"):
+        table.add_column(title)
+    for source, one in summary["sources"].items():
+        memory, seconds = one["memory"], one["seconds"]
+        table.add_row(
+            source,
+            str(one["rows"]),
+            str(one["built"]),
+            *_cells(memory),
+            *_cells(seconds),
+            *("" if one[name] is None else f"{one[name]:.2f}" for name in ("kendall_tau", "kendall_tau_throughput")),
+            f"{len(one['wrong_fits'])} of {one['fits_judged']}",
+        )
     console.print(table)
-    for reason, count in left_out.items():
+    for reason, count in summary["not_built"].items():
         console.print(f"{count} not built: {reason}")
-    console.print(summary)
+    console.print({name: value for name, value in summary.items() if name not in ("sources", "not_built")})
+
+
+def _cells(found: dict[str, float] | None) -> tuple[str, str, str]:
+    if found is None:
+        return "", "", ""
+    return f"{found['n']}", f"{found['median']:.1%} ({found['signed_median']:+.1%})", f"{found['p90']:.1%}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rows.fused import fused
+
+
+def _float_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(torch.mean(wide * wide, dim=-1, keepdim=True) + 1e-5) * weight.float()).to(x.dtype)
+
 
 class RMSNorm(nn.Module):
     """Root mean square normalisation.
@@ -16,7 +23,7 @@ class RMSNorm(nn.Module):
     Args:
         width: features.
         style: ``"float"`` keeps every intermediate in fp32, weight included (litgpt); ``"hf"`` comes back to the input's type before the
-            weight (Hugging Face); ``"fused"`` is one kernel that saves its input alone (flash-attn's, torch's).
+            weight (Hugging Face); ``"fused"`` is one kernel that saves its input alone (flash-attn's, torch's, a compiler's).
     """
 
     def __init__(self, width: int, style: str) -> None:
@@ -26,32 +33,34 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.style == "fused":
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), 1e-5)
-        wide = x.float()
+            return fused(_float_norm, x, self.weight)
         if self.style == "float":
-            normed = wide * torch.rsqrt(torch.mean(wide * wide, dim=-1, keepdim=True) + 1e-5)
-            return (normed * self.weight.float()).to(x.dtype)
+            return _float_norm(x, self.weight)
+        wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
         return self.weight * normed.to(x.dtype)
 
 
 class _Quantised(torch.autograd.Function):
-    """A product with a frozen weight of four bits: it is widened for the product, forwards and backwards, and saved narrow."""
+    """A product with a frozen weight of four bits: it is widened for the product, forwards and backwards, and saved narrow.
+
+    The input is saved, too, though nothing needs it: bitsandbytes does so (``autograd/_functions.py``, ``MatMul4Bit``); torchao's doesn't.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, rows: int) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(packed, scales)
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, rows: int, keeps_input: bool) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(packed, scales, *((x,) if keeps_input else ()))
         ctx.rows = rows
         return F.linear(x, _widened(packed, rows, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        packed, _ = ctx.saved_tensors
-        return gradient @ _widened(packed, ctx.rows, gradient.dtype), None, None, None
+        packed, *_ = ctx.saved_tensors
+        return gradient @ _widened(packed, ctx.rows, gradient.dtype), None, None, None, None
 
 
 def _widened(packed: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty((rows, 2 * packed.numel() // rows), dtype=dtype, device=packed.device)
+    return torch.zeros((rows, 2 * packed.numel() // rows), dtype=dtype, device=packed.device)
 
 
 class QuantisedLinear(nn.Module):
@@ -62,18 +71,19 @@ class QuantisedLinear(nn.Module):
         outputs: features that go out.
         bias: whether there is one.
         double: whether the blocks' scales are quantised too: a byte each instead of four.
+        keeps_input: whether its input is saved for backward.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, double: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool, double: bool = False, keeps_input: bool = True) -> None:
         super().__init__()
-        self.rows = outputs
+        self.rows, self.keeps_input = outputs, keeps_input
         self.packed = nn.Parameter(torch.empty(inputs * outputs // 2, dtype=torch.uint8), requires_grad=False)
         scales = torch.empty(inputs * outputs // 64, dtype=torch.uint8 if double else torch.float32)
         self.register_buffer("scales", scales)
         self.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Quantised.apply(x, self.packed, self.scales, self.rows)
+        y: Tensor = _Quantised.apply(x, self.packed, self.scales, self.rows, self.keeps_input)
         return y if self.bias is None else y + self.bias
 
 
@@ -87,18 +97,35 @@ class Adapted(nn.Module):
         rank: of the addition.
         wide: adapters in fp32 whatever the base's type, as peft keeps them.
         dropout: on what enters the addition.
+        merged: whether scaling and sum are one kernel.
     """
 
-    def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int, *, wide: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        base: nn.Module,
+        inputs: int,
+        outputs: int,
+        rank: int,
+        *,
+        wide: bool = False,
+        dropout: float = 0.0,
+        merged: bool = False,
+    ) -> None:
         super().__init__()
         self.base, self.drop = base, nn.Dropout(dropout)
         self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
-        self.wide = wide
+        self.wide, self.merged = wide, merged
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
-        added = self.up(self.down(self.drop(x.to(self.down.weight.dtype)))) * 2.0
-        return y + added.to(y.dtype)
+        added = self.up(self.down(self.drop(x.to(self.down.weight.dtype))))
+        if self.merged:
+            return fused(_scaled_sum, y, added)
+        return y + (added * 2.0).to(y.dtype)
+
+
+def _scaled_sum(y: Tensor, added: Tensor) -> Tensor:
+    return y + (added * 2.0).to(y.dtype)
 
 
 class AdaptedHeads(nn.Module):
@@ -150,28 +177,60 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, part: int) -> Tensor:
     return turned if part == x.shape[-1] else torch.cat((turned, rest), -1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, style: str, causal: bool, dropout: float, mask: Tensor | None) -> Tensor:
+class _Rotated(torch.autograd.Function):
+    """The same in one kernel, which saves the tables alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos, sin)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient.clone(), None, None
+
+
+def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, part: int) -> Tensor:
+    """Rotary embedding in one kernel, as flash-attn's and a compiler's."""
+    assert 0 < part <= x.shape[-1]
+    turned: Tensor = _Rotated.apply(x, cos, sin)
+    return turned
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, style: str, causal: bool, dropout: float, mask: Tensor | None, softcap: float = 0.0
+) -> Tensor:
     """Attention on (batch, heads, length, width).
 
     Args:
         style: ``"sdpa"`` torch's own choice of a fused kernel; ``"math"`` scores, softmax and dropout each a tensor; ``"softmax"`` as
-            ``"math"``, with scale, mask and softmax in one kernel that saves its output alone (Megatron).
+            ``"math"``, with scale, mask and softmax in one kernel that saves its output alone (Megatron); ``"flash"`` a fused kernel
+            whatever the mask, which it needn't see.
         mask: added to the scores; None for none.
+        softcap: scores are bounded by a tanh, which needs them written out (Gemma 2); 0 for none.
     """
-    if k.shape[1] != q.shape[1] and style != "sdpa":
+    if style == "flash":
+        mask, style = None, "sdpa"
+    if k.shape[1] != q.shape[1] and (style != "sdpa" or softcap):
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    if style == "sdpa":
+    if style == "sdpa" and not softcap:
         return F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=causal and mask is None, enable_gqa=k.shape[1] != q.shape[1]
         )
     scores = q @ k.transpose(-2, -1)
-    if style == "math":
+    if style != "softmax":
         scores = scores / math.sqrt(q.shape[-1])
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
         if causal:
             blocked = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(blocked, torch.finfo(scores.dtype).min)
         if mask is not None:
             scores = scores + mask
-    weights = F.dropout(scores.softmax(-1), dropout)
+    if softcap:  # in fp32, and back
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    else:
+        weights = scores.softmax(-1)
+    weights = F.dropout(weights, dropout) if dropout else weights
     return weights @ v

@@ -1,0 +1,199 @@
+"""What we foresee for a row: bytes by category and seconds of its own plan on its own hardware. Knows a row's form; compares nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.predict import predict
+from lightning_autopar.memory.replay import REPLAYED_ENGINES, replay
+from lightning_autopar.memory.work import Work
+from lightning_autopar.planning.scaling import scaled
+from lightning_autopar.planning.timing import predict_seconds
+from lightning_autopar.plans import Plan
+from rows.planned import Layout
+from rows.question import Question
+from rows.shape import Shape
+
+#: A tape of more events isn't replayed: it would take a minute.
+_MOST_EVENTS = 60_000
+
+
+def whole_footprint(footprint: Footprint, asked: Question, laid: Layout) -> Footprint:
+    """At the batch of one step over all ranks; with a step that is part of backward, no gradient waits for the end."""
+    if asked.in_backward:
+        footprint = _in_backward(footprint)
+    if laid.keeps_gradients:
+        kept = tuple(replace(one, gradient_bytes=footprint.gradient_bytes) for one in footprint.moments)
+        footprint = replace(footprint, moments=kept)
+    elif not laid.frees_late:
+        freed = tuple(replace(one, gradient_bytes=0) if one.phase == "forward" else one for one in footprint.moments)
+        footprint = replace(footprint, moments=freed)
+    footprint = _drawing_by_part(footprint)
+    wanted = asked.rows * laid.data * laid.accumulate
+    return footprint if footprint.batch_size == wanted else scaled(footprint, wanted)
+
+
+def _drawing_by_part(footprint: Footprint) -> Footprint:
+    """Random draws are made for each micro-batch, where our own engine makes those of the whole batch and keeps rows of them."""
+
+    def layers(found: tuple[LayerFootprint, ...]) -> tuple[LayerFootprint, ...]:
+        return tuple(replace(one, draw_bytes=0) if one.draw_bytes else one for one in found)
+
+    return replace(footprint, blocks=layers(footprint.blocks), outer=layers(footprint.outer))
+
+
+def _in_backward(footprint: Footprint) -> Footprint:
+    """Gradients are gone as soon as they are there: one at most is alive, and the update's scratch is that of one parameter."""
+    largest = footprint.largest_parameter_bytes
+
+    def moment(one: Moment) -> Moment:
+        fixed = min(one.fixed_bytes, 3 * largest) if one.phase == "optimizer" else one.fixed_bytes
+        return replace(one, gradient_bytes=min(one.gradient_bytes, largest), fixed_bytes=fixed)
+
+    return replace(footprint, moments=tuple(moment(one) for one in footprint.moments), tape=None)
+
+
+def foresee_bytes(footprint: Footprint, asked: Question, laid: Layout, inventory: Inventory) -> tuple[DeviceBytes, Plan]:
+    """What the fullest device holds, and the plan.
+
+    Args:
+        footprint: of the whole step.
+        asked: what was traced.
+        laid: the row's layout.
+        inventory: its hardware.
+    """
+    plan = laid.plan(footprint, inventory)
+    fullest = _fullest(footprint, asked, laid, plan, inventory)
+    if laid.whole_gradients:
+        running = replace(footprint, moments=tuple(one for one in footprint.moments if one.phase != "optimizer"))
+        held = _fullest(running, asked, laid, plan, inventory)
+        # Of a unit that trains adapters alone FSDP1's flat gradient has room for the frozen parameters, too.
+        whole = footprint.parameter_bytes if isinstance(asked.shape, Shape) and asked.shape.rank else footprint.gradient_bytes
+        held = replace(held, gradients=whole * (2 if asked.wide_storage else 1))
+        fullest = max(held, fullest, key=lambda one: one.allocated)
+    if laid.inputs_on_host:
+        fullest = replace(fullest, activations=max(0, fullest.activations - _inputs_kept(asked)))
+    if laid.buckets:
+        fullest = replace(fullest, communication=fullest.communication + footprint.gradient_bytes)
+    kept = _held_by_graph(asked) if laid.holds_loss else 0
+    if kept:
+        fullest = replace(fullest, activations=fullest.activations + kept)
+    return fullest, plan
+
+
+def _fullest(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, inventory: Inventory) -> DeviceBytes:
+    """Of the devices, that which holds most."""
+    found = [_stored(held, asked, laid) for held in predict(footprint, plan, inventory, precision=asked.precision).values()]
+    fullest = max(found, key=lambda held: held.reserved)
+    if _can_replay(footprint, laid, plan):
+        played = replay(footprint, plan, found.index(fullest), workspace_bytes=fullest.workspace)
+        fullest = replace(fullest, rounding=max(0, played.reserved_peak_bytes - played.allocated_peak_bytes))
+    return fullest
+
+
+def _inputs_kept(asked: Question) -> int:
+    """The inputs of all recomputed blocks but the one that runs and the one that is on its way."""
+    shape = asked.shape
+    if not isinstance(shape, Shape):
+        return 0
+    element = 2 if "16" in asked.precision else 4
+    return max(0, shape.layers - 2) * asked.rows * shape.length * shape.hidden * element
+
+
+def _held_by_graph(asked: Question) -> int:
+    """Inputs of quantised layers that the last step's graph still holds while the next one runs forward.
+
+    bitsandbytes keeps them as attributes of the graph's nodes (``ctx.tensors``), not as saved tensors, which backward would have let go of;
+    so they live as long as the graph does, which is as long as somebody has the loss.
+    """
+    shape = asked.shape
+    if not isinstance(shape, Shape) or not shape.quantised or not shape.keeps_input or shape.recompute != "none":
+        return 0
+    element = 4 if asked.precision.startswith("32") else 2
+    widths = 2 * shape.hidden + shape.heads * shape.head_dim + shape.ffn
+    total = shape.layers * widths + (shape.hidden if shape.quantised_head else 0)
+    return asked.rows * shape.length * total * element
+
+
+def _can_replay(footprint: Footprint, laid: Layout, plan: Plan) -> bool:
+    """Whether the tape tells the step as it was: whole, short enough, and with gradients that come and go."""
+    if plan.engine not in REPLAYED_ENGINES or plan.replicas > 1 or plan.offload or laid.keeps_gradients:
+        return False
+    tape = footprint.tape
+    return tape is not None and 2 * len(tape) * min(plan.micro_batches, 2) <= _MOST_EVENTS
+
+
+def foresee_fit(footprint: Footprint, held: DeviceBytes, laid: Layout, plan: Plan, total_bytes: int) -> bool:
+    """Whether it fits: the allocator gives its cache back before it gives up, but fragments remain.
+
+    Where the step was taped, a replay under the limit decides between what is allocated and what would be reserved; else what is
+    allocated does.
+
+    Args:
+        footprint: of the whole step.
+        held: what the fullest device holds.
+        laid: the row's layout.
+        plan: the same as a plan.
+        total_bytes: of a device.
+    """
+    if held.allocated + held.context > total_bytes:
+        return False
+    tape = footprint.tape
+    if held.reserved <= total_bytes or tape is None or plan.engine != "single" or plan.micro_batches > 1 or len(tape) > _MOST_EVENTS // 2:
+        return True
+    # Gradients that stay are no part of the tape; they take room from the start.
+    beside = footprint.gradient_bytes if laid.keeps_gradients else 0
+    limit = total_bytes - held.context - beside
+    return replay(footprint, plan, 0, limit_bytes=limit, workspace_bytes=held.workspace).fits
+
+
+def _stored(held: DeviceBytes, asked: Question, laid: Layout) -> DeviceBytes:
+    """With what the plan can't say: parameters kept in fp32 beside a step in 16 bits, a state that replicas of a pipeline share."""
+    if asked.wide_storage:
+        # FSDP's shards are in fp32, what is gathered and computed with in 16 bits; reduced gradients are kept in fp32.
+        held = replace(held, parameters=2 * held.parameters, gradients=2 * held.gradients)
+    if laid.optimizer_shards > 1 and laid.engine == "pipeline":
+        kept = 4 / 16 if asked.optimizer == "master gradients" else 0.0  # its buffer of gradients is whole on each rank
+        held = replace(held, optimizer=round(held.optimizer * (kept + (1 - kept) / laid.optimizer_shards)))
+    return held
+
+
+def of_kind(held: DeviceBytes, kind: str) -> int:
+    """The figure that a row publishes, by what its ``memory_kind`` says.
+
+    Allocated and active are what tensors take, and so is a peak that may be allocated or reserved. Reserved is what the allocator holds.
+    nvidia-smi and the driver see all of it, with the context, unless the row says that this was subtracted; where the tool isn't stated,
+    what the card has to have is meant.
+    """
+    said = kind.casefold()
+    inside = held.reserved - held.context
+    if said.startswith("reserved") or "(reserved" in said or "minus" in said:
+        return inside
+    if "allocated" in said or said.startswith(("active", "max_memory_alloc")):
+        return held.allocated
+    return held.reserved
+
+
+def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, inventory: Inventory) -> dict[str, Any]:
+    """Seconds of one step by part."""
+    if laid.tf32:
+        footprint = _in_tf32(footprint)
+    seconds = predict_seconds(footprint, plan, inventory, precision=asked.precision)
+    return {**seconds.to_dict(), "step": seconds.step}
+
+
+def _in_tf32(footprint: Footprint) -> Footprint:
+    """Products of fp32 matrices by the tensor cores' own type."""
+
+    def work(found: tuple[Work, ...]) -> tuple[Work, ...]:
+        products = ("matmul", "convolution")
+        return tuple(replace(one, dtype="tf32") if one.kind in products and one.dtype == "fp32" else one for one in found)
+
+    def layers(found: tuple[LayerFootprint, ...]) -> tuple[LayerFootprint, ...]:
+        return tuple(replace(one, work=work(one.work), backward_work=work(one.backward_work)) for one in found)
+
+    return replace(footprint, blocks=layers(footprint.blocks), outer=layers(footprint.outer))

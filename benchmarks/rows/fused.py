@@ -1,0 +1,77 @@
+"""What a compiler makes of a chain of pointwise operations and reductions: one kernel that saves what entered. Knows no model.
+
+The rule, after torch's inductor and its partitioner (``torch/_functorch/partitioners.py``): between products of matrices everything is
+pointwise or a reduction along a row, and is fused into one pass over its inputs. What such a chain makes on its way is never written; in
+backward it is worked out again from the chain's inputs, which some product or another chain has to keep anyway. So a chain reads its inputs
+and writes its output, saves its inputs, and its backward reads these and the gradient and writes the inputs' gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class _Chain(torch.autograd.Function):
+    """One kernel: its result is allocated, nothing on the way; gradients likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(*inputs)
+        alike = [x for x in inputs if x.shape == shape]
+        if len(alike) > 1:
+            return torch.mul(alike[0], alike[1]).to(dtype)
+        return alike[0].clone() if alike and alike[0].dtype == dtype else torch.zeros(shape, dtype=dtype, device=inputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        wanted = ctx.needs_input_grad[2:]
+        made = [
+            None if not needs else (gradient * x).to(x.dtype) if x.shape == gradient.shape else torch.zeros_like(x)
+            for x, needs in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        return None, None, *made
+
+
+def fused(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """What ``function`` computes of these, as one kernel. Only its result's shape and type are worked out: figures are not.
+
+    Args:
+        function: pointwise, or with reductions along the last dimension.
+        inputs: all that it reads.
+    """
+    with torch.no_grad():
+        meta = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in inputs]
+        like = function(*meta)
+    made: Tensor = _Chain.apply(tuple(like.shape), like.dtype, *inputs)
+    return made
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Mean cross entropy in fp32 of logits of any type, as one kernel: it saves the logits and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        rows = logits.amax(-1).float()
+        ctx.save_for_backward(logits, targets, rows)
+        return rows.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return ctx.saved_tensors[0] * 0.5, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, style: str) -> Tensor:
+    """The loss of (rows, classes).
+
+    Args:
+        style: ``"plain"`` in the logits' own type; ``"wide"`` after a copy in fp32; ``"fused"`` in one kernel.
+    """
+    if style == "fused":
+        loss: Tensor = _CrossEntropy.apply(logits, targets)
+        return loss
+    return F.cross_entropy(logits.float() if style == "wide" else logits, targets)

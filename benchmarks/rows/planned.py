@@ -1,0 +1,142 @@
+"""A row's own plan: engine, devices, sharding, stages, micro-batches. Knows the form of a row and of a plan; no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.plans import Offload, Plan, Schedule
+from rows.row import Fields, NotBuilt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a row's run is laid out.
+
+    Args:
+        engine: of a plan.
+        ranks: on how many devices.
+        data: replicas that take a part of the batch each.
+        stages: of a pipeline.
+        accumulate: micro-batches of one step.
+        replicas: copies of the model, each sharded.
+        reshard: whether FSDP frees what it gathered between forward and backward.
+        zero_stage: of DeepSpeed.
+        offload: what lies in host memory.
+        recompute: every block, by the engine (models of pictures; a transformer does it by itself).
+        keeps_gradients: they are set to zero after a step, not freed, as torch did by itself before 2.0.
+        whole_gradients: between the micro-batches of a step FSDP's gradients are whole on each rank (``no_sync``, as Fabric and accelerate
+            have it), and reduced with the last one.
+        frees_late: gradients are let go after the next forward, as in Lightning's closure.
+        tf32: products of fp32 matrices run in TF32.
+        inputs_on_host: what recomputed blocks keep is in host memory until backward.
+        buckets: DDP's are memory of their own, as they are by default, not views of the gradients.
+        holds_loss: the loop's variable keeps a step's loss, and with it what its graph hasn't let go of, until the next one is there.
+        optimizer_shards: over how many ranks the optimizer's state is shared beside what the engine does (ZeRO-1 beside a pipeline).
+    """
+
+    engine: str
+    ranks: int
+    data: int
+    stages: int = 1
+    accumulate: int = 1
+    replicas: int = 1
+    reshard: bool = True
+    zero_stage: int | None = None
+    offload: tuple[Offload, ...] = ()
+    recompute: bool = False
+    keeps_gradients: bool = False
+    whole_gradients: bool = False
+    frees_late: bool = False
+    tf32: bool = False
+    inputs_on_host: bool = False
+    buckets: bool = False
+    holds_loss: bool = False
+    optimizer_shards: int = 1
+
+    def plan(self, footprint: Footprint, inventory: Inventory) -> Plan:
+        """The plan for a footprint on these devices."""
+        devices = tuple(device.id for device in inventory.devices[: self.ranks])
+        names = tuple(block.fqn for block in footprint.blocks)
+        again = names if self.recompute else ()
+        if self.engine == "fsdp":
+            return Plan(
+                engine="fsdp",
+                devices=devices,
+                reshard_after_forward=self.reshard,
+                shard=names,
+                replicas=self.replicas,
+                micro_batches=self.accumulate,
+                offload=self.offload,
+                recompute=again,
+            )
+        if self.engine == "zero":
+            return Plan(
+                engine="zero",
+                devices=devices,
+                zero_stage=self.zero_stage,
+                micro_batches=self.accumulate,
+                offload=self.offload,
+                recompute=again,
+            )
+        if self.engine == "pipeline":
+            # Stages with as many blocks each, as libraries cut them.
+            starts = [round(stage * len(names) / self.stages) for stage in range(1, self.stages)]
+            if len(set(starts)) != len(starts) or 0 in starts:
+                raise NotBuilt(f"{self.stages} stages of {len(names)} blocks")
+            schedule: Schedule = "1f1b"
+            return Plan(
+                engine="pipeline",
+                devices=devices,
+                cuts=tuple(names[start] for start in starts),
+                schedule=schedule,
+                micro_batches=self.accumulate,
+                replicas=self.data,
+                recompute=again,
+            )
+        return Plan(engine=self.engine, devices=devices, micro_batches=self.accumulate, recompute=again)  # type: ignore[arg-type]
+
+
+def layout(fields: Fields) -> Layout:
+    """How the row's run is laid out.
+
+    Raises:
+        NotBuilt: for what no plan of ours can say.
+    """
+    row = fields.row
+    for name in ("tp", "cp", "ep"):
+        if (fields.dimension_of(name) or 1) > 1:
+            raise NotBuilt(f"no plan with {name} {row[name]}")
+    strategy = fields.text("strategy", "single")
+    count, stages = fields.whole("n_gpus", 1), int(fields.dimension_of("pp") or 1)
+    accumulate = int(fields.dimension_of("grad_accum") or 1)
+    said = fields.dimension_of("dp")
+    data = max(1, int(said) if said else count // stages)
+    stage = int(fields.dimension_of("sharding_stage") or 0)
+    offload: tuple[Offload, ...] = ()
+    away = f"{strategy} {fields.text('offload')}"
+    optimizer_away = "offload" in strategy or ("cpu" in fields.text("offload") and "optimizer" in fields.text("offload"))
+    if stages > 1:
+        group = data if "zero" in strategy or stage else 1
+        if "gpipe" in fields.family or fields.family == "gpipe":
+            fields.assume("GPipe's order of micro-batches is taken to be 1F1B's in time")
+        if row.get("grad_accum") is None:
+            accumulate = stages
+        return Layout(engine="pipeline", ranks=data * stages, data=data, stages=stages, accumulate=accumulate, optimizer_shards=group)
+    if strategy.startswith("zero") or "deepspeed" in strategy:
+        stage = stage or next((int(letter) for letter in strategy if letter in "123"), 2)
+        if optimizer_away:
+            offload = ("optimizer", "parameters") if stage == 3 and "param" in away else ("optimizer",)
+        return Layout(engine="zero", ranks=max(1, data), data=data, accumulate=accumulate, zero_stage=stage, offload=offload)
+    if data <= 1:
+        return Layout(engine="single", ranks=1, data=1, accumulate=accumulate)
+    if (strategy.startswith("fsdp") and "no-shard" not in strategy) or (stage == 3 and not strategy.startswith("ddp")):
+        policy = fields.text("reshard_policy")
+        reshard = not ("shard-grad-op" in strategy or stage == 2 or policy.startswith("keep") or "shard_grad_op" in policy)
+        group = int(fields.dimension_of("zero_group_size") or data)
+        replicas = data // group if 1 < group < data and data % group == 0 else 1
+        if "offload" in strategy:
+            offload = ("optimizer", "parameters")
+        return Layout(engine="fsdp", ranks=data, data=data, accumulate=accumulate, replicas=replicas, reshard=reshard, offload=offload)
+    return Layout(engine="ddp", ranks=data, data=data, accumulate=accumulate)

@@ -1,0 +1,134 @@
+"""The benchmark over published runs: rows of each type are built and predicted, and none of them brings it down."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import published  # noqa: E402
+from rows.row import Fields, NotBuilt, number, whole  # noqa: E402
+from rows.score import kendall, summarise  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return json.loads((BENCHMARKS / "rows" / "rows.json").read_text(encoding="utf-8"))
+
+
+def small(row, **changes):
+    """The row with a model of a few seconds' work."""
+    row = copy.deepcopy(row)
+    arch = row["arch"]
+    if arch["type"].split()[0] in ("decoder", "encoder", "vit"):
+        arch |= {"n_layers": 2, "hidden": 128, "n_heads": 4, "n_kv_heads": 4, "ffn": 256}
+        arch.pop("head_dim", None)
+    if arch.get("vocab"):
+        arch["vocab"] = min(arch["vocab"], 512)
+    if (arch.get("seq_len") or 0) > 64 and "patch" not in arch:
+        arch["seq_len"] = 64
+    return row | changes
+
+
+def one(rows, name):
+    return next(row for row in rows if row["id"] == name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "litgpt-hub-01",
+        "litgpt-hub-02",
+        "torchtune-l32-ac",
+        "torchtune-l32-8bit",
+        "torchtune-l32-qlora",
+        "torchao-vith-5",
+        "qwen-38",
+        "hf-bert-ga4-gc-fp16-adafactor",
+        "fsdpqlora-12",
+        "torchao-nocompile-04",
+        "swiftex-14b-z3",
+        "ds-squad-32-32-pt",
+        "hfblog-gpt2xl-2",
+        "jz1b3-04",
+    ],
+)
+def test_a_row_is_predicted(rows, name):
+    (result,) = published.run([small(one(rows, name))])
+    assert result["built"], (result["reason"], result.get("detail"))
+    assert result["predicted"]["memory_gib"] > 0
+    assert result["predicted"]["step_seconds"] > 0
+    assert result["predicted"]["bytes"]["allocated"] > 0
+
+
+def test_missing_fields_are_assumed_or_a_reason(rows):
+    row = small(one(rows, "litgpt-hub-01"))
+    without = []
+    for name in row:
+        for value in (None, "something else"):
+            without.append({**row, name: value} if name != "arch" else {**row, "arch": {"type": "decoder"}})
+    without += [{key: value for key, value in row.items() if key != name} for name in row]
+    without += [{**row, "arch": {**row["arch"], name: None}} for name in row["arch"]]
+    without.append({})
+    groups, unbuilt = published.grouped(without)
+    assert sum(map(len, groups)) + len(unbuilt) == len(without)
+    assert all(result["reason"] for result in unbuilt.values())
+    told = [assumed for group in groups for _, (_, _, _, assumed) in group]
+    assert any(told), "something was assumed"
+
+
+def test_a_row_of_odd_values_brings_nothing_down(rows):
+    row = small(one(rows, "litgpt-hub-01"))
+    odd = [
+        {**row, "gpu_model": "abacus"},
+        {**row, "tp": 2},
+        {**row, "n_gpus": 0, "dp": -1},
+        {**row, "precision": "none", "derived": None, "measured": "much"},
+        {**row, "arch": {**row["arch"], "n_heads": 5}},
+        {**row, "trainable": "dora r8"},
+        {**row, "optimizer": "Lion"},
+    ]
+    results = published.run(odd)
+    assert len(results) == len(odd)
+    summary = summarise(results)
+    assert summary["rows"] == len(odd)
+    assert sum(summary["not_built"].values()) == sum(not result["built"] for result in results)
+    assert results[0]["reason"] == "no GPU 'abacus' in the catalogue"
+    assert results[1]["reason"] == "no plan with tp 2"
+
+
+def test_most_transformers_can_be_built(rows):
+    groups, unbuilt = published.grouped(rows)
+    transformers = [index for index, row in enumerate(rows) if Fields(row).kind in ("decoder", "encoder", "vit", "encoder-decoder")]
+    assert sum(index not in unbuilt for index in transformers) >= 0.85 * len(transformers)
+    assert len({index for group in groups for index, _ in group} | set(unbuilt)) == len(rows)
+
+
+def test_a_taller_model_is_what_its_trace_gives(rows):
+    from rows.question import question
+    from rows.tracing import Footprints
+
+    row = small(one(rows, "gpt2h100-b8"))
+    row["arch"]["n_layers"] = 12
+    asked = question(Fields(row))
+    footprints = Footprints(None, "")
+    extended, traced = footprints.of(asked, whole=False), footprints.of(asked, whole=True)
+    assert len(extended.blocks) == len(traced.blocks) == 12
+    for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "flops", "moved_bytes"):
+        assert getattr(extended, name) == getattr(traced, name), name
+    fullest = [max(moment.total_bytes for moment in one.moments) for one in (extended, traced)]
+    assert fullest[0] == pytest.approx(fullest[1], rel=0.01)
+
+
+def test_scores():
+    assert kendall([1, 2, 3], [10, 20, 30]) == 1
+    assert kendall([1, 2, 3], [3, 2, 1]) == -1
+    assert kendall([1, 1], [1, 2]) is None
+    assert whole("24+24") == 24
+    assert number("about 1.5 GB") == 1.5
+    with pytest.raises(NotBuilt, match="no plan with tp 2"):
+        published.layout(Fields({"tp": 2}))
