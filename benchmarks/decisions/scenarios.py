@@ -1,0 +1,145 @@
+"""The scenarios: a model, a batch, devices with budgets; and every plan that is worth a run there. It runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.planning.blocks import recomputable_order, shardable
+from lightning_autopar.planning.runnable import cannot_run
+from lightning_autopar.plans import Plan
+
+#: Into how many parts a batch is taken where it doesn't fit whole.
+MICRO_BATCHES = (2, 4)
+#: What no budget of a scenario comes near to: under it every plan may be tried.
+_AMPLE = "8GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One question to the planner.
+
+    Args:
+        model: a key of :data:`decisions.models.MODELS`.
+        batch: samples.
+        devices: the spec, budgets in it.
+    """
+
+    model: str
+    batch: int
+    devices: str
+
+    @property
+    def name(self) -> str:
+        """``"gpt 16 on 2xcpu:40MiB"``."""
+        return f"{self.model} {self.batch} on {self.devices}"
+
+    @property
+    def inventory(self) -> Inventory:
+        """Its devices."""
+        return parse_spec(self.devices)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether its devices have different budgets."""
+        return len({device.free_bytes for device in self.inventory.devices}) > 1
+
+    @property
+    def ample_devices(self) -> str:
+        """The same devices, with as many threads each, with so much memory that any plan may be pinned."""
+        return f"{len(self.inventory.devices)}xcpu:{_AMPLE}"
+
+
+def _scenarios() -> Iterator[Scenario]:
+    table: dict[tuple[str, int], tuple[str, ...]] = {
+        ("gpt", 16): (
+            "1xcpu:128MiB",
+            "2xcpu:128MiB",
+            "2xcpu:40MiB",
+            "2xcpu:30MiB",
+            "2xcpu:21MiB",
+            "4xcpu:128MiB",
+            "cpu:32MiB,cpu:64MiB",
+            "cpu:24MiB,cpu:48MiB",
+        ),
+        ("gpt", 2): ("2xcpu:128MiB",),
+        ("wide", 8): ("2xcpu:128MiB",),
+        ("wide", 64): ("2xcpu:128MiB", "2xcpu:76MiB", "4xcpu:52MiB"),
+        ("wide", 512): ("2xcpu:104MiB",),
+        ("resnet", 16): ("2xcpu:64MiB", "2xcpu:9MiB", "cpu:7MiB,cpu:14MiB"),
+        ("resnet-bn", 16): ("cpu:8MiB,cpu:16MiB", "cpu:5.5MiB,cpu:16.5MiB"),
+        ("lstm", 32): ("1xcpu:64MiB", "2xcpu:128MiB", "2xcpu:54MiB", "4xcpu:30MiB"),
+        ("bert", 16): ("2xcpu:128MiB", "2xcpu:54MiB", "3xcpu:48MiB", "cpu:40MiB,cpu:80MiB", "cpu:32MiB,cpu:96MiB"),
+        ("vit", 16): ("1xcpu:32MiB", "2xcpu:128MiB", "2xcpu:26MiB", "2xcpu:13MiB,2xcpu:26MiB"),
+    }
+    # A part of them, if time is short, is of all models.
+    for place in range(max(map(len, table.values()))):
+        for (model, batch), specs in table.items():
+            if place < len(specs):
+                yield Scenario(model=model, batch=batch, devices=specs[place])
+
+
+SCENARIOS: tuple[Scenario, ...] = tuple(_scenarios())
+
+
+def key(plan: Plan) -> Plan:
+    """What of a plan decides how it runs: everything but the reasons."""
+    return replace(plan, reasons=())
+
+
+def every_plan(footprint: Footprint, inventory: Inventory) -> list[Plan]:
+    """Single, DDP and FSDP2 on one to all of the devices, the freest first, each with the ways to save memory that can be run.
+
+    FSDP2 with and without resharding; nothing or every block that allows it recomputed; the batch whole or in micro-batches; shared evenly
+    or, where budgets differ, as the budgets are. Which blocks to recompute is the planner's finesse: its own candidates are run, too.
+    """
+    freest = sorted(inventory.devices, key=lambda device: -device.free_bytes)
+    units = shardable(footprint)[0]
+    again = set(recomputable_order(footprint))
+    everything = tuple(block.fqn for block in footprint.blocks if block.fqn in again)
+    found: list[Plan] = []
+    for count in range(1, min(len(freest), max(1, footprint.batch_size)) + 1):
+        devices = freest[:count]
+        ids = tuple(device.id for device in inventory.devices if device in devices)
+        if count == 1:
+            plain = [Plan(engine="single", devices=ids)]
+        else:
+            gathered = [Plan(engine="fsdp", devices=ids, shard=units, reshard_after_forward=reshard) for reshard in (False, True)]
+            plain = [Plan(engine="ddp", devices=ids), *gathered]
+        for plan in plain:
+            for shares in _shares(devices, ids):
+                shared = replace(plan, shares=shares)
+                found.append(shared)
+                if everything:
+                    found.append(replace(shared, recompute=everything))
+                if plan.reshard_after_forward is not False:  # who lacks memory reshards before anything else
+                    found += [replace(shared, micro_batches=parts) for parts in MICRO_BATCHES if parts * count <= footprint.batch_size]
+    return [plan for plan in found if cannot_run(plan) is None]
+
+
+def _shares(devices: Sequence[Device], ids: Sequence[str]) -> list[tuple[int, ...]]:
+    """Even, and as the budgets are, in whole multiples of the least."""
+    free = {device.id: device.free_bytes for device in devices}
+    least = min(free.values())
+    uneven = tuple(round(free[device] / least) for device in ids)
+    return [()] if len(set(uneven)) == 1 else [(), uneven]
+
+
+def does_less(other: Plan, plan: Plan) -> bool:
+    """Whether the other does the same with less work, so that it is the faster one wherever it has room.
+
+    Less of it recomputed, fewer micro-batches, the batch shared evenly among ranks with as many threads each.
+    """
+    if key(other) == key(plan) or other.shares not in ((), plan.shares):
+        return False
+    alike = replace(key(plan), recompute=other.recompute, micro_batches=other.micro_batches, shares=()) == replace(key(other), shares=())
+    less = set(other.recompute) <= set(plan.recompute) and other.micro_batches <= plan.micro_batches
+    return alike and less
+
+
+def lightest_first(plans: Sequence[Plan]) -> list[Plan]:
+    """In an order in which no plan comes before one that does less."""
+    return sorted(plans, key=lambda plan: (len(plan.recompute) + plan.micro_batches + bool(plan.shares), plan.world_size))

@@ -1,0 +1,124 @@
+"""How long planning takes by numbers of devices and blocks: the search alone, without the trace of the step.
+
+A language model of equal blocks (``memory/stage_rank.py``, on meta), traced once for each depth, and catalogue devices in nodes of eight,
+with the same free memory each, or with all different. The batch has four samples a device. Seconds are of the process, the least of
+several.
+
+    python benchmarks/planner_scale.py               # writes benchmarks/results/planner_scale.json
+    python benchmarks/planner_scale.py --quick       # a few cases, a table only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent)]
+
+import torch  # noqa: E402
+
+from benchmarks.machine import machine  # noqa: E402
+from benchmarks.memory.stage_rank import GPT  # noqa: E402
+from lightning_autopar.memory.footprint import Footprint  # noqa: E402
+from lightning_autopar.memory.inventory import Inventory  # noqa: E402
+from lightning_autopar.memory.spec import parse_spec  # noqa: E402
+from lightning_autopar.memory.trace import trace  # noqa: E402
+from lightning_autopar.planning.constraints import Constraints  # noqa: E402
+from lightning_autopar.planning.planner import make_report  # noqa: E402
+from lightning_autopar.planning.report import NothingFits  # noqa: E402
+from lightning_autopar.planning.scaling import scaled  # noqa: E402
+
+RESULTS = HERE / "results" / "planner_scale.json"
+DEVICES, BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (12, 24, 48, 96, 192)
+#: At most so many seconds for so many devices, with 96 blocks.
+GOALS = {8: 0.2, 1024: 2.0}
+ROWS_A_DEVICE = 4
+
+
+def traced(blocks: int) -> Footprint:
+    """The model's step on a batch of eight."""
+    with torch.device("meta"):
+        model = GPT(width=2048, depth=blocks, words=32000, length=1024, heads=16)
+    return trace(model, None, torch.zeros(8, 1024, dtype=torch.long), target="cuda", precision="bf16-mixed")
+
+
+def devices_of(count: int, different: bool) -> Inventory:
+    """H100s with 70 GiB free each, or with 30 to 78."""
+    here = parse_spec(f"{max(1, count // 8)}x{min(8, count)}xH100-80GB")
+    draw = random.Random(0)
+    free = [int((draw.uniform(30, 78) if different else 70) * 2**30) for _ in here.devices]
+    return replace(here, devices=tuple(replace(one, free_bytes=size) for one, size in zip(here.devices, free, strict=True)))
+
+
+def plan_seconds(footprint: Footprint, here: Inventory, repeats: int) -> tuple[float, int, str]:
+    """Seconds of the fastest of several searches, how many candidates it reports, and the best one."""
+    least = math.inf
+    for _ in range(repeats):
+        began = time.process_time()
+        try:
+            report = make_report(footprint, here, Constraints(precision="bf16-mixed"))
+        except NothingFits as nothing:
+            report = nothing.report
+        least = min(least, time.process_time() - began)
+    return least, len(report.candidates), report.best.title() if report.best else "nothing fits"
+
+
+def growth(rows: list[dict[str, Any]], name: str, least: int) -> float:
+    """The exponent with which seconds grow from ``least`` on: the slope of a line through logarithms, all else the same."""
+    slopes = []
+    others = {tuple(row[key] for key in ("devices", "blocks", "free") if key != name) for row in rows}
+    for other in others:
+        same = [
+            row for row in rows if tuple(row[key] for key in ("devices", "blocks", "free") if key != name) == other and row[name] >= least
+        ]
+        if len(same) < 2:
+            continue
+        x, y = [math.log(row[name]) for row in same], [math.log(row["seconds"]) for row in same]
+        middle_x, middle_y = sum(x) / len(x), sum(y) / len(y)
+        slopes.append(sum((a - middle_x) * (b - middle_y) for a, b in zip(x, y, strict=True)) / sum((a - middle_x) ** 2 for a in x))
+    return sum(slopes) / max(1, len(slopes))
+
+
+def main() -> None:
+    """Measure, print and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows = []
+    for blocks in (12, 96) if arguments.quick else BLOCKS:
+        step = traced(blocks)
+        for count in (8, 64, 1024) if arguments.quick else DEVICES:
+            footprint = scaled(step, ROWS_A_DEVICE * count)
+            for different in (False, True) if count > 1 else (False,):
+                seconds, candidates, best = plan_seconds(footprint, devices_of(count, different), arguments.repeats)
+                free = "different" if different else "equal"
+                rows.append(
+                    {"devices": count, "blocks": blocks, "free": free, "seconds": round(seconds, 4), "candidates": candidates, "best": best}
+                )
+                print(
+                    f"{count:5} devices, {free:9} {blocks:4} blocks: {seconds * 1e3:7.0f} ms, {candidates:4} candidates; {best}", flush=True
+                )
+    goals = [row | {"goal": GOALS[row["devices"]]} for row in rows if row["blocks"] == 96 and row["devices"] in GOALS]
+    for row in goals:
+        verdict = "within" if row["seconds"] <= row["goal"] else "over"
+        print(f"{row['devices']} devices, {row['free']}: {row['seconds']:.2f} s, {verdict} the goal of {row['goal']} s")
+    exponents = {"devices": round(growth(rows, "devices", 8), 2), "blocks": round(growth(rows, "blocks", 12), 2)}
+    print(f"seconds grow with the power {exponents['devices']} of the devices from 8 on, {exponents['blocks']} of the blocks")
+    if not arguments.quick:
+        RESULTS.write_text(json.dumps(machine() | {"goals": goals, "growth": exponents, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
