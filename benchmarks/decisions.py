@@ -4,13 +4,14 @@ A scenario is a model, a batch and devices with memory budgets. The planner is a
 `decisions/scenarios.py` are run, pinned, also those that it says don't quite fit: what counts is what a run was measured to take. A plan
 is recorded, but not run, where one that does the same with less work (without recomputation, say) was measured to have room, or where it is
 predicted to need more than 1.1 times its budget. The first round runs every plan for a few steps; further ones, in turns, the fastest
-feasible ones, the planner's choice and what the fixed rules take. A plan's time is the lower quartile of its steps. Its budget is what the
-planner may use, too: what a device has free, less the margin of 5 %.
+feasible ones, the planner's choice and what the fixed rules take. A plan's time is the lower quartile of its steps. Feasible is what stays
+within what the planner may use, too: what a device has free, less the margin of 5 %; over budget is what takes more than the device has.
 
 A rank computes with the threads of its CPU device: four ranks on two cores are the contention that they are anywhere.
 
     python benchmarks/decisions.py                     # all, some fifteen minutes on two quiet cores; writes results/decisions.json
     python benchmarks/decisions.py --only "gpt 16"     # scenarios with that in their names
+    python benchmarks/decisions.py --ask-again         # keep what was measured, ask the planner anew
     python benchmarks/decisions.py --resume            # only scenarios that the result file doesn't have yet
 """
 
@@ -58,11 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no scenario has {options.only!r} in its name; there are: {', '.join(one.name for one in SCENARIOS)}", file=sys.stderr)
         return 2
     report: dict[str, Any] = {"scenarios": {}, "failed": {}}
-    if options.resume and options.json.exists():
+    if (options.resume or options.ask_again) and options.json.exists():
         report = json.loads(options.json.read_text(encoding="utf-8"))
         report["failed"] = {}
     report |= machine() | {"settings": {"rounds": options.rounds, "first_steps": FIRST_STEPS, "steps": STEPS}}
     with tempfile.TemporaryDirectory() as cache:
+        if options.ask_again:
+            for scenario in _progress([one for one in chosen if one.name in report["scenarios"]]):
+                report["scenarios"][scenario.name] = ask_again(scenario, report["scenarios"][scenario.name], Path(cache))
+                _write(options.json, report)
         for scenario in _progress([one for one in chosen if one.name not in report["scenarios"]]):
             try:
                 report["scenarios"][scenario.name] = measure(scenario, options.rounds, Path(cache))
@@ -80,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="The planner's choices against every feasible plan, measured on CPU devices.")
     parser.add_argument("--only", default="", metavar="WORDS", help="only scenarios with these words in their names")
     parser.add_argument("--resume", action="store_true", help="keep the scenarios that the result file has")
+    parser.add_argument("--ask-again", action="store_true", help="keep what was measured, but ask the planner anew")
     parser.add_argument("--rounds", type=int, default=2, help="the first of every plan, the others of the best ones; default: 2")
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help="the result file, written after each scenario")
     return parser
@@ -108,6 +114,34 @@ def measure(scenario: Scenario, rounds: int, cache: Path) -> dict[str, Any]:
     for _ in range(rounds - 1):
         closer = _worth_a_closer_look(scenario, done, taken, budgets)
         done = [_add(one, run(scenario, one.plan, STEPS)) if one.plan in closer else one for one in done]
+    return _result(scenario, report, done)
+
+
+def ask_again(scenario: Scenario, result: dict[str, Any], cache: Path) -> dict[str, Any]:
+    """The planner's new word, against what was measured; a plan that wasn't is run."""
+    report = ask_planner(scenario, cache)
+    taken = None if report.best is None else key(report.best)
+    done = []
+    for one in map(Measured.from_dict, result["plans"]):
+        expected = _expected(report, one.plan)
+        done.append(
+            replace(one, fits=expected.fits, predicted_seconds=expected.predicted_seconds, predicted_bytes=expected.predicted_bytes)
+        )
+    known = {(replace(one.plan, shares=()), one.plan.rows(scenario.batch)): number for number, one in enumerate(done)}
+    if taken is not None:
+        number = known.get((replace(taken, shares=()), taken.rows(scenario.batch)))
+        one = _expected(report, taken) if number is None else replace(done[number], plan=taken)
+        if not one.steps:
+            one = _add(_add(replace(one, skipped=None), run(scenario, taken, FIRST_STEPS)), run(scenario, taken, STEPS))
+        done = [*done, one] if number is None else [*done[:number], one, *done[number + 1 :]]
+    return _result(scenario, report, done)
+
+
+def _result(scenario: Scenario, report: Report, done: Sequence[Measured]) -> dict[str, Any]:
+    """What the result file says of a scenario."""
+    budgets = dict(report.budgets)
+    memory = {device.id: device.free_bytes for device in scenario.inventory.devices}
+    taken = None if report.best is None else key(report.best)
     return {
         "model": scenario.model,
         "batch": scenario.batch,
@@ -116,7 +150,7 @@ def measure(scenario: Scenario, rounds: int, cache: Path) -> dict[str, Any]:
         "budgets": budgets,
         "rates": getattr(report.rates, "name", "data sheets"),
         "advice": list(map(str, report.advice)),
-        "verdict": judge(scenario, done, taken, budgets),
+        "verdict": judge(scenario, done, taken, budgets, memory),
         "plans": [one.to_dict() for one in done],
     }
 
@@ -204,7 +238,8 @@ def _print(report: dict[str, Any]) -> None:
     if figures["scenarios"]:
         uneven = figures["uneven"]
         console.print(
-            f"{figures['scenarios']} scenarios; over budget: {figures['over_budget']}; uneven devices: {uneven['scenarios']}, in "
+            f"{figures['scenarios']} scenarios; over budget: {figures['over_budget']}, within the margin: {figures['use_margin']}; of all "
+            f"plans with room, margin or not: {figures['planner_of_all']}; uneven devices: {uneven['scenarios']}, in "
             f"{uneven['no_even_plan_fits']} of them no plan with an even batch fits; against the best that does: "
             f"{uneven['against_best_even']}"
         )

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go of at most nine minutes: the tests marked gpu, the example, and predicted against measured memory.
+# Everything that needs a GPU, in one go of at most nine minutes: measured rates, the tests marked gpu, the example, and predicted against
+# measured memory.
 # Results go into the folder that is given.
 #
 #     benchmarks/gpu_all.sh RESULTS_FOLDER
@@ -12,9 +13,10 @@ mkdir -p "$results"
 failed=0
 export PYTHONPATH=.
 nvidia-smi > "$results/nvidia-smi.txt" || failed=1
-timeout 300 python3 benchmarks/memory_gpu.py --seconds 240 --json "$results/memory_gpu.json" > "$results/memory_gpu.txt" 2>&1 || failed=1
+timeout 60 python3 -c "from lightning_autopar.cli import main; main(['calibrate', '--json'])" > "$results/calibration.json" 2> "$results/calibration.txt" || failed=1
+timeout 270 python3 benchmarks/memory_gpu.py --seconds 210 --json "$results/memory_gpu.json" > "$results/memory_gpu.txt" 2>&1 || failed=1
 tail -n 40 "$results/memory_gpu.txt"
-timeout 150 python3 -m pytest -m gpu -v 2>&1 | tee "$results/gpu_tests.txt" || failed=1
-timeout 80 python3 -c "import lightning_autopar, runpy; runpy.run_path('examples/train_gpt.py', run_name='__main__')" 2>&1 |
+timeout 140 python3 -m pytest -m gpu -v 2>&1 | tee "$results/gpu_tests.txt" || failed=1
+timeout 60 python3 -c "import lightning_autopar, runpy; runpy.run_path('examples/train_gpt.py', run_name='__main__')" 2>&1 |
 	tee "$results/train_gpt.txt" || failed=1
 exit $failed

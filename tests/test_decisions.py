@@ -22,6 +22,8 @@ from decisions import runs, scenarios, verdict  # noqa: E402
 
 MEASURED = verdict.Measured
 BUDGETS = {"cpu:0": 50 * MIB, "cpu:1": 50 * MIB}
+#: What the devices have: the budgets are less by a margin.
+MEMORY = {"cpu:0": 50 * MIB + MIB // 2, "cpu:1": 50 * MIB + MIB // 2}
 TWO = ("cpu:0", "cpu:1")
 SINGLE = Plan(engine="single", devices=("cpu:0",))
 DDP = Plan(engine="ddp", devices=TWO)
@@ -44,9 +46,9 @@ def measured(plan: Plan, milliseconds: float, mebibytes: int, **values: Any) -> 
     return MEASURED(**{"plan": plan, "steps": steps, "peak_bytes": peaks, "predicted_bytes": {}, **values})
 
 
-def judged(plans: list[Any], chosen: Plan | None) -> dict[str, Any]:
+def judged(plans: list[Any], chosen: Plan | None, memory: dict[str, int] = MEMORY) -> dict[str, Any]:
     scenario = scenarios.Scenario(model="gpt", batch=16, devices="2xcpu:50MiB")
-    found: dict[str, Any] = verdict.judge(scenario, plans, chosen, BUDGETS)
+    found: dict[str, Any] = verdict.judge(scenario, plans, chosen, BUDGETS, memory)
     return found
 
 
@@ -62,6 +64,15 @@ def test_the_choice_is_held_against_the_best_that_fits() -> None:
 
 def gathered() -> Plan:
     return Plan(engine="fsdp", devices=TWO, reshard_after_forward=False)
+
+
+def test_a_choice_may_take_of_the_margin_and_it_is_said() -> None:
+    plans = [measured(SINGLE, 100, 30), measured(DDP, 40, 51), measured(SHARDED, 60, 30)]
+    found = judged(plans, DDP, {"cpu:0": 52 * MIB, "cpu:1": 52 * MIB})
+    assert (found["over_budget"], found["uses_margin"], found["best"]) == (False, True, SHARDED.title())
+    assert found["share"] == pytest.approx(60 / 40)
+    assert judged(plans, SHARDED, {"cpu:0": 52 * MIB, "cpu:1": 52 * MIB})["share_of_all"] == pytest.approx(40 / 60)
+    assert not judged(plans, SHARDED)["uses_margin"]
 
 
 def test_a_choice_beyond_its_budget_or_of_nothing_is_worth_nothing() -> None:

@@ -114,16 +114,20 @@ def taken_by(rule: str, plans: Sequence[Measured], devices: int, budgets: Mappin
     return next((one for one in tried if within(one, budgets)), tried[-1])
 
 
-def judge(scenario: Scenario, plans: Sequence[Measured], chosen: Plan | None, budgets: Mapping[str, int]) -> dict[str, Any]:
+def judge(
+    scenario: Scenario, plans: Sequence[Measured], chosen: Plan | None, budgets: Mapping[str, int], memory: Mapping[str, int]
+) -> dict[str, Any]:
     """The scenario's line: throughput of the choice, and of each rule, as shares of the best feasible plan's.
 
-    A choice that goes over a budget has a share of 0, as has one of nothing where something is feasible.
+    Feasible is what was measured within the budgets. A choice may take some of the margin, as that is what it is for, and it is said;
+    one that takes more than the device has, is over budget and has a share of 0, as has one of nothing where something is feasible.
 
     Args:
         scenario: which.
         plans: all there are, run or not.
         chosen: the planner's; None where it says that nothing fits.
-        budgets: bytes that a plan may use, by device id.
+        budgets: bytes that a plan may use, by device id: what the device has, less the margin.
+        memory: bytes that the device has.
     """
     feasible = [one for one in plans if within(one, budgets)]
     best = min(feasible, key=lambda one: one.seconds or 0.0, default=None)
@@ -132,10 +136,15 @@ def judge(scenario: Scenario, plans: Sequence[Measured], chosen: Plan | None, bu
     def share(one: Measured | None) -> float | None:
         if best is None or best.seconds is None:
             return None
-        return best.seconds / one.seconds if one is not None and one.seconds and within(one, budgets) else 0.0
+        return best.seconds / one.seconds if one is not None and one.seconds and within(one, memory) else 0.0
+
+    def share_of_all(one: Measured | None) -> float | None:
+        """Held against every plan that the devices have room for, those included that leave no margin."""
+        fastest = min((other.seconds or 0.0 for other in plans if within(other, memory)), default=0.0)
+        return fastest / one.seconds if fastest and one is not None and one.seconds and within(one, memory) else None
 
     devices = len(scenario.inventory.devices)
-    rules = {rule: taken_by(rule, plans, devices, budgets) for rule in RULES}
+    rules = {rule: taken_by(rule, plans, devices, memory) for rule in RULES}
     even = [one for one in feasible if not one.plan.shares]
     best_even = min(even, key=lambda one: one.seconds or 0.0, default=None)
     return {
@@ -145,13 +154,15 @@ def judge(scenario: Scenario, plans: Sequence[Measured], chosen: Plan | None, bu
         "chosen": None if chosen is None else chosen.title(),
         "chosen_seconds": None if taken is None else taken.seconds,
         "share": share(taken),
-        "over_budget": taken is not None and taken.seconds is not None and not within(taken, budgets),
+        "share_of_all": share_of_all(taken),
+        "over_budget": taken is not None and taken.seconds is not None and not within(taken, memory),
+        "uses_margin": taken is not None and taken.seconds is not None and not within(taken, budgets),
         "failed": None if taken is None else taken.error,
-        "rules": {rule: {"plan": one.plan.title(), "fits": within(one, budgets), "share": share(one)} for rule, one in rules.items()},
+        "rules": {rule: {"plan": one.plan.title(), "fits": within(one, memory), "share": share(one)} for rule, one in rules.items()},
         "best_even": None if best_even is None else best_even.plan.title(),
         "chosen_over_best_even": (
             best_even.seconds / taken.seconds
-            if best_even is not None and best_even.seconds and taken is not None and taken.seconds and within(taken, budgets)
+            if best_even is not None and best_even.seconds and taken is not None and taken.seconds and within(taken, memory)
             else None
         ),
     }
@@ -173,6 +184,8 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "scenarios": len(verdicts),
         "planner": planner,
         "over_budget": sum(verdict["over_budget"] for verdict in verdicts),
+        "use_margin": sum(verdict["uses_margin"] for verdict in verdicts),
+        "planner_of_all": figures([verdict["share_of_all"] or 0.0 for verdict in verdicts]),
         "rules": {rule: figures([verdict["rules"][rule]["share"] for verdict in verdicts]) for rule in RULES},
         "uneven": {
             "scenarios": len(uneven),

@@ -95,7 +95,8 @@ class Step:
         slowest = max(runs, key=lambda run: run.alone)
         played, offload = self.played(slowest), self.offload(slowest)
         own = slowest.copied + slowest.compute + slowest.recompute
-        exposed = max(0.0, played.end - own)
+        # Of one device the difference is nothing but rounding.
+        exposed = max(0.0, played.end - own) if self.plan.world_size > 1 else 0.0
         hidden = max(0.0, played.carried + played.copied - exposed)
         exposed += (1 - self.rates.overlap(slowest.device)) * hidden + self.waited() + self.after()
         return Seconds(

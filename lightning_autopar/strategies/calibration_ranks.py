@@ -45,6 +45,8 @@ _GPU_SIZES = ((1 << 10, 50), (1 << 16, 50), (1 << 20, 30), (1 << 24, 10), (1 << 
 #: Their names since torch 2.13, and before.
 _GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+#: Products between two collectives, some milliseconds; how often, and how often they run alone.
+_AMID_PRODUCTS, _LEAST_AMID_RUNS, _AMID_RUNS = 2, 5, 20
 _WIDTH, _LAYERS, _STEPS = 8, 4, 18
 #: The first steps say nothing: no optimizer state, memory recorded.
 _WARM_UP = 5
@@ -135,6 +137,7 @@ def _collectives(rank: int, devices: Sequence[Device], device: torch.device) -> 
     """Every collective at several sizes; all ranks run as many."""
     ranks, subject = len(devices), group_key(devices)
     clock = _wait(device)
+    amid = _Amid(device) if device.type == "cpu" else None
     points: dict[Collective, dict[float, float]] = {}
     for size, times in _CPU_SIZES if device.type == "cpu" else _GPU_SIZES:
         count = size // 4 // ranks * ranks
@@ -156,12 +159,40 @@ def _collectives(rank: int, devices: Sequence[Device], device: torch.device) -> 
                 run()
                 clock()
                 taken.append(time.perf_counter() - begun)
-            points.setdefault(collective, {})[4.0 * count] = _usual(taken) / (2 if collective == "send" else 1)
+            seconds = _usual(taken)
+            if amid is not None:
+                seconds = max(seconds, amid.seconds(run, times))
+            points.setdefault(collective, {})[4.0 * count] = seconds / (2 if collective == "send" else 1)
     return [
         Curve(subject=subject, thing=collective, ranks=2 if collective == "send" else ranks, sizes=tuple(by), seconds=tuple(by.values()))
         for collective, by in points.items()
         if collective != "send" or ranks == 2 or device.type != "cpu"
     ]
+
+
+class _Amid:
+    """What a collective of CPU ranks takes amid computing: longer than on idle cores, as ranks aren't at the same place at the same time,
+    and its threads need the cores that compute. Two ranks on two cores were seen to take 1 to 3 ms longer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._compute = cold_product(device, torch.float32, 384, 384, 384)
+        self._alone = self._pace(lambda: None, _AMID_RUNS)
+
+    def seconds(self, run: Callable[[], Any], times: int) -> float:
+        """Of one run; all ranks ask alike."""
+        return self._pace(run, max(times, _LEAST_AMID_RUNS)) - self._alone
+
+    def _pace(self, run: Callable[[], Any], times: int) -> float:
+        self._compute()
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(times):
+            for _ in range(_AMID_PRODUCTS):
+                self._compute()
+            run()
+        dist.barrier()
+        return (time.perf_counter() - begun) / times
 
 
 def _there_and_back(rank: int, tensor: Tensor) -> None:
