@@ -33,7 +33,7 @@ from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rows.judged import judge, unbuilt  # noqa: E402
 from rows.pictures import Picture  # noqa: E402
-from rows.planned import Layout, layout  # noqa: E402
+from rows.planned import Layout, has_first_flash, layout  # noqa: E402
 from rows.question import Question, question, recompute  # noqa: E402
 from rows.row import Fields, NotBuilt, Row  # noqa: E402
 from rows.score import summarise  # noqa: E402
@@ -109,6 +109,7 @@ def grouped(rows: list[Row]) -> tuple[list[list[tuple[int, Asked]]], dict[int, d
                 inputs_on_host="activation" in fields.text("offload") and recompute(fields) == "full",
                 frees_late=fields.family == "lightning",
                 tf32="tf32" in str(fields.precision.get("compute")).casefold(),
+                first_flash=has_first_flash(fields),
                 buckets=laid.engine == "ddp" and fields.text("strategy").startswith("ddp"),
                 holds_loss=fields.family in ("litgpt", "plain"),
             )

@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import published  # noqa: E402
+from rows.planned import has_first_flash  # noqa: E402
 from rows.row import Fields, NotBuilt, number, whole  # noqa: E402
 from rows.score import kendall, summarise  # noqa: E402
 
@@ -132,3 +133,19 @@ def test_scores():
     assert number("about 1.5 GB") == 1.5
     with pytest.raises(NotBuilt, match="no plan with tp 2"):
         published.layout(Fields({"tp": 2}))
+
+
+@pytest.mark.parametrize(
+    ("attention", "framework", "first"),
+    [
+        ("flash", "Composer / pytorch 2.1 image", True),
+        ("flash", "Composer / pytorch 2.3 image", False),
+        ("flash-attn 2", "HF Trainer, torch 2.0", False),
+        ("math", "torch 1.13", False),
+        ("flash", "HF Trainer", False),
+    ],
+)
+def test_fused_attention_is_as_old_as_its_torch(attention, framework, first):
+    fields = Fields({"attention": attention, "framework": framework})
+    assert has_first_flash(fields) is first
+    assert bool(fields.assumptions) is first

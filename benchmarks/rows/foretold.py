@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -182,18 +183,27 @@ def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: P
     """Seconds of one step by part."""
     if laid.tf32:
         footprint = _in_tf32(footprint)
+    if laid.first_flash:
+        footprint = _with_work(footprint, _first_flash)
     seconds = predict_seconds(footprint, plan, inventory, precision=asked.precision)
     return {**seconds.to_dict(), "step": seconds.step}
 
 
 def _in_tf32(footprint: Footprint) -> Footprint:
     """Products of fp32 matrices by the tensor cores' own type."""
+    products = ("matmul", "convolution")
+    return _with_work(footprint, lambda one: replace(one, dtype="tf32") if one.kind in products and one.dtype == "fp32" else one)
 
-    def work(found: tuple[Work, ...]) -> tuple[Work, ...]:
-        products = ("matmul", "convolution")
-        return tuple(replace(one, dtype="tf32") if one.kind in products and one.dtype == "fp32" else one for one in found)
+
+def _first_flash(one: Work) -> Work:
+    """FlashAttention's first version takes about as long as the memory-efficient kernel (arXiv 2307.08691, figures 4 to 6)."""
+    return replace(one, name=one.name.replace("flash", "efficient")) if one.kind == "attention" else one
+
+
+def _with_work(footprint: Footprint, change: Callable[[Work], Work]) -> Footprint:
+    """The same with other operations in forward and backward."""
 
     def layers(found: tuple[LayerFootprint, ...]) -> tuple[LayerFootprint, ...]:
-        return tuple(replace(one, work=work(one.work), backward_work=work(one.backward_work)) for one in found)
+        return tuple(replace(one, work=tuple(map(change, one.work)), backward_work=tuple(map(change, one.backward_work))) for one in found)
 
     return replace(footprint, blocks=layers(footprint.blocks), outer=layers(footprint.outer))

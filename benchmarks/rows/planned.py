@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from lightning_autopar.memory.footprint import Footprint
@@ -30,6 +31,7 @@ class Layout:
             have it), and reduced with the last one.
         frees_late: gradients are let go after the next forward, as in Lightning's closure.
         tf32: products of fp32 matrices run in TF32.
+        first_flash: fused attention is FlashAttention's first version.
         inputs_on_host: what recomputed blocks keep is in host memory until backward.
         buckets: DDP's are memory of their own, as they are by default, not views of the gradients.
         holds_loss: the loop's variable keeps a step's loss, and with it what its graph hasn't let go of, until the next one is there.
@@ -50,6 +52,7 @@ class Layout:
     whole_gradients: bool = False
     frees_late: bool = False
     tf32: bool = False
+    first_flash: bool = False
     inputs_on_host: bool = False
     buckets: bool = False
     holds_loss: bool = False
@@ -96,6 +99,17 @@ class Layout:
                 recompute=again,
             )
         return Plan(engine=self.engine, devices=devices, micro_batches=self.accumulate, recompute=again)  # type: ignore[arg-type]
+
+
+def has_first_flash(fields: Fields) -> bool:
+    """Whether fused attention is FlashAttention's first version: no other is named, and torch is older than 2.2, which has the second."""
+    said, version = fields.text("attention"), fields.torch_version
+    if "flash" not in said or version is None or version >= (2, 2):
+        return False
+    if re.search(r"flash\D{0,12}[23]", said):
+        return False
+    fields.assume("the attention's version isn't published: FlashAttention's first, as of its torch")
+    return True
 
 
 def layout(fields: Fields) -> Layout:

@@ -17,6 +17,8 @@ from rows.taller import FEW, FEWER, taller
 
 #: Models of at most so many blocks are traced whole.
 _LOW = 8
+#: What here comes after the trace: hardware, plan, judgement.
+_AFTERWARDS = ("foretold.py", "hardware.py", "judged.py", "planned.py", "score.py")
 
 
 @lru_cache(maxsize=1)
@@ -24,7 +26,7 @@ def code_digest() -> str:
     """Of all code that a footprint depends on."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, Path(lightning_autopar.memory.__file__).parent):
-        for file in sorted(folder.glob("*.py")):
+        for file in sorted(set(folder.glob("*.py")) - {folder / name for name in _AFTERWARDS}):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
