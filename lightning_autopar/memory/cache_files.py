@@ -9,11 +9,14 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+
+Record = TypeVar("Record")
 
 #: A folder to keep things in, or "off".
 VARIABLE = "AUTOPAR_CACHE"
@@ -52,6 +55,26 @@ def read_json(path: Path) -> Any:
     if data is None:
         raise ValueError("it holds nothing")
     return data
+
+
+def read_records(path: Path | None, read: Callable[[Any], Record], what: str) -> tuple[Record, ...]:
+    """A file's ``records``, in its order; none where there are none, or, with a warning, where they can't be read.
+
+    Args:
+        path: the file; None where nothing is kept.
+        read: makes a record of its JSON; raises ValueError where that is none.
+        what: they are, for the warning.
+    """
+    try:
+        data = None if path is None else read_json(path)
+        if data is None:
+            return ()
+        if not isinstance(data, dict) or not isinstance(data.get("records"), list):
+            raise ValueError("it holds no list of records")
+        return tuple(read(each) for each in data["records"])
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("autopar: %s is left out: %s can't be read (%s)", what, path, error)
+        return ()
 
 
 def write_json(path: Path, data: Any) -> bool:

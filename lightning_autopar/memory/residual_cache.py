@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from pathlib import Path
 
 import lightning
@@ -20,8 +19,6 @@ from lightning_autopar.memory.module_hash import module_hash
 from lightning_autopar.memory.residuals import Record, Residuals, device_name
 from lightning_autopar.memory.step_time_cache import load_step_times
 from lightning_autopar.memory.step_times import StepTimes
-
-log = logging.getLogger(__name__)
 
 _FORMAT = 1
 #: Records of the same step and plan in a file, records in a file.
@@ -56,16 +53,7 @@ def load_records(key: str) -> tuple[Record, ...]:
     """The records of a key, newest first; none where there are none, or where they can't be read."""
     folder = cache_folder()
     path = None if folder is None else folder / f"{key}.json"
-    try:
-        data = None if path is None else cache_files.read_json(path)
-        if data is None:
-            return ()
-        if not isinstance(data, dict) or not isinstance(data.get("records"), list):
-            raise ValueError("it holds no list of records")
-        return tuple(Record.from_dict(each) for each in data["records"])
-    except (OSError, ValueError, RecursionError) as error:
-        log.warning("autopar: what earlier runs were measured to take is left out: %s can't be read (%s)", path, error)
-        return ()
+    return cache_files.read_records(path, Record.from_dict, "what earlier runs were measured to take")
 
 
 def add_record(key: str, record: Record) -> None:

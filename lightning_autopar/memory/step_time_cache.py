@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_autopar.memory import cache_files
 from lightning_autopar.memory.identity import machine_key
 from lightning_autopar.memory.step_times import StepTime
-
-log = logging.getLogger(__name__)
 
 _KIND = "times"
 #: Records of a module, records in all.
@@ -23,17 +20,7 @@ def load_step_times(host_threads: int) -> tuple[StepTime, ...]:
     Args:
         host_threads: the inventory's.
     """
-    path = _path(host_threads)
-    try:
-        data = None if path is None else cache_files.read_json(path)
-        if data is None:
-            return ()
-        if not isinstance(data, dict) or not isinstance(data.get("records"), list):
-            raise ValueError("it holds no list of records")
-        return tuple(StepTime.from_dict(each) for each in data["records"])
-    except (OSError, ValueError, RecursionError) as error:
-        log.warning("autopar: how long earlier runs' steps took is left out: %s can't be read (%s)", path, error)
-        return ()
+    return cache_files.read_records(_path(host_threads), StepTime.from_dict, "how long earlier runs' steps took")
 
 
 def add_step_time(host_threads: int, record: StepTime) -> None:

@@ -24,9 +24,6 @@ from lightning_autopar.plans import Plan
 
 __all__ = ["Seconds", "Wire", "device_speed", "group_bandwidth", "idle_share", "pair_bandwidths", "predict_seconds", "step_of"]
 
-#: planner.py imports the name until it uses `Rates`.
-RateSource = Rates
-
 _DATA_SHEET = DataSheet()
 #: A product that every device is good at, to compare devices by.
 _LARGE = 4096

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.play import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from lightning_autopar.memory.sharded import sharding_of
 from lightning_autopar.memory.work import Work
 from lightning_autopar.planning.rates import Collective, Rates
@@ -20,7 +21,6 @@ from lightning_autopar.planning.roofline import Layout
 from lightning_autopar.planning.timing_ranks import Event, Run
 from lightning_autopar.plans import Plan
 
-_BUCKET_BYTES, _FIRST_BUCKET_BYTES = 25 * 1024**2, 1024**2  # torch/csrc/distributed/c10d/reducer.hpp, and DDP's default
 _ZERO_BUCKET_ELEMENTS = 200_000_000  # Lightning's DeepSpeedStrategy: allgather_bucket_size and reduce_bucket_size
 
 
@@ -93,7 +93,7 @@ def buckets_of(layout: Layout) -> tuple[tuple[int, int, float], ...]:
 
 def _fill(layout: Layout) -> list[tuple[int, int, float]]:
     buckets: list[tuple[int, int, float]] = []
-    size, most, place = 0, _FIRST_BUCKET_BYTES, (0, 1.0)
+    size, most, place = 0, FIRST_BUCKET_BYTES, (0, 1.0)
     for number in range(len(layout.layers) - 1, -1, -1):
         gradients = layout.layers[number].gradients
         total, seen = sum(gradients), 0
@@ -101,12 +101,12 @@ def _fill(layout: Layout) -> list[tuple[int, int, float]]:
             if size and size + gradient > most and size >= most / 2 and gradient >= most:
                 # A gradient that is as large as a bucket by itself leaves the one before it as it is.
                 buckets.append((size, *place))
-                size, most = 0, _BUCKET_BYTES
+                size, most = 0, BUCKET_BYTES
             size, seen = size + gradient, seen + gradient
             place = number, seen / total
             if size >= most:
                 buckets.append((size, *place))
-                size, most = 0, _BUCKET_BYTES
+                size, most = 0, BUCKET_BYTES
     if size:
         buckets.append((size, *place))
     return buckets

@@ -29,12 +29,11 @@ from lightning_autopar.planning.calibrate import device_key, group_key
 from lightning_autopar.planning.calibrate_curves import Curve
 from lightning_autopar.planning.rates import Collective
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.calibration_cases import cold_product
 from lightning_autopar.strategies.calibration_clock import Clock
 from lightning_autopar.strategies.engine import Assignment
-from lightning_autopar.strategies.generation import Job, run_folder, run_generation
-from lightning_autopar.strategies.launcher import AutoLauncher, make_engine
+from lightning_autopar.strategies.generation import run_folder, run_generation
+from lightning_autopar.strategies.launcher import AutoLauncher, make_job
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -252,17 +251,7 @@ class _Launcher(AutoLauncher):
         assert trainer is not None
         attach_data(trainer, run_arguments(function, args, kwargs))
         with run_folder(1 << 20) as folder:
-            job = Job(
-                assignment=self.assignment,
-                make_engine=make_engine,
-                trainer=trainer,
-                function=function,
-                args=args,
-                kwargs=kwargs,
-                folder=folder,
-                before=handover.survey(trainer),
-            )
-            outcome = run_generation(job)
+            outcome = run_generation(make_job(self.assignment, trainer, function, args, kwargs, folder))
         if outcome.error is not None:
             raise outcome.error
 

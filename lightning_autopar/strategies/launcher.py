@@ -38,6 +38,8 @@ from lightning_autopar.strategies.single import SingleEngine
 from lightning_autopar.strategies.trial import tried
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning.pytorch import Trainer
 
     from lightning_autopar.strategies.auto import AutoParallelStrategy
@@ -133,16 +135,7 @@ class AutoLauncher(Launcher):
         assignment = decision.assignment
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
-            job = Job(
-                assignment=assignment,
-                make_engine=make_engine,
-                trainer=trainer,
-                function=function,
-                args=args,
-                kwargs=kwargs,
-                folder=folder,
-                before=handover.survey(trainer),
-            )
+            job = make_job(assignment, trainer, function, args, kwargs, folder)
             outcome = run_generation(job)
             if outcome.error is not None:
                 raise self._failed(outcome, trainer, job)
@@ -235,6 +228,20 @@ class AutoLauncher(Launcher):
         assert report is not None, "it has been planned"
         announce_measured(report, self._strategy.measured)
         learn(report, self._strategy.measured)
+
+
+def make_job(assignment: Assignment, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path) -> Job:
+    """What workers are told to run the trainer's function by."""
+    return Job(
+        assignment=assignment,
+        make_engine=make_engine,
+        trainer=trainer,
+        function=function,
+        args=args,
+        kwargs=kwargs,
+        folder=folder,
+        before=handover.survey(trainer),
+    )
 
 
 def make_engine(assignment: Assignment, *, forked: bool = True) -> EngineMixin:

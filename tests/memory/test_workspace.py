@@ -63,6 +63,7 @@ def test_every_known_device_is_told_apart(name: str) -> None:
     kind = _kind(name)
     assert kind.word
     assert all(_kind(other) == kind for other in KNOWN_DEVICES[name].device_names)
+    assert kind.processors == KNOWN_DEVICES[name].multiprocessors
 
 
 @pytest.mark.parametrize(("name", "seen"), [("NVIDIA GeForce RTX 3090", 256), ("NVIDIA RTX 6000 Ada Generation", 426)])
