@@ -199,21 +199,28 @@ class Plan:
         return self.world_size // self.replicas
 
     @property
+    def data_ranks(self) -> int:
+        """How many parts a batch has, one after the other within a rank not counted: a pipeline's ranks all get their replica's."""
+        return self.replicas if self.engine == "pipeline" else self.world_size
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the :attr:`data_ranks` parts of a batch a rank works on."""
+        return rank // self.devices_per_replica if self.engine == "pipeline" else rank
+
+    @property
     def stages(self) -> int:
         """In how many parts the module runs, one after the other: 1 where it isn't a pipeline."""
         return len(self.cuts) + 1
 
     @property
     def dealing(self) -> tuple[int, ...]:
-        """Which rank gets a batch's samples, in turns: sample ``i`` is rank ``dealing[i % len(dealing)]``'s."""
-        return deal(self.shares) if self.shares else tuple(range(self.world_size))
+        """Whose a batch's samples are, in turns: sample ``i`` is data rank ``dealing[i % len(dealing)]``'s."""
+        return deal(self.shares) if self.shares else tuple(range(self.data_ranks))
 
     def rows(self, batch_size: int) -> tuple[int, ...]:
         """How many samples of a batch each rank gets; of a pipeline each replica's ranks share what the replica gets alike."""
-        if self.engine == "pipeline":
-            counts = count_dealt(tuple(range(self.replicas)), batch_size)
-            return tuple(counts[rank // self.devices_per_replica] for rank in range(self.world_size))
-        return count_dealt(self.dealing, batch_size)
+        counts = count_dealt(self.dealing, batch_size)
+        return tuple(counts[self.data_rank(rank)] for rank in range(self.world_size))
 
     def title(self) -> str:
         """A few words for a table: ``"fsdp ×2, reshard, recompute 4"``."""

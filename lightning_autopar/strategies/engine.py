@@ -33,6 +33,7 @@ from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.measure import Meter
 from lightning_autopar.strategies.micro import MicroBatches
 from lightning_autopar.strategies.recompute import recomputed
+from lightning_autopar.strategies.staged.recording import Staging
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -58,6 +59,7 @@ class Assignment:
         large: whether the module is so large that no rank but the first should ever build all of it.
         candidate: the plan with its prediction.
         budgets: bytes that the plan may use of each device, by its id.
+        staging: of a pipeline, where the module's steps can be cut and what crosses each cut.
     """
 
     plan: Plan
@@ -71,6 +73,7 @@ class Assignment:
     weights_only: bool | None = None
     candidate: Candidate | None = None
     budgets: Mapping[str, int] = field(default_factory=dict)
+    staging: Staging | None = None
 
     @property
     def torch_devices(self) -> list[torch.device]:
