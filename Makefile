@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench-decisions bench-memory bench-overhead clean
+.PHONY: demo test check bench-decisions bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -35,6 +35,9 @@ bench-decisions: $(INSTALLED)
 
 bench-memory: $(INSTALLED)
 	$(RUN)/python benchmarks/memory_cpu.py
+
+bench-pipeline: $(INSTALLED)
+	$(RUN)/python benchmarks/pipeline_speed.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

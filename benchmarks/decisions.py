@@ -3,9 +3,11 @@
 A scenario is a model, a batch and devices with memory budgets. The planner is asked once; then its own candidates and every plan of
 `decisions/scenarios.py` are run, pinned, also those that it says don't quite fit: what counts is what a run was measured to take. A plan
 is recorded, but not run, where one that does the same with less work (without recomputation, say) was measured to have room, or where it is
-predicted to need more than 1.1 times its budget. The first round runs every plan for a few steps; further ones, in turns, the fastest
-feasible ones, the planner's choice and what the fixed rules take. A plan's time is the lower quartile of its steps. Feasible is what stays
-within what the planner may use, too: what a device has free, less the margin of 5 %; over budget is what takes more than the device has.
+predicted to need more than 1.1 times its budget. Of a scenario's pipelines the one that is predicted to be fastest is run in any case, the
+others where they are predicted to take less than 1.3 times the best plan. The first round runs every plan for a few steps; further ones, in
+turns, the fastest feasible ones, the planner's choice and what the fixed rules take. A plan's time is the lower quartile of its steps.
+Feasible is what stays within what the planner may use, too: what a device has free, less the margin of 5 %; over budget is what takes more
+than the device has.
 
 A rank computes with the threads of its CPU device: four ranks on two cores are the contention that they are anywhere.
 
@@ -47,6 +49,8 @@ FIRST_STEPS, STEPS = 4, 10
 _CONTENDS = 1.25
 #: What is predicted to need so many times its budget isn't run: memory is predicted far better than that (memory_cpu.py, memory_fsdp.py).
 _FAR_BEYOND = 1.1
+#: Of pipelines but the best one those are run that are predicted to take less than so many times the best plan.
+_NEAR = 1.3
 #: Of the printed table.
 _LEAST_WIDTH = 150
 
@@ -102,11 +106,16 @@ def measure(scenario: Scenario, rounds: int, cache: Path) -> dict[str, Any]:
     plans = [_expected(report, plan) for plan in lightest_first(_plans(scenario, report))]
     taken = None if report.best is None else key(report.best)
     done: list[Measured] = []
+    pipelines = {one.plan: one.predicted_seconds or 0.0 for one in plans if one.plan.engine == "pipeline" and one.fits}
+    best_pipeline = min(pipelines, key=lambda plan: pipelines[plan], default=None)
+    near = _NEAR * min((one.predicted_seconds for one in plans if one.fits and one.predicted_seconds), default=0.0)
     for one in plans:
         lighter = next((other for other in done if within(other, budgets) and does_less(other.plan, one.plan)), None)
         beyond = max(size / budgets[device] for device, size in one.predicted_bytes.items())
         if lighter is not None and one.plan != taken:
             done.append(replace(one, skipped=f"does more than {lighter.plan.title()}, which has room"))
+        elif one.plan.engine == "pipeline" and one.plan not in (taken, best_pipeline) and not (one.predicted_seconds or 0.0) <= near:
+            done.append(replace(one, skipped="another pipeline is predicted to be faster, and other plans far faster"))
         elif beyond > _FAR_BEYOND and one.plan != taken:
             done.append(replace(one, skipped=f"needs {beyond:.2f} times the budget by its prediction"))
         else:

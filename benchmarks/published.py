@@ -31,6 +31,7 @@ from machine import machine  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
+from rows.hardware import host_slowness  # noqa: E402
 from rows.judged import judge, unbuilt  # noqa: E402
 from rows.pictures import Picture  # noqa: E402
 from rows.planned import Layout, has_first_flash, layout  # noqa: E402
@@ -112,6 +113,13 @@ def grouped(rows: list[Row]) -> tuple[list[list[tuple[int, Asked]]], dict[int, d
                 first_flash=has_first_flash(fields),
                 buckets=laid.engine == "ddp" and fields.text("strategy").startswith("ddp"),
                 holds_loss=fields.family in ("litgpt", "plain"),
+                reduce_bytes=4 if "32" in str(fields.precision.get("reduce")) else 2,
+                balanced=fields.family in ("gpipe", "nanotron"),
+                host_update=laid.engine == "single" and asked.optimizer.startswith("cpu "),
+                fused_update="fused" in fields.text("optimizer"),
+                slow_host=host_slowness(fields),
+                # DeepSpeed's own default (``reduce_bucket_size``); Hugging Face's and ms-swift's configurations have Lightning's.
+                bucket_elements=500_000_000 if fields.family in ("megatron", "plain") else None,
             )
             if isinstance(asked.shape, Picture) and recompute(fields) == "full":
                 laid = replace(laid, recompute=True)

@@ -17,7 +17,9 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as script_command
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_properties
 from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_ranks
 from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch.accelerators.cpu import CPUAccelerator
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Launcher",
     "LightningOptimizer",
+    "NoLoss",
     "RestartStage",
     "SIGTERMException",
     "TrainerFn",
@@ -49,16 +52,19 @@ __all__ = [
     "attach_data",
     "call_on_exception",
     "combined_loaders",
+    "default_backend",
     "distributed_is_initialized",
     "find_free_network_port",
     "init_dist_connection",
     "installed",
     "is_overridden",
+    "let_steps_be_skipped",
     "loader_sources",
     "make_result",
     "materialize_module",
     "optimizers_to_device",
     "progress_of",
+    "reduce_over_ranks",
     "requested_devices",
     "requested_nodes",
     "requests_changed",
@@ -319,6 +325,36 @@ def parse_optimizers(conf: Any) -> tuple[list[Any], list[Any]]:
 
     optimizers, schedulers, _ = _configure_optimizers(conf)
     return optimizers, schedulers
+
+
+# -- for strategies/pipeline.py --------------------------------------------------------------------------------------------------------
+
+
+class NoLoss:
+    """What a strategy's ``training_step`` returns where all ranks know that there is no loss; see :func:`let_steps_be_skipped`."""
+
+
+def let_steps_be_skipped(trainer: Trainer) -> Callable[[], None]:
+    """Have automatic optimization take :class:`NoLoss` for a step that returned None; returns what undoes it.
+
+    With several ranks it refuses None itself, since a rank that skips alone would leave the others waiting
+    (``_AutomaticOptimization._training_step``).
+    """
+    optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+    original: Any = optimization.output_result_cls
+
+    class Result(original):  # type: ignore[misc]
+        @classmethod
+        def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> Any:
+            output = None if isinstance(training_step_output, NoLoss) else training_step_output
+            return original.from_training_step_output(output, normalize)
+
+    optimization.output_result_cls = Result
+
+    def undo() -> None:
+        del optimization.output_result_cls
+
+    return undo
 
 
 # -- for strategies/launcher.py --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 INTERLEAVED: tuple[Schedule, ...] = ("interleaved_1f1b",)
 ZERO_STAGES = (1, 2, 3)
 #: The engines that this version can run.
-BUILT_ENGINES: tuple[Engine, ...] = ("single", "ddp", "fsdp")
+BUILT_ENGINES: tuple[Engine, ...] = ("single", "ddp", "fsdp", "pipeline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Plan:
             gradients and the optimizer together.
         cuts: pipeline only: FQNs of the blocks with which the second and every later stage begins.
         schedule: pipeline only. The interleaved one has several stages a rank: stage ``s`` runs on pipeline rank ``s mod ranks``.
-            ``"1f1b"`` should have as many micro-batches as stages at least.
+            ``"1f1b"`` needs as many micro-batches as stages at least.
         reasons: why each automatic choice was made, a sentence each.
 
     Raises:
@@ -176,7 +176,12 @@ class Plan:
                 f"schedule {self.schedule!r} on {ranks} devices needs as many stages, but {count} cuts make {self.stages}; "
                 f"have {ranks - 1} of them"
             )
-        # As torch.distributed.pipelining demands it (schedules.py, ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble).
+        # As torch.distributed.pipelining demands it (schedules.py: Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble).
+        if self.schedule == "1f1b" and self.micro_batches < self.stages:
+            raise ValueError(
+                f"1f1b needs as many micro_batches as stages at least, but they are {self.micro_batches} and {self.stages}; "
+                f"choose {self.stages}, or schedule 'gpipe'"
+            )
         rounds = max(1, self.micro_batches // ranks)
         if self.schedule in (*INTERLEAVED, "zero_bubble") and self.micro_batches % rounds:
             raise ValueError(
@@ -197,6 +202,11 @@ class Plan:
     def devices_per_replica(self) -> int:
         """How many devices hold one copy of the model together; of a pipeline its ranks."""
         return self.world_size // self.replicas
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a zero-bubble schedule runs backward in two halves, which recomputed blocks can't."""
+        return self.schedule == "zero_bubble" and not self.recompute
 
     @property
     def data_ranks(self) -> int:

@@ -11,6 +11,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import published  # noqa: E402
+from rows.hardware import host_slowness, inventory  # noqa: E402
+from rows.pictures import picture  # noqa: E402
 from rows.planned import has_first_flash  # noqa: E402
 from rows.row import Fields, NotBuilt, number, whole  # noqa: E402
 from rows.score import kendall, summarise  # noqa: E402
@@ -109,11 +111,29 @@ def test_most_transformers_can_be_built(rows):
     assert len({index for group in groups for index, _ in group} | set(unbuilt)) == len(rows)
 
 
-def test_a_taller_model_is_what_its_trace_gives(rows):
+def events(tape):
+    """What happens, by size instead of by name."""
+    sizes = {}
+    for event in tape:
+        if event.action in ("allocate", "resize"):
+            sizes[event.storage] = event.size_bytes
+        marks = event.kind is None and event.action not in ("input", "output", "unsaved")
+        yield event.action, event.kind, event.storage if marks else sizes[event.storage]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},  # the optimizer goes over all parameters at once
+        {"optimizer": "AdamW (torch 1.13)", "framework": "torch 1.13", "precision": {"params": "fp32", "compute": "fp16 autocast"}},
+        {"activation_checkpointing": "full", "framework": "fsdp_qlora", "precision": {"params": "bf16", "compute": "bf16"}},
+    ],
+)
+def test_a_taller_model_is_what_its_trace_gives(rows, changes):
     from rows.question import question
     from rows.tracing import Footprints
 
-    row = small(one(rows, "gpt2h100-b8"))
+    row = small(one(rows, "gpt2h100-b8"), **changes)
     row["arch"]["n_layers"] = 12
     asked = question(Fields(row))
     footprints = Footprints(None, "")
@@ -123,6 +143,79 @@ def test_a_taller_model_is_what_its_trace_gives(rows):
         assert getattr(extended, name) == getattr(traced, name), name
     fullest = [max(moment.total_bytes for moment in one.moments) for one in (extended, traced)]
     assert fullest[0] == pytest.approx(fullest[1], rel=0.01)
+    counts = [sum(work.count for work in one.optimizer_work) for one in (extended, traced)]
+    assert counts[0] == counts[1]
+    assert list(events(extended.tape)) == list(events(traced.tape))
+
+
+def test_blocks_that_differ_have_no_taller_tape():
+    from rows.tapes import taller_tape
+
+    from lightning_autopar.memory.tape import Tape
+
+    def tape(*sizes):
+        made = Tape()
+        made.add("leave", -1)
+        for index, size in enumerate(sizes):
+            made.add("forward", index)
+            made.add("allocate", index, size, "activations")
+            made.add("leave", index)
+        made.add("return", len(sizes))
+        for index in reversed(range(len(sizes))):
+            made.add("backward", index)
+            made.add("free", index, 0, "activations")
+            made.add("return", index)
+        made.add("optimizer", -1)
+        return made
+
+    assert list(events(taller_tape(tape(4, 4, 4, 4), tape(4, 4, 4), 4, 6))) == list(events(tape(*[4] * 6)))
+    with pytest.raises(ValueError, match="different storages"):
+        taller_tape(tape(4, 5, 4, 4), tape(4, 5, 4), 4, 6)
+    with pytest.raises(ValueError, match="plain one"):
+        taller_tape(tape(4, 4, 4), tape(4, 4, 4), 4, 6)
+
+
+def test_a_pipeline_is_cut_by_what_its_library_balances():
+    from types import SimpleNamespace
+
+    from rows.planned import _balanced, _even
+
+    blocks = [SimpleNamespace(flops=1, backward_flops=2)] * 8
+    outer = [SimpleNamespace(flops=0, backward_flops=0)] * 8 + [SimpleNamespace(flops=4, backward_flops=8)]
+    assert _even(8, 2) == [4]
+    assert _balanced(SimpleNamespace(blocks=blocks, outer=outer), 2) == [6]  # the head weighs as much as four blocks
+    assert _balanced(SimpleNamespace(blocks=blocks, outer=[]), 4) == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("said", "count", "kinds"),
+    [("not stated (A100 pair)", 2, {"p2p"}), ("not stated", 8, {"nvlink"}), ("NVLink", 2, {"nvlink"}), ("no NVLink, PCIe 4.0", 4, {"p2p"})],
+)
+def test_two_of_a_boards_devices_are_cards(said, count, kinds):
+    fields = Fields({"gpu_model": "A100-40GB", "n_gpus": count, "gpus_per_node": count, "nodes": 1, "interconnect": said})
+    assert {link.kind for link in inventory(fields).links} == kinds
+    assert any("cards" in sentence for sentence in fields.assumptions) == (count == 2 and "not stated" in said)
+
+
+def test_a_desktops_memory_is_slower_than_a_servers():
+    assert host_slowness(Fields({"interconnect": "PCIe 4.0 x16, DDR4 host (Ryzen 5600)"})) == 5
+    assert host_slowness(Fields({"interconnect": "NVLink"})) == 1
+
+
+def test_pictures_are_laid_out_as_their_library_does(rows):
+    amp = one(rows, "dle-resnet50v1.5-A100-80GB-1-mixed")
+    assert picture(Fields(amp)).channels_last
+    assert not picture(Fields(amp | {"precision": amp["precision"] | {"compute": "tf32"}})).channels_last
+    assert picture(Fields(one(rows, "timm-nhwc-resnet50"))).channels_last
+    assert not picture(Fields(one(rows, "timm-nchw-resnet152-oom"))).channels_last
+
+
+def test_only_what_a_trace_depends_on_is_in_its_key():
+    from rows.tracing import sources
+
+    names = set(sources())
+    assert {"lightning_autopar.memory.tracker", "lightning_autopar.memory.work", "rows.fused", "rows.transformer"} <= names
+    assert not {"lightning_autopar.memory.catalogue", "lightning_autopar.memory.predict", "rows.foretold", "rows.taller"} & names
 
 
 def test_scores():

@@ -118,7 +118,7 @@ def _fit(
     module = model.build()
     data = model.data(scenario.batch)
     loader = DataLoader(data.repeat(steps, *[1] * (data.dim() - 1)), batch_size=scenario.batch)
-    look = decide._found
+    look = decide.find_out
 
     def remembered(trainer: pl.Trainer, *arguments: Any) -> Any:
         if arguments not in known:
@@ -127,7 +127,7 @@ def _fit(
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, callbacks=list(callbacks), default_root_dir=folder, **quiet)
-    with mock.patch.object(decide, "_found", remembered):
+    with mock.patch.object(decide, "find_out", remembered):
         trainer.fit(module, loader)
 
 

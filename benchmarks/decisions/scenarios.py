@@ -131,9 +131,10 @@ def _shares(devices: Sequence[Device], ids: Sequence[str]) -> list[tuple[int, ..
 def does_less(other: Plan, plan: Plan) -> bool:
     """Whether the other does the same with less work, so that it is the faster one wherever it has room.
 
-    Less of it recomputed, fewer micro-batches, the batch shared evenly among ranks with as many threads each.
+    Less of it recomputed, fewer micro-batches, the batch shared evenly among ranks with as many threads each. Pipelines are each another
+    thing: their micro-batches are what makes them fast.
     """
-    if key(other) == key(plan) or other.shares not in ((), plan.shares):
+    if "pipeline" in (other.engine, plan.engine) or key(other) == key(plan) or other.shares not in ((), plan.shares):
         return False
     alike = replace(key(plan), recompute=other.recompute, micro_batches=other.micro_batches, shares=()) == replace(key(other), shares=())
     less = set(other.recompute) <= set(plan.recompute) and other.micro_batches <= plan.micro_batches

@@ -145,7 +145,8 @@ def judge(
 
     devices = len(scenario.inventory.devices)
     rules = {rule: taken_by(rule, plans, devices, memory) for rule in RULES}
-    even = [one for one in feasible if not one.plan.shares]
+    # A pipeline is cut as the devices' memory asks for.
+    even = [one for one in feasible if not one.plan.shares and one.plan.engine != "pipeline"]
     best_even = min(even, key=lambda one: one.seconds or 0.0, default=None)
     return {
         "feasible": len(feasible),

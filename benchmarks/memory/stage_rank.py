@@ -1,4 +1,4 @@
-"""One rank of a pipeline, by hand on torch.distributed.pipelining: what its stages really take. The oracle of ``memory_stages.py``.
+"""One rank of a pipeline, by hand: the package's stages and schedules around modules that need no replay. What its stages really take.
 
 It knows nothing of how the package predicts; a plan tells it what to run.
 """
@@ -6,6 +6,9 @@ It knows nothing of how the package predicts; a plan tells it what to run.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,22 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.plans import Plan
-
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-}
+from lightning_autopar.strategies.staged.relay import Meta
+from lightning_autopar.strategies.staged.replicas import Replicas
+from lightning_autopar.strategies.staged.schedule import Stage, make_schedule
 
 
 class Block(nn.Module):
@@ -109,25 +103,40 @@ class StageModule(nn.Module):
         return x if self._loss is None else self._loss(x, tokens)
 
 
-class AloneStage(PipelineStage):
-    """A stage whose neighbours aren't there: nobody is asked for shapes."""
+class _Told:
+    """A neighbour that has said once and for all what it sends, and is content with what it is sent."""
 
-    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
-        return torch.ones(1, dtype=torch.int32)
+    def __init__(self, word: Any) -> None:
+        self.word = word
 
-    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        return torch.ones(1, dtype=torch.int32)
+    def hear(self, signature: Any) -> Any:
+        """What comes."""
+        return self.word
+
+    def tell(self, signature: Any, word: Any) -> Any:
+        """What goes."""
+        return word
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+
+def _leave_alone(stage: Stage, between: Meta) -> None:
+    """The stage's neighbours aren't there: nobody is asked for shapes."""
+    for side in ("_before", "_after"):
+        if getattr(stage, side) is not None:
+            setattr(stage, side, SimpleNamespace(forward=_Told((between,)), backward=_Told((True,))))
 
 
 def measure_stage(model: GPT, plan: Plan, rank: int, batch: Tensor, *, device: torch.device, fake: bool = False) -> dict[str, int]:
     """Run three steps of a rank's stages, and measure the fullest moment of the last one.
 
     The process group must have been set up: one of as many ranks as the plan's devices. The model is the same on all of them; nothing but
-    the rank's own stages is put on the device. Replicas are kept in step by DDP, as views of its buckets.
+    the rank's own stages is put on the device.
 
     Args:
         model: the whole of it, on the CPU.
-        plan: a pipeline; without a schedule of several stages a rank where it has replicas, as DDP can't.
+        plan: a pipeline.
         rank: of this process; with a fake process group any.
         batch: tokens of the whole batch, on the CPU.
         device: where to run.
@@ -143,38 +152,33 @@ def measure_stage(model: GPT, plan: Plan, rank: int, batch: Tensor, *, device: t
     ranks = plan.devices_per_replica
     position, replica = rank % ranks, rank // ranks
     batch = batch[replica :: plan.replicas].clone()
-    pipe = data = None
-    if plan.replicas > 1:
-        mesh = init_device_mesh(device.type, (plan.replicas, ranks), mesh_dim_names=("data", "pipe"))
-        pipe, data = mesh.get_group("pipe"), mesh.get_group("data")
+    replicas = Replicas(plan, device)
+    numbers = range(position, plan.stages, ranks)
+    modules = [StageModule(model, bounds[index], bounds[index + 1], recompute).to(device) for index in numbers]
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    parts = replicas.prepare(modules, model, [{known[id(one)] for one in module.parameters()} for module in modules])
+    group = replicas.pipeline or dist.group.WORLD
     rows = -(-len(batch) // plan.micro_batches)
-    between = torch.empty(rows, model.length, model.width, device=device, requires_grad=True)
     stages = []
-    for index in range(position, plan.stages, ranks):
-        module: nn.Module = StageModule(model, bounds[index], bounds[index + 1], recompute).to(device)
-        if plan.shard:
-            for child in module.blocks:
-                fully_shard(child, mesh=mesh["data"], reshard_after_forward=False)
-            fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
-        elif data is not None:
-            module = DistributedDataParallel(module, process_group=data, gradient_as_bucket_view=True)
-        known = {}
-        if fake or data is not None:  # to infer shapes a stage runs a backward of its own, on which DDP's reducer stumbles
-            last = index == plan.stages - 1
-            known = {"input_args": () if index == 0 else (between,), "output_args": torch.empty((), device=device) if last else between}
-        stages.append((AloneStage if fake else PipelineStage)(module, index, plan.stages, device, group=pipe, **known))
-    del between
-    kind = _SCHEDULES[plan.schedule]
-    several = kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
-    schedule = kind(stages if several else stages[0], plan.micro_batches, loss_fn=lambda loss, _: loss)
-    optimizer = torch.optim.AdamW([parameter for stage in stages for parameter in stage.submod.parameters()], 1e-3)
+    for index, part in zip(numbers, parts, strict=True):
+        reduce = partial(replicas.reduce, part)
+        stages.append(Stage(part, index, plan.stages, device, group=group, host_group=group, reduce=reduce, splits_backward=not recompute))
+        if fake:
+            _leave_alone(stages[-1], Meta((rows, model.length, model.width), torch.float32, True))
+    schedule = make_schedule(plan.schedule, stages, plan.micro_batches, lambda loss, _: loss)
+    optimizer = torch.optim.AdamW([parameter for part in parts for parameter in part.parameters()], 1e-3)
     target = torch.zeros(len(batch), device=device) if any(stage.is_last for stage in stages) else None
 
     def step() -> None:
         tokens = batch.to(device, copy=True)
-        schedule.step(tokens=tokens, target=target, losses=[] if target is not None else None, return_outputs=False)
+        for stage in stages:
+            stage.begin(list(range(plan.micro_batches)))
+        with replicas.step():
+            schedule.step(tokens=tokens, target=target, return_outputs=False)
+        for stage in stages:
+            stage.finish()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=plan.replicas == 1 or bool(plan.shard))  # DDP's buckets stay
+        optimizer.zero_grad()
 
     step()
     step()
@@ -185,17 +189,13 @@ def measure_stage(model: GPT, plan: Plan, rank: int, batch: Tensor, *, device: t
         step()
         torch.cuda.synchronize(device)
         return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
-    return {"allocated": _resident(optimizer, stages) + _peak(step)}
+    return {"allocated": _resident(optimizer, parts) + _peak(step)}
 
 
-def _resident(optimizer: torch.optim.Optimizer, stages: list[Any]) -> int:
-    """Bytes that are there between two steps: parameters, optimizer state, and the stages' buffers."""
-    tensors = [parameter for stage in stages for parameter in stage.submod.parameters()]
-    tensors += [parameter.grad for parameter in tensors if parameter.grad is not None]
+def _resident(optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module]) -> int:
+    """Bytes that are there between two steps: parameters and optimizer state."""
+    tensors: list[Tensor] = [parameter for part in parts for parameter in part.parameters()]
     tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    for stage in stages:
-        infos = [info for table in (stage.args_recv_info, stage.grad_recv_info) for row in table.values() for info in row]
-        tensors += [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
     tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 

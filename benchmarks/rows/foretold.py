@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +11,19 @@ from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.predict import predict
 from lightning_autopar.memory.replay import REPLAYED_ENGINES, replay
+from lightning_autopar.memory.sharded import Widths
 from lightning_autopar.memory.work import Work
+from lightning_autopar.memory.zero_bytes import ZeroSettings
+from lightning_autopar.planning.data_sheet import DataSheet
 from lightning_autopar.planning.scaling import scaled
-from lightning_autopar.planning.timing import predict_seconds
+from lightning_autopar.planning.timing import Wire, predict_seconds
 from lightning_autopar.plans import Plan
 from rows.planned import Layout
 from rows.question import Question
 from rows.shape import Shape
 
 #: A tape of more events isn't replayed: it would take a minute.
-_MOST_EVENTS = 60_000
+_MOST_EVENTS = 250_000
 
 
 def whole_footprint(footprint: Footprint, asked: Question, laid: Layout) -> Footprint:
@@ -88,12 +91,26 @@ def foresee_bytes(footprint: Footprint, asked: Question, laid: Layout, inventory
 
 def _fullest(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, inventory: Inventory) -> DeviceBytes:
     """Of the devices, that which holds most."""
-    found = [_stored(held, asked, laid) for held in predict(footprint, plan, inventory, precision=asked.precision).values()]
+    widths = _widths(asked, laid)
+    buckets = laid.bucket_elements
+    zero = None if buckets is None else ZeroSettings(reduce_bucket_elements=buckets, overlap_comm=False)
+    shares = laid.optimizer_shards if laid.engine == "pipeline" else 1
+    if shares > 1:
+        # ZeRO-1 beside a pipeline: each replica updates its share, and the scratch is that share's.
+        moments = (replace(one, fixed_bytes=one.fixed_bytes // shares) if one.phase == "optimizer" else one for one in footprint.moments)
+        footprint = replace(footprint, moments=tuple(moments))
+    held = predict(footprint, plan, inventory, precision=asked.precision, widths=widths, zero=zero)
+    found = [_shared(one, asked, shares) for one in held.values()]
     fullest = max(found, key=lambda held: held.reserved)
     if _can_replay(footprint, laid, plan):
-        played = replay(footprint, plan, found.index(fullest), workspace_bytes=fullest.workspace)
+        played = replay(footprint, plan, found.index(fullest), workspace_bytes=fullest.workspace, widths=widths)
         fullest = replace(fullest, rounding=max(0, played.reserved_peak_bytes - played.allocated_peak_bytes))
     return fullest
+
+
+def _widths(asked: Question, laid: Layout) -> Widths:
+    """Of FSDP's mixed precision: shards in fp32, what is gathered and computed with in 16 bits."""
+    return Widths(stored=2.0, reduced=laid.reduce_bytes / 2) if asked.wide_storage and laid.engine == "fsdp" else Widths()
 
 
 def _inputs_kept(asked: Question) -> int:
@@ -152,15 +169,12 @@ def foresee_fit(footprint: Footprint, held: DeviceBytes, laid: Layout, plan: Pla
     return replay(footprint, plan, 0, limit_bytes=limit, workspace_bytes=held.workspace).fits
 
 
-def _stored(held: DeviceBytes, asked: Question, laid: Layout) -> DeviceBytes:
-    """With what the plan can't say: parameters kept in fp32 beside a step in 16 bits, a state that replicas of a pipeline share."""
-    if asked.wide_storage:
-        # FSDP's shards are in fp32, what is gathered and computed with in 16 bits; reduced gradients are kept in fp32.
-        held = replace(held, parameters=2 * held.parameters, gradients=2 * held.gradients)
-    if laid.optimizer_shards > 1 and laid.engine == "pipeline":
-        kept = 4 / 16 if asked.optimizer == "master gradients" else 0.0  # its buffer of gradients is whole on each rank
-        held = replace(held, optimizer=round(held.optimizer * (kept + (1 - kept) / laid.optimizer_shards)))
-    return held
+def _shared(held: DeviceBytes, asked: Question, shares: int) -> DeviceBytes:
+    """With an optimizer's state that replicas of a pipeline share."""
+    if shares <= 1:
+        return held
+    kept = 4 / 16 if asked.optimizer == "master gradients" else 0.0  # its buffer of gradients is whole on each rank
+    return replace(held, optimizer=round(held.optimizer * (kept + (1 - kept) / shares)))
 
 
 def of_kind(held: DeviceBytes, kind: str) -> int:
@@ -185,8 +199,36 @@ def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: P
         footprint = _in_tf32(footprint)
     if laid.first_flash:
         footprint = _with_work(footprint, _first_flash)
-    seconds = predict_seconds(footprint, plan, inventory, precision=asked.precision)
+    if laid.host_update:  # gradients down, CPU-Adam, parameters up: as ZeRO's offload on one rank
+        plan = replace(plan, engine="zero", zero_stage=2, offload=("optimizer",))
+    if laid.fused_update and plan.offload:
+        footprint = replace(footprint, optimizer_work=(Work(kind="pointwise", name="_fused_adamw_", dtype="fp32"),))
+    wire = Wire(parameter_bytes=2, gradient_bytes=laid.reduce_bytes) if asked.wide_storage and laid.engine == "fsdp" else None
+    # Adam's pass is bound by memory: 28 bytes an element in fp32, half of that where parameters and states are of 16 bits.
+    rates = HostRates(laid.slow_host * (0.5 if asked.optimizer == "cpu kernel same" else 1.0))
+    seconds = predict_seconds(footprint, plan, inventory, precision=asked.precision, rates=rates, wire=wire)
     return {**seconds.to_dict(), "step": seconds.step}
+
+
+class HostRates(DataSheet):
+    """The data sheet's, with another host's memory.
+
+    Args:
+        slower: how many times.
+    """
+
+    def __init__(self, slower: float, crowded: float = 1.0) -> None:
+        super().__init__(crowded)
+        self._slower = slower
+
+    @property
+    def token(self) -> Hashable:
+        """By what differs."""
+        return super().token, self._slower
+
+    def host_adam_seconds(self, elements: int) -> float:
+        """AdamW's update of so many fp32 elements."""
+        return super().host_adam_seconds(elements) * self._slower
 
 
 def _in_tf32(footprint: Footprint) -> Footprint:

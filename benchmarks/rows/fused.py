@@ -51,6 +51,25 @@ def fused(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return made
 
 
+class _ScaledSum(torch.autograd.Function):
+    """A sum, one term scaled, as one kernel: backward needs none of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+        ctx.scale, ctx.dtype = scale, added.dtype
+        return torch.add(x, added.to(x.dtype) if added.dtype != x.dtype else added, alpha=scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, (gradient * ctx.scale).to(ctx.dtype), None
+
+
+def scaled_sum(x: Tensor, added: Tensor, scale: float) -> Tensor:
+    """``x + scale * added`` as one kernel."""
+    made: Tensor = _ScaledSum.apply(x, added, scale)
+    return made
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Mean cross entropy in fp32 of logits of any type, as one kernel: it saves the logits and a number a row."""
 
@@ -65,12 +84,40 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0] * 0.5, None
 
 
+class _CrossEntropyInPlace(torch.autograd.Function):
+    """That of Megatron-DeepSpeed (``megatron/mpu/cross_entropy.py``) and nanotron (``parallel/tensor_parallel/functional.py``).
+
+    A second copy in fp32 (a clone here, the difference from the largest one there) becomes the probabilities in place, is saved, and
+    becomes its own gradient in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        wide = logits.float()
+        probabilities = wide - wide.amax(-1, keepdim=True)
+        probabilities.exp_()
+        probabilities.div_(probabilities.sum(-1, keepdim=True))
+        ctx.save_for_backward(probabilities, targets)
+        ctx.dtype = logits.dtype
+        return probabilities[:, 0].mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        wide = ctx.saved_tensors[0]
+        wide.mul_(gradient)
+        return wide.to(ctx.dtype), None
+
+
 def cross_entropy(logits: Tensor, targets: Tensor, style: str) -> Tensor:
     """The loss of (rows, classes).
 
     Args:
-        style: ``"plain"`` in the logits' own type; ``"wide"`` after a copy in fp32; ``"fused"`` in one kernel.
+        style: ``"plain"`` in the logits' own type; ``"wide"`` after a copy in fp32; ``"fused"`` in one kernel; ``"in place"`` on one
+            copy in fp32 that becomes its gradient.
     """
+    if style == "in place":
+        one: Tensor = _CrossEntropyInPlace.apply(logits, targets)
+        return one
     if style == "fused":
         loss: Tensor = _CrossEntropy.apply(logits, targets)
         return loss

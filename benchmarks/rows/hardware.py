@@ -14,6 +14,8 @@ from rows.row import Fields, NotBuilt
 
 #: Of another run's host nothing is known; it is taken to have room for what is offloaded.
 _HOST_BYTES = (2 << 40, 2 << 40)
+#: Boards with NVLink switches or meshes have four or eight devices ("NVIDIA HGX A100" data sheet, "HGX H100" likewise).
+_LEAST_BOARD = 4
 
 
 def inventory(fields: Fields) -> Inventory:
@@ -67,7 +69,20 @@ def _interconnect(fields: Fields, several_nodes: bool, each: int) -> tuple[float
             fields.assume("the speed of the network isn't published: that of the maker's reference system")
     slow = "p2p_disable" in said or "host memory" in said
     without = "no nvlink" in said or ("pcie" in said and "nvlink" not in said)
+    if "nvlink" not in said and "not stated" in said and not without and 1 < each < _LEAST_BOARD:
+        fields.assume(f"how its devices are linked isn't published: {each} on a node are cards, over PCIe")
+        without = True
     return network, slow, without and not slow
+
+
+def host_slowness(fields: Fields) -> float:
+    """How many times slower the host's memory is than that of the server whose CPU-Adam the data sheet knows: six channels of DDR4-2666 on
+    each of two sockets, 256 GB/s. A desktop's processor has two, of DDR4-3200 51 GB/s, of DDR5-5600 90 GB/s."""
+    said = fields.text("interconnect")
+    if not re.search(r"ryzen|core i\d|threadripper", said):
+        return 1.0
+    channels = 4 if "threadripper" in said else 2
+    return 256.0 / (channels * (44.8 if "ddr5" in said else 25.6))
 
 
 def device_model(fields: Fields) -> str:

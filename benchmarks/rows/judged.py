@@ -79,8 +79,10 @@ def judge(row: Row, asked: Question, laid: Layout, assumptions: list[str], most:
     fields = Fields(row, list(assumptions))
     devices = inventory(fields)
     kind = str(found["memory_kind"] or "").casefold()
-    # Stages and DeepSpeed's buckets are worked out from the tape, for which the whole model has to be traced.
-    footprint = whole_footprint(footprints.of(most, whole=laid.engine in ("zero", "pipeline")), asked, laid)
+    traced = footprints.of(most, whole=False)
+    if traced.tape is None and laid.engine in ("zero", "pipeline"):  # stages and DeepSpeed's buckets are worked out from it
+        traced = footprints.of(most, whole=True)
+    footprint = whole_footprint(traced, asked, laid)
     held, plan = foresee_bytes(footprint, asked, laid, devices)
     fits = foresee_fit(footprint, held, laid, plan, devices.devices[0].total_bytes)
     seconds = foresee_seconds(footprint, asked, laid, plan, devices)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rows.fused import fused
+from rows.fused import fused, scaled_sum
 
 
 def _float_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -120,12 +120,8 @@ class Adapted(nn.Module):
         y: Tensor = self.base(x)
         added = self.up(self.down(self.drop(x.to(self.down.weight.dtype))))
         if self.merged:
-            return fused(_scaled_sum, y, added)
+            return scaled_sum(y, added, 2.0)
         return y + (added * 2.0).to(y.dtype)
-
-
-def _scaled_sum(y: Tensor, added: Tensor) -> Tensor:
-    return y + (added * 2.0).to(y.dtype)
 
 
 class AdaptedHeads(nn.Module):

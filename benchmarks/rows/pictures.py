@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,11 +18,13 @@ class Picture:
         name: of a builder in :mod:`rows.convnets`, with its dimensions.
         image: side of the pictures.
         classes: that it tells apart.
+        channels_last: how its tensors are laid out (NHWC).
     """
 
     name: str
     image: int
     classes: int
+    channels_last: bool = False
 
     def build(self) -> nn.Module:
         """The model."""
@@ -46,4 +49,14 @@ def picture(fields: Fields) -> Picture:
     if image is None:
         image = 224
         fields.assume("the pictures' size isn't published: 224")
-    return Picture(name=name, image=image, classes=fields.dimension("classes") or 1000)
+    return Picture(name=name, image=image, classes=fields.dimension("classes") or 1000, channels_last=_channels_last(fields))
+
+
+def _channels_last(fields: Fields) -> bool:
+    """Whether the row says so, or its library does it by itself."""
+    said = " ".join(fields.text(name) for name in ("framework", "model", "quality_note", "source_url_or_repo_path"))
+    if re.search(r"channels[_ ]?last|nhwc", said):
+        return True
+    # DeepLearningExamples' ConvNets/configs.yml: memory_format nhwc for every model under AMP, and for none in FP32 or TF32.
+    compute = str(fields.precision.get("compute")).casefold()
+    return fields.family == "nvidia" and "autocast" in compute and "nchw" not in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
@@ -35,6 +36,12 @@ class Layout:
         inputs_on_host: what recomputed blocks keep is in host memory until backward.
         buckets: DDP's are memory of their own, as they are by default, not views of the gradients.
         holds_loss: the loop's variable keeps a step's loss, and with it what its graph hasn't let go of, until the next one is there.
+        reduce_bytes: of an element of gradients while FSDP reduces them, where they are computed in 16 bits.
+        balanced: a pipeline's stages are cut so that the slowest is as fast as can be, rather than of as many blocks each.
+        host_update: the optimizer's step is on the host; of one device, where the engine doesn't say it.
+        fused_update: that step is one vectorised pass.
+        slow_host: how many times slower than a server's two sockets the host's memory is.
+        bucket_elements: of DeepSpeed's buckets of gradients; None for Lightning's.
         optimizer_shards: over how many ranks the optimizer's state is shared beside what the engine does (ZeRO-1 beside a pipeline).
     """
 
@@ -57,6 +64,12 @@ class Layout:
     buckets: bool = False
     holds_loss: bool = False
     optimizer_shards: int = 1
+    reduce_bytes: int = 2
+    balanced: bool = False
+    host_update: bool = False
+    fused_update: bool = False
+    slow_host: float = 1.0
+    bucket_elements: int | None = None
 
     def plan(self, footprint: Footprint, inventory: Inventory) -> Plan:
         """The plan for a footprint on these devices."""
@@ -84,8 +97,7 @@ class Layout:
                 recompute=again,
             )
         if self.engine == "pipeline":
-            # Stages with as many blocks each, as libraries cut them.
-            starts = [round(stage * len(names) / self.stages) for stage in range(1, self.stages)]
+            starts = _balanced(footprint, self.stages) if self.balanced else _even(len(names), self.stages)
             if len(set(starts)) != len(starts) or 0 in starts:
                 raise NotBuilt(f"{self.stages} stages of {len(names)} blocks")
             schedule: Schedule = "1f1b"
@@ -99,6 +111,34 @@ class Layout:
                 recompute=again,
             )
         return Plan(engine=self.engine, devices=devices, micro_batches=self.accumulate, recompute=again)  # type: ignore[arg-type]
+
+
+def _even(blocks: int, stages: int) -> list[int]:
+    """With which block each stage but the first begins: as many blocks each, as Megatron-LM and DeepSpeed cut."""
+    return [round(stage * blocks / stages) for stage in range(1, stages)]
+
+
+def _balanced(footprint: Footprint, stages: int) -> list[int]:
+    """The same so that the stage with most FLOPs has as few as can be, as torchgpipe's balancing and nanotron's by cost do it."""
+    costs = [float(block.flops + block.backward_flops) for block in footprint.blocks]
+    for index, part in enumerate(footprint.outer):
+        costs[max(0, index - 1)] += part.flops + part.backward_flops
+    total = [*accumulate(costs, initial=0.0)]
+    count = len(costs)
+    # By number of stages and of blocks: the slowest stage, and where the last one begins.
+    best: list[tuple[float, int]] = [(total[end], 0) for end in range(count + 1)]
+    begins: list[list[int]] = []
+    for stage in range(2, min(stages, count) + 1):
+        found = [(float("inf"), 0)] * (count + 1)
+        for end in range(stage, count + 1):
+            found[end] = min((max(best[start][0], total[end] - total[start]), start) for start in range(stage - 1, end))
+        begins.append([start for _, start in found])
+        best = found
+    starts, end = [], count
+    for begin in reversed(begins):
+        end = begin[end]
+        starts.append(end)
+    return starts[::-1]
 
 
 def has_first_flash(fields: Fields) -> bool:

@@ -41,7 +41,10 @@ class Question:
             if isinstance(self.shape, Shape):
                 return Published(self.shape, self.optimizer, self.in_backward)
             if isinstance(self.shape, Picture):
-                return Pictures(self.shape.build(), self.optimizer, self.in_backward)
+                net = self.shape.build()
+                if self.shape.channels_last:
+                    net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                return Pictures(net, self.optimizer, self.in_backward)
             sizes = zip(self.shape[:-1], self.shape[1:], strict=True)
             return Numbers(nn.Sequential(*(nn.Linear(a, b) for a, b in sizes)), self.optimizer, self.in_backward)
 
@@ -52,7 +55,9 @@ class Question:
             return torch.zeros(self.rows, shape[0]), torch.zeros(self.rows)
         classes = torch.zeros(self.rows, dtype=torch.long)
         if isinstance(shape, Picture) or shape.kind == "vit":
-            return torch.zeros(self.rows, 3, shape.image, shape.image), classes
+            pictures = torch.zeros(self.rows, 3, shape.image, shape.image)
+            last = isinstance(shape, Picture) and shape.channels_last
+            return pictures.contiguous(memory_format=torch.channels_last) if last else pictures, classes
         tokens = torch.zeros((self.rows, shape.length), dtype=torch.long)
         per_token = shape.kind in ("decoder", "encoder-decoder") or shape.task == "masked"
         return tokens, tokens.clone() if per_token else classes
@@ -176,9 +181,11 @@ def transformer(fields: Fields) -> Shape:
         patch=patch,
         classes=fields.dimension("classes") or (fields.dimension("vocab") if kind == "vit" else None) or 2,
         train_embeddings=embeddings,
-        adapter_dropout=0.05 if rank and family in ("litgpt", "hf") else 0.0,
+        # The defaults of litgpt's configurations, of peft's examples, and of fsdp_qlora's train.py.
+        adapter_dropout=0.0 if not rank else 0.05 if family in ("litgpt", "hf") else 0.1 if family == "fsdp_qlora" else 0.0,
         repeats_heads=family == "litgpt" or (hugging_face and fields.dimension("n_kv_heads") != heads),
         fused=compiled,
+        holds_output=family == "fsdp_qlora",  # ``output`` in train.py's loop, until it is set to None after the step
     )
     return replace(shape, **_loss(fields, shape))
 
@@ -291,8 +298,11 @@ def _loss(fields: Fields, shape: Shape) -> dict[str, Any]:
         return {"loss": "plain", "logits": "shifted", "wide_output": True}
     if family == "torchtune":
         loss = "fused" if shape.fused else "wide"
-        return {"loss": loss, "logits": "kept chunks", "chunks": 8} if chunked else {"loss": loss}
-    if family in ("torchtitan", "megatron", "nanotron", "automodel"):
+        # Its decoder gives whole logits in fp32 (``self.output(h).float()``); in chunks they are for the loss to widen.
+        return {"loss": loss, "logits": "kept chunks", "chunks": 8} if chunked else {"loss": loss, "wide_output": True}
+    if family in ("megatron", "nanotron"):
+        return {"loss": "in place"}  # nanotron's ``sharded_cross_entropy`` is Megatron-LM's
+    if family in ("torchtitan", "automodel"):
         return {"loss": "fused" if shape.fused else "wide"}
     if family in ("hf", "fsdp_qlora"):
         # transformers' models since Llama give their logits in fp32; those with code of their own beside the weights needn't.

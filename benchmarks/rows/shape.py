@@ -22,7 +22,7 @@ class Shape:
         head_norm: whether queries and keys are normalised by head (Qwen 3).
         attention: a style of :func:`rows.layers.attend`.
         softcap: bound of the scores, and logits are bounded likewise; 0 for none.
-        loss: ``"plain"``, ``"wide"`` or ``"fused"``, as :func:`rows.fused.cross_entropy` has them.
+        loss: ``"plain"``, ``"wide"``, ``"fused"`` or ``"in place"``, as :func:`rows.fused.cross_entropy` has them.
         logits: ``"whole"``; ``"shifted"``: a copy without the last position first (Hugging Face); ``"kept chunks"``: made piece by piece,
             all of them there before the first loss (litgpt, torchtune); ``"one chunk"``: each piece's loss at once (a fused linear loss).
         chunks: pieces of the logits.
@@ -45,6 +45,7 @@ class Shape:
         adapter_dropout: on what enters an adapter.
         repeats_heads: shared keys and values are repeated before attention, rather than by its kernel.
         fused: chains of pointwise operations are one kernel each (a compiler).
+        holds_output: the loop keeps the model's logits to the end of the step.
     """
 
     kind: str
@@ -92,3 +93,4 @@ class Shape:
     adapter_dropout: float = 0.0
     repeats_heads: bool = False
     fused: bool = False
+    holds_output: bool = False

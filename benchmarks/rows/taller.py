@@ -1,18 +1,19 @@
 """The footprint of a model of many blocks, from those of two models of few. Knows footprints; no module.
 
 A transformer's blocks are alike, so what one more of them adds is what the fourth adds to three: to every total, and to every moment of the
-step that lies beyond it. That holds exactly for what is counted block by block. The tape isn't extended: whoever replays it needs the
-whole model traced.
+step that lies beyond it. That holds exactly for what is counted block by block. The tape is extended by :mod:`rows.tapes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections import defaultdict
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lightning_autopar.memory.footprint import Footprint, Moment
+from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work import Work
+from rows.tapes import taller_tape
 
 #: How many blocks the two models have.
 FEW, FEWER = 4, 3
@@ -62,8 +63,18 @@ def taller(few: Footprint, fewer: Footprint, layers: int) -> Footprint:
         also_uses=tuple((index + more if index > 1 else index, *rest) for index, *rest in few.also_uses),
         optimizer_work=_work(few.optimizer_work, fewer.optimizer_work, more),
         moments=_moments(few, fewer, more),
-        tape=None,
+        tape=_tape(few, fewer, layers),
     )
+
+
+def _tape(few: Footprint, fewer: Footprint, layers: int) -> Tape | None:
+    """The tape, where blocks are enough alike for it."""
+    if few.tape is None or fewer.tape is None:
+        return None
+    try:
+        return taller_tape(few.tape, fewer.tape, FEW, layers)
+    except ValueError:
+        return None
 
 
 def _grown(few: Any, fewer: Any, more: int, names: tuple[str, ...]) -> Any:
@@ -123,24 +134,26 @@ def _between(few: Footprint, fewer: Footprint, phase: str, name: str) -> int:
 
 
 def _work(few: tuple[Work, ...], fewer: tuple[Work, ...], more: int) -> tuple[Work, ...]:
-    """The optimizer's operations: of each kind and size, as many more as a block has."""
-    key: Callable[[Work], tuple[object, ...]] = lambda work: (work.kind, work.name, work.dtype, work.flops, work.moved_bytes, work.shape)  # noqa: E731
-    names = {field.name for field in fields(Work)}
-    assert {"count", "moved_bytes"} <= names
-    counts: dict[tuple[object, ...], int] = {}
-    for work in fewer:
-        counts[key(work)] = counts.get(key(work), 0) + work.count
-    mine: dict[tuple[object, ...], int] = {}
-    for work in few:
-        mine[key(work)] = mine.get(key(work), 0) + work.count
-    if set(mine) == set(counts):  # one operation for each parameter
-        unique = {key(work): work for work in few}
-        return tuple(replace(unique[k], count=max(1, mine[k] + more * (mine[k] - counts[k]))) for k in unique)
-    if len(few) == len(fewer):  # one for all of them
-        return tuple(_grown(a, b, more, ("flops", "moved_bytes", "fixed_bytes")) for a, b in zip(few, fewer, strict=True))
-    total, before = sum(w.count * w.moved_bytes for w in few), sum(w.count * w.moved_bytes for w in fewer)
-    share = (total + more * (total - before)) / max(1, total)
-    return tuple(
-        replace(w, flops=round(w.flops * share), moved_bytes=round(w.moved_bytes * share), fixed_bytes=round(w.fixed_bytes * share))
-        for w in few
-    )
+    """The optimizer's operations: of each kind and size as many more as a block has; those that go over all parameters at once grow."""
+    mine, theirs = _counts(few), _counts(fewer)
+    each = [replace(work, count=max(1, mine[work] + more * (mine[work] - theirs[work]))) for work in mine if work in theirs]
+    alone, others = [[work for work in some if work not in rest] for some, rest in ((mine, theirs), (theirs, mine))]
+    by_name: defaultdict[tuple[str, str, str], list[Work]] = defaultdict(list)
+    for work in others:
+        by_name[work.kind, work.name, work.dtype].append(work)
+    for work in alone:
+        smaller = by_name[work.kind, work.name, work.dtype]
+        grown = work
+        if smaller:
+            grown = _grown(work, smaller.pop(0), more, ("flops", "moved_bytes", "fixed_bytes"))
+        each.append(replace(grown, count=mine[work]))
+    return tuple(each)
+
+
+def _counts(works: tuple[Work, ...]) -> dict[Work, int]:
+    """How often each operation runs."""
+    found: dict[Work, int] = {}
+    for work in works:
+        one = replace(work, count=1)
+        found[one] = found.get(one, 0) + work.count
+    return found

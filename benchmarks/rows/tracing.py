@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 import warnings
 from functools import lru_cache
 from pathlib import Path
@@ -17,17 +18,34 @@ from rows.taller import FEW, FEWER, taller
 
 #: Models of at most so many blocks are traced whole.
 _LOW = 8
-#: What here comes after the trace: hardware, plan, judgement.
-_AFTERWARDS = ("foretold.py", "hardware.py", "judged.py", "planned.py", "score.py")
+#: Where a footprint comes from: the trace, and the module that is traced.
+_ORIGINS = ("lightning_autopar.memory.trace", "rows.question")
+_IMPORTED = re.compile(r"^\s*(?:from|import) ((?:lightning_autopar|rows)(?:\.\w+)*)(?: import \(?([\w, ]*))?", re.MULTILINE)
+
+
+def sources() -> dict[str, bytes]:
+    """The modules of the package and of this folder that the trace and the question import, and theirs in turn, by name."""
+    roots = {"lightning_autopar": Path(lightning_autopar.memory.__file__).parents[1], "rows": Path(__file__).parent}
+    found: dict[str, bytes] = {}
+    waiting = list(_ORIGINS)
+    while waiting:
+        name = waiting.pop()
+        root, *rest = name.split(".")
+        file = roots[root].joinpath(*rest).with_suffix(".py")
+        if name in found or not rest or not file.is_file():
+            continue
+        found[name] = file.read_bytes()
+        for module, names in _IMPORTED.findall(found[name].decode()):
+            waiting += [module, *(f"{module}.{one.strip().split(' ')[0]}" for one in names.split(",") if one.strip())]
+    return found
 
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
     """Of all code that a footprint depends on."""
     digest = hashlib.sha256()
-    for folder in (Path(__file__).parent, Path(lightning_autopar.memory.__file__).parent):
-        for file in sorted(set(folder.glob("*.py")) - {folder / name for name in _AFTERWARDS}):
-            digest.update(file.read_bytes())
+    for name, code in sorted(sources().items()):
+        digest.update(name.encode() + code)
     return digest.hexdigest()
 
 
@@ -49,24 +67,31 @@ class Footprints:
 
         Args:
             asked: what.
-            whole: traced block by block, with a tape, rather than extended from a few blocks.
+            whole: traced block by block rather than extended from a few blocks.
         """
         shape = asked.shape
-        whole = whole or not isinstance(shape, Shape) or shape.layers <= _LOW or shape.kind == "encoder-decoder"
-        key = asked, whole
+        # Where blocks take turns in what they do, none is like the one before it.
+        alike = isinstance(shape, Shape) and shape.layers > _LOW and shape.kind != "encoder-decoder" and shape.recompute != "every 2nd"
+        key = asked, whole or not alike
         if key not in self._known:
             self._known.clear()
-            self._known[key] = self._kept(asked, whole)
+            self._known[key] = self._made(asked, whole or not alike)
         return self._known[key]
 
-    def _kept(self, asked: Question, whole: bool) -> Footprint:
-        name = hashlib.sha256(f"{asked!r} {whole} {self.digest}".encode()).hexdigest()[:32]
+    def _made(self, asked: Question, whole: bool) -> Footprint:
+        if whole or not isinstance(asked.shape, Shape):
+            return self._traced(asked)
+        return taller(self._traced(asked.with_layers(FEW)), self._traced(asked.with_layers(FEWER)), asked.shape.layers)
+
+    def _traced(self, asked: Question) -> Footprint:
+        """A trace, kept on disk."""
+        name = hashlib.sha256(f"{asked!r} {self.digest}".encode()).hexdigest()[:32]
         file = None if self.folder is None else self.folder / f"{name}.pickle"
         if file is not None and file.is_file():
             with file.open("rb") as stream:
                 found: Footprint = pickle.load(stream)
             return found
-        made = self._made(asked, whole)
+        made = _trace(asked)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             (file.parent / ".gitignore").write_text("*\n", encoding="utf-8")
@@ -74,14 +99,6 @@ class Footprints:
             part.write_bytes(pickle.dumps(made))
             part.replace(file)
         return made
-
-    def _made(self, asked: Question, whole: bool) -> Footprint:
-        if whole or not isinstance(asked.shape, Shape):
-            return _trace(asked)
-        if asked.shape.recompute == "every 2nd":  # blocks take turns in what they do
-            return _trace(asked)
-        few, fewer = _trace(asked.with_layers(FEW)), _trace(asked.with_layers(FEWER))
-        return taller(few, fewer, asked.shape.layers)
 
 
 def _trace(asked: Question) -> Footprint:

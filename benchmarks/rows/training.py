@@ -63,9 +63,13 @@ class Published(_Trained):
             logits = torch.tanh(logits / 30.0) * 30.0
         if shape.wide_output:
             logits = logits.float()
+        output = logits
         if shape.logits == "shifted":
             logits, targets = logits[:, :-1].contiguous(), targets[:, 1:].contiguous()
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), shape.loss)
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), shape.loss)
+        if shape.holds_output and loss.grad_fn is not None:
+            loss.grad_fn.metadata["output"] = output  # type: ignore[index]  # is there as long as the loss is
+        return loss
 
     def _chunked(self, h: Tensor, targets: Tensor) -> Tensor:
         """The loss piece by piece of the sequence."""

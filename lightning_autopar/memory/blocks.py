@@ -96,6 +96,10 @@ class BlockWatcher:
             record.module.register_forward_pre_hook(self._before(record), with_kwargs=True, prepend=True)
             record.module.register_forward_hook(self._after(record), with_kwargs=True)
 
+    def follow(self, tracker: MemoryTracker) -> None:
+        """Tell another tracker from now on."""
+        self._tracker = tracker
+
     def begin_step(self) -> None:
         """A batch starts: count calls anew."""
         for record in self._records:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_autopar.memory.tape import Tape
@@ -144,10 +145,12 @@ class Footprint:
             belongs to the part or block that uses it first; one that the step doesn't use, to the first part.
         also_uses: for outer parts that use a parameter which another part or a block holds (tied embeddings): index among ``outer``, the
             parameter's FQN, and its bytes: of parameter, gradient, optimizer state.
+        holders: the part, numbered as in :meth:`parts`, that holds each parameter of ``also_uses``, by FQN; the first unless it is there.
         optimizer_work: the operations of the optimizers' steps and of clipping: of one update, also where gradients are accumulated.
         tape: every allocation of the step, in order; None where it wasn't traced.
         evaluation_bytes: the most that a validation step of the same run holds beside parameters, gradients, optimizer state and buffers;
             its batch included. None where there is none or it isn't known.
+        evaluation_parts: the same while each part of the step runs, in the order of :meth:`parts`; empty where it isn't known.
         tied: groups of FQNs that share one parameter.
         training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
         automatic_optimization: the module's own flag.
@@ -179,9 +182,11 @@ class Footprint:
     blocks: tuple[LayerFootprint, ...] = ()
     outer: tuple[LayerFootprint, ...] = ()
     also_uses: tuple[tuple[int, str, int, int, int], ...] = ()
+    holders: Mapping[str, int] = field(default_factory=dict)
     optimizer_work: tuple[Work, ...] = ()
     tape: Tape | None = None
     evaluation_bytes: int | None = None
+    evaluation_parts: tuple[int, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     training: bool = True
     automatic_optimization: bool = True
@@ -195,6 +200,14 @@ class Footprint:
     traced: bool = True
     margin: float = 0.0
     assumptions: tuple[str, ...] = ()
+
+    def shared_uses(self, begin: int, end: int) -> list[tuple[int, str, int, int, int]]:
+        """Entries of ``also_uses`` from part ``begin`` to before part ``end`` whose parameter is held elsewhere; each parameter once."""
+        found: dict[str, tuple[int, str, int, int, int]] = {}
+        for use in self.also_uses:
+            if begin <= 2 * use[0] < end and not begin <= self.holders.get(use[1], 0) < end:
+                found.setdefault(use[1], use)
+        return list(found.values())
 
     def parts(self) -> list[tuple[str, LayerFootprint]]:
         """Blocks by FQN and the parts around them, in the order in which they run; those are named by the block that comes next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_autopar.memory.attribution import Account, Places, account
 from lightning_autopar.memory.blocks import BlockWatcher, Record
 from lightning_autopar.memory.footprint import LayerFootprint, Moment
+from lightning_autopar.memory.parts import parts_of
 from lightning_autopar.memory.tally import OPTIMIZER, collected
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.tracker import MemoryTracker
@@ -32,6 +33,7 @@ class Layers:
     blocks: tuple[LayerFootprint, ...]
     outer: tuple[LayerFootprint, ...]
     also_uses: tuple[tuple[int, str, int, int, int], ...]
+    holders: Mapping[str, int]
     moments: tuple[Moment, ...]
     activation_bytes: int
     flops: int
@@ -63,7 +65,7 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     costs = _costs(counts, places, batches)
     optimizer_work = collected(counts.get((OPTIMIZER, False), Counter()), updates)
     records: list[Record] = [watcher.order[index] for index in places.blocks]
-    owners, also_uses = _owners(module, tracker, places, records, bytes_of)
+    owners, also_uses, holders = _owners(module, tracker, places, records, bytes_of)
     draws = [0] * len(owners)
     for index, size in tracker.draws.items():
         draws[places.part(index)] = max(draws[places.part(index)], size)
@@ -79,12 +81,30 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
         blocks=tuple(parts[1::2]),
         outer=tuple(parts[::2]),
         also_uses=also_uses,
+        holders=holders,
         moments=tuple(dict.fromkeys(found.moments)),
         activation_bytes=found.activation_bytes,
         flops=sum(part.flops + part.backward_flops for part in parts),
         moved_bytes=sum(part.moved_bytes + part.backward_moved_bytes for part in parts) + moved_bytes(optimizer_work) * updates // batches,
         optimizer_work=optimizer_work,
     )
+
+
+def forward_bytes(tracker: MemoryTracker, watcher: BlockWatcher, blocks: Sequence[str]) -> tuple[int, ...]:
+    """What each part of a recorded forward holds at its fullest moment, tensors of the parts before it included, parameters not.
+
+    Args:
+        tracker: with the tape.
+        watcher: told it which candidates ran.
+        blocks: FQNs of those that are blocks; empty is what is given where it ran others, or in another order.
+    """
+    tape = tracker.tape
+    assert tape is not None
+    places = Places(tape, _indices(record for record in watcher.order if record.calls == 1 and record.fqn in blocks))
+    if [watcher.order[index].fqn for index in places.blocks] != list(blocks):
+        return ()
+    settled = places.settled(tape, tracker.arrived, tracker.last_uses)
+    return tuple(part.forward_given.at(1.0) for part in parts_of(settled, len(blocks)))
 
 
 def _indices(records: Iterable[Record]) -> set[int]:
@@ -133,14 +153,15 @@ def _costs(counts: Mapping[tuple[int, bool], Counter[Work]], places: Places, bat
 
 def _owners(
     module: nn.Module, tracker: MemoryTracker, places: Places, records: list[Record], bytes_of: BytesOf
-) -> tuple[list[list[tuple[Tensor, bool]]], tuple[tuple[int, str, int, int, int], ...]]:
-    """By part the parameters and buffers that are its own, and which other outer parts use which parameter."""
+) -> tuple[list[list[tuple[Tensor, bool]]], tuple[tuple[int, str, int, int, int], ...], dict[str, int]]:
+    """By part the parameters and buffers that are its own; which other outer parts use which parameter, and which part holds it."""
     owners: list[list[tuple[Tensor, bool]]] = [[] for _ in range(2 * len(records) + 1)]
     of_blocks: dict[int, int] = {}
     for place, of_block in enumerate(records):
         own = (*of_block.module.parameters(), *of_block.module.buffers())
         of_blocks.update((id(tensor), 2 * place + 1) for tensor in own)
     also_uses: dict[tuple[int, str, int, int, int], None] = {}
+    holders: dict[str, int] = {}
     for name, tensor, is_parameter in (
         *((name, parameter, True) for name, parameter in module.named_parameters()),
         *((name, buffer, False) for name, buffer in module.named_buffers()),
@@ -151,8 +172,11 @@ def _owners(
         owners[owner].append((tensor, is_parameter))
         if isinstance(tensor, nn.Parameter):
             sizes = bytes_of(tensor)
-            also_uses.update(dict.fromkeys((part // 2, name, *sizes) for part in uses if part != owner and not part % 2))
-    return owners, tuple(also_uses)
+            others = [part for part in uses if part != owner and not part % 2]
+            also_uses.update(dict.fromkeys((part // 2, name, *sizes) for part in others))
+            if others:
+                holders[name] = owner
+    return owners, tuple(also_uses), holders
 
 
 def _held(own: Collection[tuple[Tensor, bool]], bytes_of: BytesOf) -> LayerFootprint:

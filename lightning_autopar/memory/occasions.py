@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostBytes
 from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.pipeline_bytes import pipeline_evaluation
 from lightning_autopar.memory.remembered import Remembered
 from lightning_autopar.memory.sharded import evaluation_communication, resident_bytes, sharding_of
 from lightning_autopar.memory.zero_bytes import zero_host_bytes
@@ -33,11 +34,14 @@ def start_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, rank: in
 def validation_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, rank: int, share: float, on_cpu: bool) -> DeviceBytes | None:
     """A validation step between two training steps. Lightning has set the gradients to None (``on_validation_model_zero_grad``).
 
-    DDP's buckets stay, and so do ZeRO's. None where the footprint knows of no validation, and for a pipeline, whose stages hold one
-    micro-batch then instead of several.
+    DDP's buckets stay, and so do ZeRO's. A pipeline takes its part of the batch through its stages whole. None where the footprint knows of
+    no validation.
     """
-    if footprint.evaluation_bytes is None or not footprint.training or plan.engine == "pipeline":
+    if footprint.evaluation_bytes is None or not footprint.training:
         return None
+    if plan.engine == "pipeline":
+        runs, received = pipeline_evaluation(footprint, plan, rank, share)
+        return replace(step, gradients=0, activations=0, temporary=runs, input=0, communication=received, occasion="validation")
     runs = round(footprint.evaluation_bytes * share)
     if plan.engine == "fsdp":
         sharding = sharding_of(footprint, plan, rank)
@@ -63,7 +67,7 @@ def checkpoint_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, ran
         return None
     sharding = sharding_of(footprint, plan, rank)
     held = resident_bytes(footprint, plan, sharding, share=share)
-    gradients = 0 if "optimizer" in plan.offload else sharding.total.reduced // sharding.shards
+    gradients = 0 if "optimizer" in plan.offload else sharding.total.kept
     gathered = max(
         (_gathered_bytes(rows, row_bytes, sharding.shards, rank, on_cpu) for rows, row_bytes in _parameters(footprint)), default=0
     )
@@ -116,7 +120,7 @@ def host_bytes(footprint: Footprint, plan: Plan, *, precision: str = "32-true", 
     if plan.engine == "fsdp" and plan.offload:
         sharding = sharding_of(footprint, plan)
         total, ranks = sharding.total, plan.world_size
-        offload = (total.shard + total.reduced // sharding.shards) * ranks + footprint.optimizer_bytes * plan.replicas
+        offload = (total.shard + total.kept) * ranks + footprint.optimizer_bytes * plan.replicas
     return HostBytes(
         # Forked ranks share the pages of the module that the first process holds; one device takes it over.
         module=footprint.parameter_bytes + footprint.buffer_bytes if plan.world_size > 1 else 0,

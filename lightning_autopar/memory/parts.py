@@ -142,7 +142,8 @@ class _Reader:
         self._storages: dict[int, _Storage] = {}
         self._kept(events[begin:turn], events[turn:end])
         self._forward(events[begin:turn])
-        self._backward(events[turn:end])
+        if turn < end:  # A step without gradients ends here.
+            self._backward(events[turn:end])
 
     @staticmethod
     def _number(action: str, storage: int) -> int:

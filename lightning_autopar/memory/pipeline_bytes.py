@@ -1,18 +1,23 @@
 """What each rank of a pipeline holds at the peak of a step. Arithmetic only: imports neither torch nor Lightning, and measures nothing.
 
-As ``torch.distributed.pipelining`` runs stages that replay the user's own ``training_step`` (torch 2.13, ``stage.py``, ``schedules.py``):
+As ``torch.distributed.pipelining`` runs stages that replay the user's own ``training_step`` (torch 2.13, ``schedules.py``;
+``strategies/staged/schedule.py``):
 
 - Stage ``s`` runs from its first block to just before the next stage's: what runs between two blocks belongs to the stage before the cut.
-- A stage receives into buffers of its own for every micro-batch, activations and gradients alike. They are made once, and stay.
+- What a stage receives is allocated when it is asked for: activations stay until the micro-batch's backward is over, gradients during it
+  (under 1F1B until the next are asked for). Schedules that ``torch`` runs action by action (interleaved, zero-bubble) ask an action ahead.
 - Until its backward, a micro-batch holds what forward saved, and the stage's output. The last stage's output is the loss.
-- What was sent stays until the schedule lets go of the operation: to the end of the step under GPipe and the schedules that ``torch`` runs
-  action by action (interleaved, zero-bubble); under 1F1B the last gradient, and the last activation but one that was sent before the first
-  backward. gloo's operations hold their tensor for as long as they exist; NCCL's let go of it at ``wait`` (``ProcessGroupNCCL.cpp``).
+- What was sent stays until the schedule lets go of the operation: to the end of the step under GPipe and the schedules that run action by
+  action; under 1F1B the last gradient, and the last activation but one that was sent before the first backward. gloo's operations hold
+  their tensor for as long as they exist; NCCL's let go of it at ``wait`` (``ProcessGroupNCCL.cpp``).
 - Where backward is in two halves, the first frees nothing, and what it makes is counted as kept for the second. That is an estimate, of a
   few per cent: only gradients that reach a parameter's operation are kept (``_backward.py``, ``stage_backward_input``). The first stage
   does it all in the second half.
-- No gradients of the step before are there when the schedule begins, as it runs its own backwards.
+- No gradients of the step before are there when the schedule begins, as it runs its own backwards; of batches before it that are
+  accumulated they lie aside.
+- Replicas average a stage's gradients after its last backward, small ones in flat copies (``strategies/staged/replicas.py``).
 - Masks and the like, which are made before the first block, every stage makes for itself.
+- A step without gradients takes the replica's whole part of the batch through the stages at once, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from lightning_autopar.plans import Plan
 
 #: What ``torch.utils.checkpoint`` keeps of the CPU's random numbers for each block, in host memory (``torch.get_rng_state``).
 _RNG_STATE_BYTES = 5056
+#: From this size on replicas average a gradient by itself, without a copy (``strategies/staged/replicas.py``).
+_AVERAGED_ALONE_BYTES = 1024**2
 
 
 def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool = False) -> DeviceBytes:
@@ -48,7 +55,7 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     position, replica = rank % plan.devices_per_replica, rank // plan.devices_per_replica
     rows = max(1, -(-(footprint.batch_size - replica) // plan.replicas))
     whole = max(1, footprint.batch_size)
-    share = -(-rows // plan.micro_batches) / whole
+    share = -(-rows // (plan.micro_batches if footprint.training else 1)) / whole
     parts = parts_of(footprint.tape, len(footprint.blocks))
     recomputed = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
     stages = {
@@ -57,11 +64,15 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     }
     held = _states(plan, stages)
     held["input"] = round(footprint.input_bytes * rows / whole)
-    held["communication"] += plan.micro_batches * sum(stage.received + stage.sent for stage in stages.values())
-    running = _run(plan, position, stages, on_cpu)
-    stepping = _stepping(footprint, stages, on_cpu)
-    if sum(stepping.values()) > sum(running.values()):
-        running = stepping
+    if footprint.training:
+        aside = sum(stage.gradients for stage in stages.values()) if footprint.tape.batches > 1 else 0
+        running = _run(plan, position, stages, on_cpu)
+        running["gradients"] += aside
+        averaging = _averaging(plan, stages)
+        averaging["gradients"] += aside
+        running = max(running, averaging, _stepping(footprint, stages, on_cpu), key=lambda moment: sum(moment.values()))
+    else:
+        running = {"gradients": 0, "temporary": max(stage.forward for stage in stages.values())}
     return DeviceBytes(
         parameters=held["parameters"],
         gradients=running["gradients"],
@@ -72,6 +83,28 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
         input=held["input"],
         communication=held["communication"] + running.get("communication", 0),
     )
+
+
+def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: float) -> tuple[int, int]:
+    """What a validation step between two training steps takes on a rank, the batch included, and its buffers to receive into, in bytes.
+
+    What crosses a cut counts as it does in training.
+
+    Args:
+        footprint: of a training step, with what is known of the validation's.
+        plan: a pipeline.
+        rank: among all ranks of the plan.
+        share: its replica's part of the batch.
+    """
+    assert footprint.tape is not None, "asked before"
+    starts = _starts(footprint, plan)
+    parts = parts_of(footprint.tape, len(footprint.blocks))
+    own = range(rank % plan.devices_per_replica, plan.stages, plan.devices_per_replica)
+    received = sum(one.size.at(share) for stage in own if stage for one in parts[starts[stage]].crossing)
+    runs = footprint.evaluation_bytes or 0
+    if footprint.evaluation_parts:
+        runs = max(footprint.evaluation_parts[number] for stage in own for number in range(starts[stage], starts[stage + 1]))
+    return round(runs * share), received
 
 
 def _indices(footprint: Footprint, fqns: tuple[str, ...]) -> list[int]:
@@ -100,12 +133,13 @@ class _Stage:
     Args:
         parameters: of its own, tied copies included; so are ``gradients`` and ``optimizer``.
         largest: its largest parameter.
+        flat: those of its gradients that replicas average in flat copies.
         received: the activations that it gets; their gradients are as many.
-        sent: the activations that it hands on.
+        sent: the activations that it hands on; the gradients that it gets are as many.
         output: those of ``held`` that are its output.
-        held: between a micro-batch's forward and its backward.
+        held: between a micro-batch's forward and its backward, what it received included.
         forward: at the fullest moment of a forward.
-        backward: at the fullest moment of a backward; complete gradients aren't counted.
+        backward: at the fullest moment of a backward, the gradients that it got included; complete gradients aren't counted.
         first: the same of a step's first backward, with the gradients that are complete by then.
         flow: all that a backward makes, gradients of parameters excepted.
     """
@@ -115,6 +149,7 @@ class _Stage:
     optimizer: int
     buffers: int
     largest: int
+    flat: int
     received: int
     sent: int
     output: int
@@ -138,7 +173,7 @@ class _Stage:
         """A stage at a micro-batch's share of the batch."""
         begin, end = starts[stage], starts[stage + 1]
         layers = [_layer(footprint, number) for number in range(begin, end)]
-        shared = [use for use in footprint.also_uses if begin <= 2 * use[0] < end]
+        shared = footprint.shared_uses(begin, end)
         received = sum(one.size.at(share) for one in parts[begin].crossing) if begin else 0
         crossing = parts[end].crossing if end < len(parts) else []
         output = sum(one.size.at(share) for one in crossing if one.made >= begin)
@@ -182,19 +217,23 @@ class _Stage:
             inside = part.returns.at(share)
             complete += _layer(footprint, number).gradient_bytes
         rows = [length * size_bytes for layer in layers for length, size_bytes, _ in layer.parameter_rows]
+        learning = [length * size_bytes for layer in layers for length, size_bytes, learns in layer.parameter_rows if learns]
+        learning += [use[3] for use in shared]
+        sent = sum(one.size.at(share) for one in crossing)
         return cls(
             parameters=sum(layer.parameter_bytes for layer in layers) + sum(use[2] for use in shared),
             gradients=gradients,
             optimizer=sum(layer.optimizer_bytes for layer in layers) + sum(use[4] for use in shared),
             buffers=sum(layer.buffer_bytes for layer in layers),
             largest=max([*rows, *(use[2] for use in shared)], default=0),
+            flat=sum(size for size in learning if size < _AVERAGED_ALONE_BYTES),
             received=received,
-            sent=sum(one.size.at(share) for one in crossing),
+            sent=sent,
             output=output,
-            held=held + sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept),
-            forward=forward,
-            backward=backward,
-            first=first,
+            held=received + held + sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept),
+            forward=received + forward,
+            backward=received + sent + backward,
+            first=received + sent + first,
             flow=sum(parts[number].flow.at(share) for number in range(begin, end)),
         )
 
@@ -224,14 +263,15 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
     """The fullest moment of the schedule, by category."""
     assert plan.schedule is not None
     actions = rank_actions(plan.schedule, position, plan.devices_per_replica, plan.stages, plan.micro_batches)
-    # DDP's buckets hold the gradients from the start, as gradient_as_bucket_view lets them.
-    bucketed = plan.replicas > 1 and not plan.shard
+    if plan.schedule == "zero_bubble" and not plan.splits_backward:
+        actions = tuple(
+            action._replace(work="backward") if action.work == "input" else action for action in actions if action.work != "weight"
+        )
     several = plan.schedule in ("interleaved_1f1b", "zero_bubble")
-    gradients = sum(stage.gradients for stage in stages.values()) if bucketed else 0
-    seen = set(stages) if bucketed else set()
-    activations = communication = 0
-    fullest: dict[str, int] = {}
-    for work, number, micro_batch in actions:
+    gradients = activations = communication = lingering = 0
+    seen: set[int] = set()
+    fullest: dict[str, int] = {"gradients": 0, "temporary": 0}
+    for (work, number, micro_batch), following in zip(actions, [*actions[1:], None], strict=True):
         stage = stages[number]
         ends = work == "backward" or (work == "weight" and number == 0)
         own = 0 if work == "forward" else stage.held
@@ -248,8 +288,10 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
             "activations": activations - own + min(moment, own),
             "temporary": max(0, moment - own),
             "gradients": gradients,
-            "communication": communication,
+            "communication": communication + (lingering if work == "forward" else 0),
         }
+        if several and following is not None and following.work != "weight":
+            found["communication"] += stages[following.stage].received if following.work == "forward" else stages[following.stage].sent
         if sum(found.values()) > sum(fullest.values()):
             fullest = found
         if work == "forward":
@@ -262,7 +304,7 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
             if not several and plan.schedule == "1f1b":
                 ahead = plan.stages - number
                 lingers = on_cpu and ahead > 1 and ahead - 2 <= micro_batch < plan.micro_batches - ahead
-                communication = stage.received + (stage.output if lingers else 0)
+                communication, lingering = stage.received + (stage.output if lingers else 0), stage.sent
             else:
                 communication += stage.received if work != "weight" else 0
                 communication += stage.output if work != "input" and (several or on_cpu) else 0
@@ -270,6 +312,16 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
             seen.add(number)
             gradients += stage.gradients
     return fullest
+
+
+def _averaging(plan: Plan, stages: dict[int, _Stage]) -> dict[str, int]:
+    """After the last backward: replicas average their gradients; those of shards are cut up as they are."""
+    copies = plan.replicas > 1 and not plan.shard
+    return {
+        "gradients": sum(stage.gradients for stage in stages.values()),
+        "temporary": 0,
+        "communication": sum(stage.flat for stage in stages.values()) if copies else 0,
+    }
 
 
 def _stepping(footprint: Footprint, stages: dict[int, _Stage], on_cpu: bool) -> dict[str, int]:

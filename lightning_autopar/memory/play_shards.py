@@ -16,6 +16,7 @@ from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.machine import GATHER, REDUCE, Machine
 from lightning_autopar.memory.play import CATEGORY, Whole
 from lightning_autopar.memory.script import Change, Part, Script
+from lightning_autopar.memory.sharded import AS_TRACED, Widths
 
 #: The unit of all that lies in no other.
 ROOT = -1
@@ -60,6 +61,7 @@ class Shards(Whole):
         rank: in the group over which parameters are split.
         world_size: of that group.
         reshard: whether a unit's parameters are freed between forward and backward.
+        widths: of parameters and gradients, beside those in the tape.
     """
 
     def __init__(
@@ -74,10 +76,12 @@ class Shards(Whole):
         rank: int,
         world_size: int,
         reshard: bool,
+        widths: Widths = AS_TRACED,
     ) -> None:
         super().__init__(machine, script, footprint, rows, recompute)
         self.world_size = world_size
         self.reshard = reshard
+        self.widths = widths
         self.parameters: dict[int, list[_Parameter]] = {unit: [] for unit in (*units, ROOT)}
         for index, part in _in_order(footprint):
             unit = index if index in self.parameters else ROOT
@@ -100,7 +104,7 @@ class Shards(Whole):
             for number, parameter in enumerate(parameters):
                 machine.hold(("moving", number), parameter.whole_bytes, "communication")
             for number, parameter in enumerate(parameters):
-                machine.hold(("shard", unit, number), parameter.padded_shard_bytes, "parameters")
+                machine.hold(("shard", unit, number), round(parameter.padded_shard_bytes * self.widths.stored), "parameters")
             for number in range(len(parameters)):
                 machine.drop(("moving", number))
         for change in self.script.before:
@@ -224,14 +228,16 @@ class Shards(Whole):
             return
         learning = [parameter for parameter in self.parameters[unit] if parameter.learns]
         self._reducing = ("reducing", unit)
-        machine.hold(self._reducing, sum(parameter.padded_bytes for parameter in learning), "communication")
+        reduced = self.widths.reduced * sum(parameter.padded_bytes for parameter in learning)
+        machine.hold(self._reducing, round(reduced), "communication")
         for key in gradients:
             machine.drop(key)
         shard = ("gradient", unit)
         self._reduced.add(unit)
         added = shard in machine  # to what an earlier micro-batch left there
         key = (shard, "added") if added else shard
-        machine.hold(key, sum(parameter.padded_shard_bytes for parameter in learning), "gradients", REDUCE)
+        shards = self.widths.stored * sum(parameter.padded_shard_bytes for parameter in learning)
+        machine.hold(key, round(shards), "gradients", REDUCE)
         if added:
             machine.drop(key)
 

@@ -1,8 +1,8 @@
 """A rank of a pipeline plays its stages' parts of the tape, micro-batch by micro-batch, in the order of the schedule. Knows no planner.
 
-As ``torch.distributed.pipelining`` runs them (torch 2.13, ``stage.py``): buffers for what a stage receives are there for every micro-batch
-from the start, and stay; until its backward, a micro-batch keeps what forward saved and the stage's output; what was sent back stays until
-the schedule's end, under 1F1B until the next is sent. No old gradients are there when the schedule begins.
+As ``torch.distributed.pipelining`` runs them (torch 2.13, ``schedules.py``; ``strategies/staged/schedule.py``): what a stage receives is
+allocated when it is asked for; until its backward, a micro-batch keeps what it received, what forward saved and its output; what was
+sent back stays until the schedule's end, under 1F1B until the next is sent. No old gradients are there when the schedule begins.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.machine import Machine
-from lightning_autopar.memory.parts import parts_of
+from lightning_autopar.memory.parts import Size, parts_of
 from lightning_autopar.memory.play import Whole
 from lightning_autopar.memory.schedules import Action
 from lightning_autopar.memory.script import Change, Part, Script
@@ -64,7 +64,7 @@ class Stages(Whole):
         self._sent = {stage: crossing[stage + 1] for stage in self.stages}
         self._anew = {stage: sizes[borders[stage]].anew for stage in self.stages if stage}
         self._layers = {stage: _layers(footprint, borders[stage], borders[stage + 1]) for stage in self.stages}
-        shared = {stage: [use for use in footprint.also_uses if borders[stage] <= 2 * use[0] < borders[stage + 1]] for stage in self.stages}
+        shared = {stage: footprint.shared_uses(borders[stage], borders[stage + 1]) for stage in self.stages}
         #: Of parameters that another part holds on the tape, whose gradients are complete there only.
         self._shared_gradients = {stage: sum(use[3] for use in uses) for stage, uses in shared.items()}
         everything = _sizes(_layers(footprint, 0, borders[-1]))
@@ -90,15 +90,12 @@ class Stages(Whole):
         return made - {change.storage for change in changes if change.action != "allocate"}
 
     def start(self) -> None:
-        """Parameters and buffers of its stages; the buffers to receive into."""
+        """Parameters and buffers of its stages."""
         for stage in self.stages:
             for number, size_bytes in enumerate(self._own[stage]):
                 self.machine.hold(("parameter", stage, number), size_bytes, "parameters")
             for number, layer in enumerate(self._layers[stage]):
                 self.machine.hold(("buffers", stage, number), layer.buffer_bytes, "buffers")
-            for micro, rows in enumerate(self.rows):
-                for number, size in enumerate((*self._received[stage], *self._sent[stage])):
-                    self.machine.hold(("receives", stage, micro, number), size.at(self._share(rows)), "communication")
 
     def _share(self, rows: int) -> float:
         return rows / self.footprint.batch_size if self.footprint.batch_size else 1.0
@@ -117,6 +114,11 @@ class Stages(Whole):
         self.arrive()
         for work, stage, micro in self.actions:
             self.micro = micro
+            share = self._share(self.rows[micro])
+            if work == "forward":
+                self._receive("activations", stage, micro, self._received[stage], share)
+            else:
+                self._receive("gradients", stage, micro, self._sent[stage], share)
             for part in self._parts.get((work == "forward", stage), ()):
                 self.play(part)
                 for storage in self._handed_on[stage].intersection(change.storage for change in part.changes):
@@ -134,12 +136,21 @@ class Stages(Whole):
         self.update()
         self.depart()
 
+    def _receive(self, what: str, stage: int, micro: int, sizes: Sequence[Size], share: float) -> None:
+        """What a neighbour sends of a micro-batch."""
+        for number, size in enumerate(sizes):
+            self.machine.hold((what, stage, micro, number), size.at(share), "communication")
+
     def _after_backward(self, stage: int) -> None:
         """What the micro-batch had goes; what is sent on stays for a while."""
         machine = self.machine
         for storage in self._made[stage]:
             machine.drop(self.key(storage))
         machine.drop(("anew", stage, self.micro))
+        for number in range(len(self._received[stage])):
+            machine.drop(("activations", stage, self.micro, number))
+        for number in range(len(self._sent[stage])):
+            machine.drop(("gradients", stage, self.micro, number))
         if ("shared gradients", stage) not in machine:
             machine.hold(("shared gradients", stage), self._shared_gradients[stage], "gradients")
         share = self._share(self.rows[self.micro])

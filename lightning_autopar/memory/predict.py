@@ -17,9 +17,9 @@ from lightning_autopar.memory.moments import Moments, moments_of
 from lightning_autopar.memory.occasions import checkpoint_bytes, start_bytes, validation_bytes
 from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
 from lightning_autopar.memory.remembered import Remembered
-from lightning_autopar.memory.sharded import fsdp_bytes
+from lightning_autopar.memory.sharded import Widths, fsdp_bytes
 from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
-from lightning_autopar.memory.zero_bytes import zero_bytes
+from lightning_autopar.memory.zero_bytes import ZeroSettings, zero_bytes
 from lightning_autopar.plans import Plan
 
 __all__ = ["DeviceBytes", "predict"]
@@ -32,7 +32,15 @@ ROUNDING_SHARE = 0.1
 ROUNDING_BYTES = 22 * MIB
 
 
-def predict(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision: str = "32-true") -> dict[str, DeviceBytes]:
+def predict(
+    footprint: Footprint,
+    plan: Plan,
+    inventory: Inventory,
+    *,
+    precision: str = "32-true",
+    widths: Widths | None = None,
+    zero: ZeroSettings | None = None,
+) -> dict[str, DeviceBytes]:
     """What each device of the plan holds at its fullest moment: of a step, a validation, a checkpoint, or before the first step.
 
     Args:
@@ -40,6 +48,8 @@ def predict(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision
         plan: of any engine.
         inventory: has the plan's devices.
         precision: the Trainer's; it decides which copies DeepSpeed keeps.
+        widths: what FSDP2's mixed precision makes of parameters and gradients; as they were traced, unless given.
+        zero: DeepSpeed's settings; Lightning's, unless given.
 
     Returns:
         The bytes by device id, in the plan's order.
@@ -61,7 +71,7 @@ def predict(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision
         device = inventory.device(device_id)
         key = rows[rank], "cpu" if device.kind == "cpu" else device.name, _alike(plan, rank)
         if key not in found:
-            held = _fullest(footprint, plan, rank, rows[rank], recomputed, device, precision)
+            held = _fullest(footprint, plan, rank, rows[rank], recomputed, device, precision, widths or Widths(), zero)
             found[key] = _on_device(held, footprint, plan, device)
         result[device_id] = found[key]
     return result
@@ -82,13 +92,21 @@ def _alike(plan: Plan, rank: int) -> int:
 
 
 def _fullest(
-    footprint: Footprint, plan: Plan, rank: int, rows: int, recomputed: frozenset[int], device: Device, precision: str
+    footprint: Footprint,
+    plan: Plan,
+    rank: int,
+    rows: int,
+    recomputed: frozenset[int],
+    device: Device,
+    precision: str,
+    widths: Widths,
+    zero: ZeroSettings | None,
 ) -> DeviceBytes:
     """The fullest of a rank's occasions."""
     on_cpu = device.kind == "cpu"
     share = rows / footprint.batch_size if footprint.batch_size else 1.0
     if plan.engine == "zero":
-        step = zero_bytes(footprint, plan, share=share, precision=precision, on_cpu=on_cpu)
+        step = zero_bytes(footprint, plan, share=share, precision=precision, on_cpu=on_cpu, settings=zero)
     elif plan.engine == "pipeline":
         step = pipeline_bytes(footprint, plan, rank, on_cpu=on_cpu)
     else:
@@ -96,7 +114,7 @@ def _fullest(
         once = -(-rows // parts) / footprint.batch_size if footprint.batch_size else 1.0 / parts
         moments = _MOMENTS.get(footprint, (recomputed, once), lambda: moments_of(footprint, recomputed, once))
         if plan.engine == "fsdp":
-            step = fsdp_bytes(footprint, plan, moments, rank=rank, share=share, copies=on_cpu)
+            step = fsdp_bytes(footprint, plan, moments, rank=rank, share=share, copies=on_cpu, widths=widths)
         else:
             step = _whole(footprint, plan, moments, share)
     others = (occasion(footprint, plan, step, rank=rank, share=share, on_cpu=on_cpu) for occasion in _OCCASIONS)

@@ -18,6 +18,7 @@ from lightning_autopar.memory.play_shards import Shards
 from lightning_autopar.memory.play_stages import Stages
 from lightning_autopar.memory.schedules import rank_actions
 from lightning_autopar.memory.script import Script, read_script
+from lightning_autopar.memory.sharded import Widths
 from lightning_autopar.plans import Engine, Plan
 
 #: The engines whose ranks can be played.
@@ -57,6 +58,7 @@ def replay(
     rows: int | None = None,
     workspace_bytes: int = 0,
     script: Script | None = None,
+    widths: Widths | None = None,
 ) -> Replayed:
     """Play a rank's start and its first two steps to the allocator.
 
@@ -69,6 +71,7 @@ def replay(
         rows: samples that the rank takes; by default its share of the traced batch.
         workspace_bytes: what libraries take of the allocator beside the tape.
         script: the footprint's tape as :func:`~lightning_autopar.memory.script.read_script` gives it, where it is at hand.
+        widths: what FSDP2's mixed precision makes of parameters and gradients; as they were traced, unless given.
 
     Raises:
         ValueError: if the footprint has no tape, or the plan can't be played.
@@ -85,7 +88,7 @@ def replay(
         rows = max(1, plan.rows(footprint.batch_size)[rank]) if footprint.batch_size else 0
     allocator = CachingAllocator(limit_bytes=limit_bytes, options=options)
     machine = Machine(allocator)
-    player = _player(machine, script or read_script(footprint.tape), footprint, plan, rank, rows)
+    player = _player(machine, script or read_script(footprint.tape), footprint, plan, rank, rows, widths or Widths())
     missing = 0
     try:
         player.start()
@@ -104,7 +107,7 @@ def replay(
     )
 
 
-def _player(machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: int) -> Whole:
+def _player(machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: int, widths: Widths) -> Whole:
     """The rank, by the plan's engine."""
     index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
     recompute = frozenset(index[fqn] for fqn in plan.recompute)
@@ -121,6 +124,7 @@ def _player(machine: Machine, script: Script, footprint: Footprint, plan: Plan, 
             rank=rank % group,
             world_size=group,
             reshard=bool(plan.reshard_after_forward),
+            widths=widths,
         )
     if plan.engine == "pipeline":
         assert plan.schedule is not None, "a pipeline has one"

@@ -29,6 +29,22 @@ from lightning_autopar.plans import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
+class Widths:
+    """What FSDP2's ``MixedPrecisionPolicy`` makes of a module that was traced in its ``param_dtype``: factors on the traced bytes.
+
+    Args:
+        stored: of a parameter, its gradient and what the optimizer keeps of it in its own type, between steps.
+        reduced: of a gradient while it is reduced (``reduce_dtype``).
+    """
+
+    stored: float = 1.0
+    reduced: float = 1.0
+
+
+AS_TRACED = Widths()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unit:
     """What is gathered and reduced together.
 
@@ -38,7 +54,8 @@ class Unit:
         own: a rank's part without padding: what its optimizer's state is in proportion to.
         whole: its parameters as they were.
         gradients: whole gradients, without padding.
-        reduced: the padded flat buffer through which they are reduced; a rank's gradients are its part.
+        reduced: the padded flat buffer through which they are reduced.
+        kept: a rank's part of them, padding included.
     """
 
     gathered: int = 0
@@ -47,15 +64,17 @@ class Unit:
     whole: int = 0
     gradients: int = 0
     reduced: int = 0
+    kept: int = 0
 
 
-def unit_of(layers: Iterable[LayerFootprint], shards: int, rank: int = 0) -> Unit:
+def unit_of(layers: Iterable[LayerFootprint], shards: int, rank: int = 0, widths: Widths = AS_TRACED) -> Unit:
     """The parameters of these layers as one unit.
 
     Args:
         layers: blocks or parts of the module.
         shards: over how many ranks they are cut.
         rank: among these.
+        widths: at rest and on the wire.
     """
     gathered = own = whole = gradients = reduced = 0
     for layer in layers:
@@ -69,7 +88,15 @@ def unit_of(layers: Iterable[LayerFootprint], shards: int, rank: int = 0) -> Uni
             if learns:
                 gradients += count * row_bytes
                 reduced += padded
-    return Unit(gathered=gathered, shard=gathered // shards, own=own, whole=whole, gradients=gradients, reduced=reduced)
+    return Unit(
+        gathered=gathered,
+        shard=round(gathered // shards * widths.stored),
+        own=own,
+        whole=whole,
+        gradients=gradients,
+        reduced=round(reduced * widths.reduced),
+        kept=round(reduced // shards * widths.stored),
+    )
 
 
 @dataclass(frozen=True)
@@ -94,27 +121,28 @@ _known: dict[tuple[object, ...], tuple[Footprint, Sharding]] = {}
 _REMEMBERED = 64
 
 
-def sharding_of(footprint: Footprint, plan: Plan, rank: int = 0) -> Sharding:
+def sharding_of(footprint: Footprint, plan: Plan, rank: int = 0, widths: Widths = AS_TRACED) -> Sharding:
     """The units of a plan.
 
     Args:
         footprint: of the module.
         plan: an fsdp plan; ``replicas`` copies of the model, each sharded over ``world_size / replicas`` ranks.
         rank: of the plan's.
+        widths: of parameters and gradients, beside those in the trace.
     """
     shards = max(1, plan.world_size // plan.replicas)
-    key = (id(footprint), plan.shard, shards, rank % shards)
+    key = (id(footprint), plan.shard, shards, rank % shards, widths)
     known = _known.get(key)
     if known is not None and known[0] is footprint:
         return known[1]
     while len(_known) >= _REMEMBERED:
         del _known[next(iter(_known))]
-    sharding = _sharding(footprint, frozenset(plan.shard), shards, rank % shards)
+    sharding = _sharding(footprint, frozenset(plan.shard), shards, rank % shards, widths)
     _known[key] = footprint, sharding
     return sharding
 
 
-def _sharding(footprint: Footprint, names: frozenset[str], shards: int, rank: int) -> Sharding:
+def _sharding(footprint: Footprint, names: frozenset[str], shards: int, rank: int, widths: Widths) -> Sharding:
     units: dict[object, Unit] = {}  # most blocks are alike, and so are their units
     blocks = []
     for block in footprint.blocks:
@@ -123,19 +151,21 @@ def _sharding(footprint: Footprint, names: frozenset[str], shards: int, rank: in
             blocks.append(Unit())
             continue
         if alike not in units:
-            units[alike] = unit_of((block,), shards, rank)
+            units[alike] = unit_of((block,), shards, rank, widths)
         blocks.append(units[alike])
     if footprint.outer:
-        root = unit_of((*footprint.outer, *(block for block in footprint.blocks if block.fqn not in names)), shards, rank)
+        root = unit_of((*footprint.outer, *(block for block in footprint.blocks if block.fqn not in names)), shards, rank, widths)
     else:
         gradients = max(0, footprint.gradient_bytes - sum(unit.gradients for unit in blocks))
         frozen = max(0, footprint.parameter_bytes - sum(unit.whole for unit in blocks) - gradients)
-        root = unit_of((LayerFootprint(fqn="", parameter_rows=((gradients, 1, True), (frozen, 1, False))),), shards, rank)
+        root = unit_of((LayerFootprint(fqn="", parameter_rows=((gradients, 1, True), (frozen, 1, False))),), shards, rank, widths)
     total = Unit(**{field.name: sum(getattr(unit, field.name) for unit in (root, *blocks)) for field in fields(Unit)})
     return Sharding(root, tuple(blocks), total, shards)
 
 
-def fsdp_bytes(footprint: Footprint, plan: Plan, moments: Moments, *, rank: int, share: float, copies: bool) -> DeviceBytes:
+def fsdp_bytes(
+    footprint: Footprint, plan: Plan, moments: Moments, *, rank: int, share: float, copies: bool, widths: Widths = AS_TRACED
+) -> DeviceBytes:
     """What a rank holds at the peak of a step.
 
     Args:
@@ -145,8 +175,9 @@ def fsdp_bytes(footprint: Footprint, plan: Plan, moments: Moments, *, rank: int,
         rank: of the plan's.
         share: the rank's part of the batch.
         copies: whether a collective copies what it sends, as gloo does.
+        widths: of parameters and gradients, beside those in the trace.
     """
-    sharding = sharding_of(footprint, plan, rank)
+    sharding = sharding_of(footprint, plan, rank, widths)
     levels = _levels(sharding, bool(plan.reshard_after_forward), copies, plan.micro_batches > 1 or bool(moments.accumulated.any()))
     best: tuple[int, int, _Occasion] | None = None
     for occasion in chain(_in_forward(levels, moments), _in_backward(levels, moments), _after_backward(levels, moments)):
@@ -253,7 +284,7 @@ class _Levels:
     @property
     def root_part(self) -> int:
         """The root's gradients in shards."""
-        return self.sharding.root.reduced // self.sharding.shards
+        return self.sharding.root.kept
 
     @property
     def all_sharded(self) -> int:
@@ -262,7 +293,7 @@ class _Levels:
 
 
 def _levels(sharding: Sharding, reshard: bool, copies: bool, adds: bool) -> _Levels:
-    root, blocks, parts = sharding.root, sharding.blocks, sharding.shards
+    root, blocks = sharding.root, sharding.blocks
     gathered, reduced = [unit.gathered for unit in blocks], [unit.reduced for unit in blocks]
     nothing = [0] * (len(blocks) + 1)
     return _Levels(
@@ -276,7 +307,7 @@ def _levels(sharding: Sharding, reshard: bool, copies: bool, adds: bool) -> _Lev
         left=_array(_carried(reduced[::-1], 0)[::-1]),
         stays=_array(nothing if reshard else accumulate(gathered, initial=0)),
         whole=_array([*accumulate((unit.gradients for unit in reversed(blocks)), initial=0)][::-1]),
-        sharded=_array([*accumulate((size // parts for size in reversed(reduced)), initial=0)][::-1]),
+        sharded=_array([*accumulate((unit.kept for unit in reversed(blocks)), initial=0)][::-1]),
     )
 
 
@@ -337,7 +368,7 @@ def _after_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
     late = [unit for index, unit in enumerate(levels.sharding.blocks) if index not in told]
     gathered = sum(unit.gathered for unit in late)
     base = levels.all_sharded if levels.adds else levels.all_sharded - levels.root_part
-    waiting = np.full(len(rows), base + sum(unit.gradients - unit.reduced // parts for unit in late), dtype=np.int64)
+    waiting = np.full(len(rows), base + sum(unit.gradients - unit.kept for unit in late), dtype=np.int64)
     yield _Occasion(rows, waiting + root.gradients, np.full_like(rows, root.reduced + gathered), 0)
     yield _Occasion(rows, waiting + levels.root_part, np.full_like(rows, root.reduced * (1 + levels.copy) + gathered), 0)
     yield _Occasion(rows, np.full_like(rows, levels.all_sharded), np.zeros_like(rows), parts)

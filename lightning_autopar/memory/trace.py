@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +31,7 @@ from lightning_autopar.memory.cuda_scratch import CUDA_HIDDEN, cuda_scratch
 from lightning_autopar.memory.fake import UNCOMPILED, Target, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.guess import guess
-from lightning_autopar.memory.layers import layers
+from lightning_autopar.memory.layers import forward_bytes, layers
 from lightning_autopar.memory.rehearsal import Rehearsal, announced
 from lightning_autopar.memory.scratch import CPU_HIDDEN, UNREAD, cpu_scratch
 from lightning_autopar.memory.tape import Kind, Tape
@@ -267,7 +267,9 @@ class _Tracing:
         gradient_bytes = sum(bytes_of(parameter)[1] for parameter in trainable)
         peak_bytes = max((moment.total_bytes for moment in found.moments), default=0)
         held_bytes, changes = by_callbacks(self.trainer, module, on_cpu=self.target == "cpu") if training else (0, [])
-        evaluation_bytes = self._evaluation_bytes(rehearsal, validation, shadow) if training and validation is not None else None
+        evaluated: tuple[int | None, tuple[int, ...]] = None, ()
+        if training and validation is not None:
+            evaluated = self._evaluation_bytes(rehearsal, validation, shadow, watcher, [block.fqn for block in found.blocks])
         if any(is_compiled(part) for part in (*self.module.modules(), *module.modules())):
             changes.append(UNCOMPILED)
         assumptions = [*([note] if note else []), *shadow.guesses, *rehearsal.notes, *changes]
@@ -289,6 +291,7 @@ class _Tracing:
             blocks=found.blocks,
             outer=found.outer,
             also_uses=found.also_uses,
+            holders=found.holders,
             tape=found.tape,
             tied=tied_groups(module),
             training=training,
@@ -302,7 +305,8 @@ class _Tracing:
             traced=note is None,
             margin=_MARGIN_UNREAD if UNREAD in shadow.guesses else _MARGIN_REAL if note is not None or searching else 0.0,
             asks_for_world=rehearsal.asked_for_world,
-            evaluation_bytes=evaluation_bytes,
+            evaluation_bytes=evaluated[0],
+            evaluation_parts=evaluated[1],
             assumptions=tuple(dict.fromkeys(assumptions)),
         )
 
@@ -351,20 +355,28 @@ class _Tracing:
                 step(first=position == 0, last=position == batches - 1)
         return batches
 
-    def _evaluation_bytes(self, rehearsal: Rehearsal, batch: Any, shadow: ShadowValues) -> int | None:
-        """The most that a validation step holds beside what lives from step to step, its batch included; None where it fails."""
+    def _evaluation_bytes(
+        self, rehearsal: Rehearsal, batch: Any, shadow: ShadowValues, watcher: BlockWatcher, blocks: Sequence[str]
+    ) -> tuple[int | None, tuple[int, ...]]:
+        """The most that a validation step holds beside what lives from step to step, its batch included; None where it fails.
+
+        And the same by parts, where it runs the same blocks as training.
+        """
         try:
             tracker = self._tracker(rehearsal.module, batch, shadow)
+            watcher.follow(tracker)
             with tracker:
                 rehearsal.begin_validation()
+                watcher.begin_step()
                 tracker.record()
                 rehearsal.evaluation_step(batch, "validate")
             assert tracker.tape is not None
-            return _top_bytes(tracker.tape) - tracker.live["parameters"] - tracker.live["buffers"]
+            most = _top_bytes(tracker.tape) - tracker.live["parameters"] - tracker.live["buffers"]
+            return most, tuple(size + tracker.live["input"] for size in forward_bytes(tracker, watcher, blocks))
         except Exception as error:
             log.debug("the validation step can't be traced", exc_info=True)
             rehearsal.notes[f"the validation step can't be traced ({type(error).__name__}), and is taken to need less than training"] = None
-            return None
+            return None, ()
 
 
 def _states(optimizers: list[Any]) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
@@ -61,3 +61,18 @@ def with_recompute(plan: Plan, footprint: Footprint, blocks: Collection[str]) ->
     reason = f"activations of {len(chosen)} of {len(footprint.blocks)} blocks are recomputed in backward ({whole}), for memory"
     recompute = tuple(block.fqn for block in footprint.blocks if block.fqn in chosen)
     return replace(plan, recompute=recompute, reasons=(*plan.reasons, reason))
+
+
+def cuttable(footprint: Footprint, refused: Container[str] = ()) -> list[bool]:
+    """Of each block whether a stage of a pipeline may begin with it: not between two blocks that share a parameter.
+
+    Args:
+        footprint: with the blocks; the first of them begins the first stage in any case.
+        refused: FQNs of blocks of which it is known otherwise.
+    """
+    allowed = [block.fqn not in refused for block in footprint.blocks]
+    for group in footprint.tied:
+        used = [index for index, block in enumerate(footprint.blocks) if any(f"{fqn}.".startswith(f"{block.fqn}.") for fqn in group)]
+        for index in range(used[0] + 1, used[-1] + 1) if used else ():
+            allowed[index] = False
+    return allowed

@@ -112,7 +112,10 @@ def ruled_out(footprint: Footprint, inventory: Inventory, constraints: Constrain
     for engine in ENGINES:
         refusal = engine_refusal(engine, footprint, inventory, constraints)
         if refusal is not None and (engine in BUILT_ENGINES or engine in constraints.allow):
-            yield Option(plan=_widest(engine, footprint, inventory, constraints), rejection=refusal)
+            plan = _widest(engine, footprint, inventory, constraints)
+            # On one device no pipeline can be written down: nobody misses it who allows other engines.
+            if plan.engine == engine or len(constraints.allow) == 1:
+                yield Option(plan=plan, rejection=refusal)
     if footprint.batch_size > 1 and footprint.training and "single" in constraints.allow:
         refusal = feature_refusal("micro_batches", footprint, constraints)
         if refusal is not None and split_refusal(constraints) is None and constraints.split_batch:
@@ -190,9 +193,10 @@ def micro_batch_counts(rows: int) -> list[int]:
 
 def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
     """What a reader should know of a plan, a sentence each."""
-    if plan.world_size == 1:
-        return split_notes(constraints) if plan.micro_batches > 1 else ()
-    return (*split_notes(constraints), *world_notes(footprint, constraints))
+    own = constraints.pipeline_notes if plan.engine == "pipeline" else ()
+    if plan.data_ranks == 1:
+        return (*(split_notes(constraints) if plan.micro_batches > 1 else ()), *own)
+    return (*own, *split_notes(constraints), *world_notes(footprint, constraints))
 
 
 def build_plan(variant: Variant, devices: Sequence[Device], footprint: Footprint, inventory: Inventory, constraints: Constraints) -> Plan:
@@ -262,12 +266,13 @@ def _widest(engine: Engine, footprint: Footprint, inventory: Inventory, constrai
     devices = same[:1] if engine == "single" else same[: constraints.max_devices or len(same)]
     blocks = footprint.blocks
     if engine == "pipeline":
-        devices = devices[: max(1, len(blocks))]
+        devices = devices[: max(2, len(blocks))]
         plan = build_plan(Variant(engine="single"), devices[:1], footprint, inventory, constraints)
         if len(devices) == 1:  # No pipeline can be written down.
             return plan
-        cuts = tuple(blocks[len(blocks) * stage // len(devices)].fqn for stage in range(1, len(devices)))
+        names = [block.fqn for block in blocks] if len(blocks) > 1 else ["", "(no block)"]
+        cuts = tuple(names[len(names) * stage // len(devices)] for stage in range(1, len(devices)))
         ids = tuple(device.id for device in devices)
-        return replace(plan, engine=engine, devices=ids, cuts=cuts, schedule="1f1b", reasons=(ENGINE_REASONS[engine],))
+        return replace(plan, engine=engine, devices=ids, cuts=cuts, schedule="gpipe", reasons=(ENGINE_REASONS[engine],))
     settings = {"fsdp": Variant(engine=engine, reshard_after_forward=True), "zero": Variant(engine=engine, zero_stage=2)}
     return build_plan(settings.get(engine, Variant(engine=engine)), devices, footprint, inventory, constraints)

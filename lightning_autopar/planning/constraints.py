@@ -34,6 +34,7 @@ class SplitFinding:
         probed: whether the losses were compared. If not, the difference is unknown where there is a reason, and of no
             interest where there is none: the step has no loss to compare.
         subject: what differs: the loss, or something that the step writes.
+        counted: FQNs of the buffers that the step changes whatever the batch, which each part of a batch would change once more.
         log_rules: how ranks' logged values make the whole batch's, by hook and name.
         notes: further sentences for whoever reads of a plan that splits the batch.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
@@ -47,6 +48,7 @@ class SplitFinding:
     notes: tuple[str, ...] = ()
     uneven_calls: tuple[str, ...] = ()
     subject: str = "loss"
+    counted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ class Constraints:
         pinned: the plan to take; nothing else is considered.
         excluded: what this run can't use, of ``EXCLUDABLE``, with the sentence that says why; ``"multi"`` stands for every plan with
             several devices.
+        uncuttable: FQNs of the blocks with which no stage of a pipeline may begin, with the sentence that says why.
+        pipeline_notes: what a reader should know of any pipeline, a sentence each.
         split: what was found out about splitting the batch; None where there was nothing to find out.
         split_batch: whether ranks share the batch; if not, each takes a whole one, as in Lightning's own strategies.
         precision: Lightning's name of the precision, for the speed of devices.
@@ -83,6 +87,8 @@ class Constraints:
     exact: bool = False
     pinned: Plan | None = None
     excluded: Mapping[str, str] = field(default_factory=dict)
+    uncuttable: Mapping[str, str] = field(default_factory=dict)
+    pipeline_notes: tuple[str, ...] = ()
     split: SplitFinding | None = None
     split_batch: bool = True
     precision: str = "32-true"

@@ -5,6 +5,7 @@ The cuts are :mod:`partition`'s, by the tables of :mod:`stages`; here is what th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,14 +13,15 @@ import numpy as np
 
 from lightning_autopar.memory.inventory import Device
 from lightning_autopar.planning.appraisal import Appraiser
-from lightning_autopar.planning.blocks import recomputable, shardable, with_recompute
+from lightning_autopar.planning.blocks import cuttable, recomputable, shardable, with_recompute
 from lightning_autopar.planning.candidates import ENGINE_REASONS
 from lightning_autopar.planning.data_sheet import DataSheet
 from lightning_autopar.planning.part_seconds import part_seconds
 from lightning_autopar.planning.partition import Partition, Table, partition
 from lightning_autopar.planning.rates import Rates
-from lightning_autopar.planning.refusals import recompute_refusal
-from lightning_autopar.planning.stages import StageTables, cuttable, stage_seconds, stage_tables
+from lightning_autopar.planning.refusals import micro_batch_refusal, multi_refusal, recompute_refusal
+from lightning_autopar.planning.remedies import without_recompute
+from lightning_autopar.planning.stages import StageTables, stage_seconds, stage_tables
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 
 #: Stages beyond these are all bubble.
@@ -57,9 +59,17 @@ class _Shape:
             return self.micro_batches * found.slowest_seconds + (found.total_seconds - found.slowest_seconds) / 3
         return found.total_seconds + more * found.slowest_seconds
 
+    def least_seconds(self, total_seconds: float) -> float:
+        """Of a step with stages that are all as fast, and nothing to be sent: what no cut stays below."""
+        return self.seconds(Partition(starts=(), slowest_seconds=total_seconds / self.stages, total_seconds=total_seconds))
+
 
 def pipeline_plans(
-    appraiser: Appraiser, sets: Sequence[Sequence[Device]], speed: Mapping[str, float], rates: Rates | None = None
+    appraiser: Appraiser,
+    sets: Sequence[Sequence[Device]],
+    speed: Mapping[str, float],
+    rates: Rates | None = None,
+    limit: float = math.inf,
 ) -> Iterator[Plan]:
     """Of each set of devices and schedule the pipeline that promises to be fastest, of those that memory suffices for if there are any.
 
@@ -68,11 +78,16 @@ def pipeline_plans(
         sets: of devices, at least two each.
         speed: of each device by id.
         rates: of single operations; data sheets' unless given.
+        limit: seconds of a batch that a plan must stay below to be of interest.
     """
     for devices in sets:
         maker = _Maker(appraiser, devices, speed, rates)
+        # On CPU devices backward in halves was measured to gain nothing: 206 ms a step beside 1F1B's 200, on a machine that others used.
+        on_cpu = any(device.kind == "cpu" for device in devices)
         for schedule in SCHEDULES:
-            plan = maker.best(schedule)
+            if on_cpu and schedule == "zero_bubble":
+                continue
+            plan = maker.best(schedule, limit)
             if plan is not None:
                 yield plan
 
@@ -91,52 +106,74 @@ class _Maker:
             # A stage holds the more micro-batches the nearer it is to the front.
             self.devices.sort(key=lambda device: (-appraiser.budget[device.id], -speed[device.id], device.id))
         self.speed = speed
-        self.cuttable = cuttable(self.footprint)
+        self.training = self.footprint.training
+        #: Whether a batch may be taken apart over replicas, and over micro-batches.
+        self.copies = multi_refusal(self.footprint, appraiser.inventory, appraiser.constraints) is None
+        self.parts = micro_batch_refusal(self.footprint, appraiser.constraints) is None
+        self.cuttable = cuttable(self.footprint, appraiser.constraints.uncuttable)
         self._tables: dict[tuple[float, float, bool], StageTables] = {}
         self._seconds: dict[tuple[object, ...], Table] = {}
+        self._of_parts: dict[tuple[float, float, bool], list[float]] = {}
 
-    def best(self, schedule: Schedule) -> Plan | None:
-        """The fastest by the tables, made to fit by the exact prediction."""
+    def best(self, schedule: Schedule, limit: float = math.inf) -> Plan | None:
+        """The fastest by the tables, made to fit by the exact prediction; None where there is none, or all are slower than the limit.
+
+        Where memory suffices for none, one is given all the same, if it were fast enough.
+        """
+        shapes = list(self._shapes(schedule))
+        least = {shape: shape.least_seconds(self._total_seconds(shape)) for shape in shapes}
         promising: list[tuple[float, int, _Shape]] = []
-        lacking: _Shape | None = None
-        for number, shape in enumerate(self._shapes(schedule)):
-            if shape.recompute and promising:
-                break
+        lacking: set[_Shape] = set()
+        for number, shape in sorted(enumerate(shapes), key=lambda one: (one[1].recompute, least[one[1]], one[0])):
+            if least[shape] >= limit or (promising and (shape.recompute or least[shape] > min(promising)[0])):
+                continue
             # Shards cost time, and are for where memory doesn't suffice without.
-            if shape.sharded and lacking != replace(shape, sharded=False):
+            if shape.sharded and replace(shape, sharded=False) not in lacking:
                 continue
             found = self._cut(shape, self._caps(shape))
             if found is not None:
                 promising.append((shape.seconds(found), number, shape))
             else:
-                lacking = shape
-        if not promising:
-            shapes = list(self._shapes(schedule))
-            return None if not shapes else self._anyhow(shapes[-1])
-        return self._fitted(min(promising)[2])
+                lacking.add(shape)
+        if promising:
+            return self._fitted(min(promising)[2])
+        return self._anyhow(shapes[-1]) if shapes and least[shapes[-1]] < limit else None
+
+    def _total_seconds(self, shape: _Shape) -> float:
+        """Of all of a micro-batch's forwards and backwards, on the fastest device."""
+        fastest = max(self.devices, key=lambda device: (self.speed[device.id], device.id))
+        return sum(self._seconds_of_parts(fastest, self._share(shape), shape.recompute))
 
     def _shapes(self, schedule: Schedule) -> Iterator[_Shape]:
-        """Ranks by replicas that use all devices, and micro-batches; with all that saves memory last."""
+        """Ranks by replicas that use all devices, and micro-batches; with all that saves memory last.
+
+        A batch that isn't taken apart runs through the stages as it is, one after the other, and so does one of a step without gradients:
+        under any schedule the same, GPipe's.
+        """
         appraiser, count = self.appraiser, len(self.devices)
-        blocks = len(self.footprint.blocks)
+        if not self.parts and schedule != "gpipe":
+            return
+        blocks = sum(self.cuttable[1:]) + 1
         local = _LOCAL if schedule in INTERLEAVED else 1
         saving = [False]
-        if recompute_refusal(appraiser.constraints) is None and recomputable(self.footprint):
+        # Recomputation keeps backward from being cut in halves: then there is nothing to gain by a zero bubble.
+        halves = schedule == "zero_bubble"
+        if not halves and recompute_refusal(appraiser.constraints) is None and recomputable(self.footprint):
             saving.append(True)
         for recompute in saving:
             for ranks in range(2, min(count, blocks // local, _MOST_RANKS) + 1):
-                if count % ranks:
+                if count % ranks or (count > ranks and not self.copies):
                     continue
                 rows = -(-self.footprint.batch_size // (count // ranks))
-                for rounds in _ROUNDS:
-                    parts = ranks * rounds
+                for rounds in _ROUNDS if self.parts else (1,):
+                    parts = ranks * rounds if self.parts else 1
                     if parts > rows or (schedule == "gpipe" and rounds > 1):
                         break
                     shape = _Shape(
                         schedule=schedule, ranks=ranks, replicas=count // ranks, micro_batches=parts, recompute=recompute, sharded=False
                     )
                     yield shape
-                    if shape.replicas > 1 and schedule != "interleaved_1f1b":
+                    if shape.replicas > 1 and schedule != "interleaved_1f1b" and self.training:
                         yield replace(shape, sharded=True)
 
     def _caps(self, shape: _Shape) -> list[float]:
@@ -152,10 +189,9 @@ class _Maker:
 
     def _cut(self, shape: _Shape, caps: Sequence[float]) -> Partition | None:
         """The stages by the tables."""
-        whole = max(1, self.footprint.batch_size)
         rows = -(-self.footprint.batch_size // shape.replicas)
-        share = -(-rows // shape.micro_batches) / whole
-        tables = self._stage_tables(share, rows / whole, shape.recompute)
+        share = self._share(shape)
+        tables = self._stage_tables(share, rows / max(1, self.footprint.batch_size), shape.recompute)
         groups = self._groups(shape)
         costs = []
         local = shape.stages // shape.ranks
@@ -169,6 +205,11 @@ class _Maker:
             costs.append(np.where(needs <= caps[rank] / local, seconds, np.inf))
         return partition(costs, self.cuttable)
 
+    def _share(self, shape: _Shape) -> float:
+        """A micro-batch's part of the batch."""
+        rows = -(-self.footprint.batch_size // shape.replicas)
+        return -(-rows // shape.micro_batches) / max(1, self.footprint.batch_size)
+
     def _stage_tables(self, share: float, rows_share: float, recompute: bool) -> StageTables:
         key = (share, rows_share, recompute)
         if key not in self._tables:
@@ -178,12 +219,18 @@ class _Maker:
     def _stage_seconds(self, device: Device, following: Device, share: float, recompute: bool) -> Table:
         key = (self.speed[device.id], device.node == following.node, share, recompute)
         if key not in self._seconds:
-            constraints = self.appraiser.constraints
-            parts = part_seconds(self.footprint, device, share, precision=constraints.precision, rates=self.rates)
-            again = {block.fqn for block in recomputable(self.footprint)} if recompute else set()
-            seconds = [forward * (2 if fqn in again else 1) + backward for fqn, forward, backward in parts]
+            seconds = self._seconds_of_parts(device, share, recompute)
             self._seconds[key] = stage_seconds(seconds, self._send(device, following), self.footprint, share)
         return self._seconds[key]
+
+    def _seconds_of_parts(self, device: Device, share: float, recompute: bool) -> list[float]:
+        """Of each part of the step, for one micro-batch, forward and backward."""
+        key = (self.speed[device.id], share, recompute)
+        if key not in self._of_parts:
+            parts = part_seconds(self.footprint, device, share, precision=self.appraiser.constraints.precision, rates=self.rates)
+            again = {block.fqn for block in recomputable(self.footprint)} if recompute else set()
+            self._of_parts[key] = [forward * (2 if fqn in again else 1) + backward for fqn, forward, backward in parts]
+        return self._of_parts[key]
 
     def _send(self, a: Device, b: Device) -> Callable[[int], float]:
         source = self.rates or _DATA_SHEET
@@ -204,14 +251,42 @@ class _Maker:
             groups = self._groups(shape)
             over = [max(needs[device.id] - self.appraiser.budget[device.id] for device in group) for group in groups]
             if max(over) <= 0:
-                break
+                return self._relieved(plan, groups) if shape.recompute else plan
             caps = [cap - max(0, more) for cap, more in zip(caps, over, strict=True)]
         return plan
 
+    def _relieved(self, plan: Plan, groups: Sequence[Sequence[Device]]) -> Plan:
+        """The plan with only so many blocks of each rank recomputed as it takes to fit: its first ones, whose activations it keeps longest.
+
+        What a rank holds depends on its own stages alone, so that all are halved at once.
+        """
+        ranks = plan.devices_per_replica
+        order = {block.fqn: index for index, block in enumerate(self.footprint.blocks)}
+        cuts = [order[fqn] for fqn in plan.cuts]
+        own: list[list[str]] = [[] for _ in range(ranks)]
+        for fqn in plan.recompute:
+            own[sum(cut <= order[fqn] for cut in cuts) % ranks].append(fqn)
+        bare = without_recompute(plan)
+
+        def recomputing(counts: Sequence[int]) -> Plan:
+            return with_recompute(bare, self.footprint, [fqn for blocks, count in zip(own, counts, strict=True) for fqn in blocks[:count]])
+
+        low, high = [-1] * ranks, [len(blocks) for blocks in own]
+        while any(more - less > 1 for less, more in zip(low, high, strict=True)):
+            middle = [(less + more) // 2 if more - less > 1 else more for less, more in zip(low, high, strict=True)]
+            needs = self.appraiser.needs(recomputing(middle))
+            for rank, group in enumerate(groups):
+                if all(needs[device.id] <= self.appraiser.budget[device.id] for device in group):
+                    high[rank] = middle[rank]
+                else:
+                    low[rank] = middle[rank]
+        fewer = recomputing(high)
+        return fewer if self.appraiser.holds(fewer) else plan
+
     def _anyhow(self, shape: _Shape) -> Plan:
-        """Stages of as many blocks each, where memory suffices for none."""
-        blocks = len(self.footprint.blocks)
-        return self._plan(shape, tuple(blocks * stage // shape.stages for stage in range(shape.stages)))
+        """Stages of about as many blocks each, where memory suffices for none."""
+        starts = [0, *(index for index, allowed in enumerate(self.cuttable) if allowed and index)]
+        return self._plan(shape, tuple(starts[len(starts) * stage // shape.stages] for stage in range(shape.stages)))
 
     def _plan(self, shape: _Shape, starts: Sequence[int]) -> Plan:
         blocks = self.footprint.blocks

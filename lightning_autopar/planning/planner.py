@@ -16,7 +16,7 @@ from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.finalists import Finalists
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.reasons import explained
-from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal, recompute_refusal
+from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal, multi_refusal, recompute_refusal
 from lightning_autopar.planning.report import Candidate, NothingFits, Report
 from lightning_autopar.planning.runnable import cannot_run
 from lightning_autopar.planning.search import Search
@@ -57,8 +57,10 @@ def make_report(
         raise ValueError("there is no device to plan for; see `lightning-autopar devices` for what was found, or give devices='2xcpu:4GiB'")
     ask = _Ask(predict, rates)
     if constraints.pinned is not None:
-        # An evaluation takes whole batches, whatever the plan does in training.
-        plan = constraints.pinned if footprint.training else replace(constraints.pinned, micro_batches=1)
+        # An evaluation takes whole batches, whatever the plan does in training. A pipeline's schedule keeps those it was made for.
+        plan = constraints.pinned
+        if not footprint.training and plan.engine != "pipeline":
+            plan = replace(plan, micro_batches=1)
         check_pinned(plan, footprint, inventory, constraints)
         candidates = [ask.evaluate(footprint, inventory, constraints, plan, confirm=True)]
     else:
@@ -127,11 +129,16 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
     if len(kinds := {known[device].kind for device in plan.devices}) > 1:
         raise ValueError(f"the pinned plan mixes devices of kinds {', '.join(sorted(kinds))}; name devices of one kind")
     batch = footprint.batch_size
-    if constraints.split_batch and plan.world_size > max(1, batch):
-        raise ValueError(f"the pinned plan has {plan.world_size} ranks for a batch of {batch}; name at most a device for each sample")
+    if constraints.split_batch and plan.data_ranks > max(1, batch):
+        each = "pipelines" if plan.engine == "pipeline" else "ranks"
+        raise ValueError(f"the pinned plan has {plan.data_ranks} {each} for a batch of {batch}; name at most a device for each sample")
     rows = max(plan.rows(batch)) if constraints.split_batch else batch
-    if plan.micro_batches > max(1, rows):
+    if footprint.training and plan.micro_batches > max(1, rows):
         raise ValueError(f"the pinned plan takes {rows} samples apart into {plan.micro_batches} micro-batches; have at most {max(1, rows)}")
+    if refused := [fqn for fqn in plan.cuts if fqn in constraints.uncuttable]:
+        raise ValueError(
+            f"the pinned plan cuts at {refused[0]!r}, with which no stage may begin: {constraints.uncuttable[refused[0]]}; cut elsewhere"
+        )
     if not footprint.traced:
         return
     recomputable = {block.fqn: block.recomputable for block in footprint.blocks}
@@ -147,12 +154,12 @@ def _refusal(plan: Plan, footprint: Footprint, inventory: Inventory, constraints
     engine = "single" if plan.world_size == 1 and plan.engine in constraints.allow else plan.engine
     allowed = constraints if engine == plan.engine else replace(constraints, allow=("single", plan.engine))
     refusal = constraints.excluded.get(plan.engine) or engine_refusal(engine, footprint, inventory, allowed)
-    if refusal is None and plan.micro_batches > 1:
+    if refusal is None and plan.micro_batches > 1 and footprint.training:
         refusal = micro_batch_refusal(footprint, constraints)
     if refusal is None and plan.recompute:
         refusal = recompute_refusal(constraints)
     if refusal is None and plan.shares:
         refusal = feature_refusal("shares", footprint, constraints)
     if refusal is None and plan.replicas > 1:
-        refusal = feature_refusal("replicas", footprint, constraints)
+        refusal = multi_refusal(footprint, inventory, constraints) or feature_refusal("replicas", footprint, constraints)
     return refusal

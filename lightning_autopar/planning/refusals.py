@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.planning.blocks import cuttable
 from lightning_autopar.planning.constraints import SPLIT_TOLERANCE, Constraints, SplitFinding
 from lightning_autopar.planning.runnable import Feature
 from lightning_autopar.plans import BUILT_ENGINES, Engine
@@ -17,9 +18,10 @@ from lightning_autopar.plans import BUILT_ENGINES, Engine
 
 def engine_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
     """Why no plan of this engine is a candidate; None if some are. With offload, zero and fsdp run on one device as well."""
-    return own_refusal(engine, footprint, inventory, constraints) or (
-        None if engine == "single" else multi_refusal(footprint, inventory, constraints)
-    )
+    if (refusal := own_refusal(engine, footprint, inventory, constraints)) is not None or engine == "single":
+        return refusal
+    # The ranks of one pipeline have their samples in common.
+    return devices_refusal(inventory, constraints) if engine == "pipeline" else multi_refusal(footprint, inventory, constraints)
 
 
 def own_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
@@ -55,17 +57,31 @@ def _zero_refusal(footprint: Footprint, inventory: Inventory, constraints: Const
 
 def _pipeline_refusal(footprint: Footprint, constraints: Constraints) -> str | None:
     """What ``torch.distributed.pipelining`` asks for."""
-    if not footprint.training:
-        return "a pipeline is for training steps, and this is one without gradients"
     if footprint.tape is None or not footprint.outer:
         return "the step wasn't traced, so that it is not known where it can be cut into stages"
     if len(footprint.blocks) < 2:
         return f"a pipeline is cut between repeated blocks, and the module has {len(footprint.blocks)}"
+    if not constraints.split_batch:
+        return "each rank takes a whole batch of its own, which the ranks of a pipeline have in common"
+    if footprint.batch_size == 0:
+        return "the batch has no batch dimension, and a pipeline's stages tell samples by it"
+    if (reason := _nowhere_cuttable(footprint, constraints)) is not None or not footprint.training:
+        return reason
     if footprint.optimizers != 1:
         return f"each stage steps one optimizer, and the module configures {footprint.optimizers}"
     if not footprint.automatic_optimization:
         return "a pipeline's schedule runs backward by itself, and the module does so by hand"
-    return micro_batch_refusal(footprint, constraints)
+    return None
+
+
+def _nowhere_cuttable(footprint: Footprint, constraints: Constraints) -> str | None:
+    """Why no block can begin a stage; None where one can. The reason that most blocks have stands for all."""
+    allowed = cuttable(footprint, constraints.uncuttable)
+    if any(allowed[1:]):
+        return None
+    reasons = [constraints.uncuttable.get(block.fqn, "it shares a parameter with a block before it") for block in footprint.blocks[1:]]
+    most = max(reasons, key=reasons.count)
+    return f"no block can begin a stage: {most}"
 
 
 @lru_cache(maxsize=1)
@@ -74,7 +90,20 @@ def _has_deepspeed() -> bool:
 
 
 def multi_refusal(footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
-    """Why no plan with several devices is a candidate; None if some are."""
+    """Why no plan that splits the batch over devices is a candidate; None if some are."""
+    if (refusal := devices_refusal(inventory, constraints)) is not None or not constraints.split_batch:
+        return refusal
+    if footprint.batch_size == 0:
+        return "the batch has no batch dimension, so it can't be split over ranks"
+    if footprint.batch_size == 1:
+        return "a batch of 1 sample can't be split over ranks"
+    if footprint.batch_size < (constraints.min_devices or 1):
+        return f"a batch of {footprint.batch_size} samples can't be split over the {constraints.min_devices} processes that were started"
+    return split_refusal(constraints)
+
+
+def devices_refusal(inventory: Inventory, constraints: Constraints) -> str | None:
+    """Why no plan with several devices is a candidate, whatever it does with the batch; None if some are."""
     if "multi" in constraints.excluded:
         return constraints.excluded["multi"]
     kinds = [device.kind for device in inventory.devices]
@@ -83,15 +112,7 @@ def multi_refusal(footprint: Footprint, inventory: Inventory, constraints: Const
         return f"needs at least two devices of one kind, but there is one: {one}"
     if constraints.max_devices == 1:
         return "needs at least two devices, but the run may use only one"
-    if not constraints.split_batch:
-        return None
-    if footprint.batch_size == 0:
-        return "the batch has no batch dimension, so it can't be split over ranks"
-    if footprint.batch_size == 1:
-        return "a batch of 1 sample can't be split over ranks"
-    if footprint.batch_size < (constraints.min_devices or 1):
-        return f"a batch of {footprint.batch_size} samples can't be split over the {constraints.min_devices} processes that were started"
-    return split_refusal(constraints)
+    return None
 
 
 def feature_refusal(feature: Feature, footprint: Footprint, constraints: Constraints) -> str | None:

@@ -22,6 +22,8 @@ def cannot_run(plan: Plan) -> str | None:
     """What the plan would need that this version can't run yet, in a few words; None where it can be run."""
     if plan.engine not in BUILT_ENGINES:
         return f"engine {plan.engine!r}"
+    if plan.engine == "pipeline":  # its replicas and micro-batches are its engine's own
+        return None
     asked: dict[Feature, bool] = {
         "micro_batches": plan.micro_batches > 1,
         "shares": bool(plan.shares),

@@ -105,6 +105,8 @@ class Search:
         options = self._options()
         self._look_at_all(options)
         self._between(options)
+        if engine_refusal("pipeline", self.footprint, self.inventory, self.constraints) is None:
+            self._add_pipelines()
         if self.constraints.objective == "speed":
             if math.isinf(self.best_seconds):
                 self._least()
@@ -157,12 +159,32 @@ class Search:
             sets = device_sets(self.footprint.batch_size, self.inventory, self.constraints, self.speed, sizes=sizes)
             self._look_at_all(self._options(sets))
 
+    def _add_pipelines(self) -> None:
+        """On as many devices as may be, on the best plan's, and on ever half as many while those promise to be faster than all so far."""
+        # The ranks of a pipeline have their samples in common, so that there may be more of them than samples.
+        count = len(self.inventory.devices)
+        most = largest_size(count, self.inventory, self.constraints)
+        best = self._best_fitting()
+        sizes = {most, best.plan.world_size if best is not None else most}
+        while most > 2:
+            most = (most + 1) // 2
+            sizes.add(most)
+        by_speed = self.constraints.objective == "speed"
+        sets = device_sets(count, self.inventory, self.constraints, self.speed, sizes=sizes)
+        shown = max((len(devices) for devices in sets), default=0)
+        for devices in reversed(sets):
+            # Those on most devices are there to be read, too.
+            limit = self.best_seconds * (1 + WORTHWHILE) if by_speed and len(devices) < shown else math.inf
+            self._add_all(pipeline_plans(self.appraiser, [devices], self.speed, self.rates, limit))
+
     def _least(self) -> None:
         """Where nothing fits: what needs least, for whoever asks how much is missing."""
         nearest: dict[str, Candidate] = {}
         for candidate in sorted(self._found, key=self.appraiser.order):
             nearest.setdefault(candidate.plan.engine, candidate)
         for candidate in nearest.values():
+            if candidate.plan.engine == "pipeline":  # it saves what it can where it lacks memory
+                continue
             self._save_most(in_parts(without_recompute(candidate.plan), 1))
 
     def _polish(self) -> None:
@@ -174,7 +196,7 @@ class Search:
         kinds = {(device.name, device.threads, device.utilization) for device in map(self.appraiser.device.__getitem__, plan.devices)}
         if plan.shares or (len(kinds) > 1 and self.remedies.shares and plan.engine in ("ddp", "fsdp")):
             plan = self.remedies.better_shares(plan)
-        if plan.recompute:
+        if plan.recompute and plan.engine != "pipeline":
             plan = self.remedies.cheaper_blocks(plan)
         if plan != best.plan:
             self._found = [one for one in self._found if one is not best]
@@ -197,10 +219,6 @@ class Search:
                 saving = with_recompute(option.plan, self.footprint, blocks)
                 if self.appraiser.holds(saving):
                     self._add(saving)
-        if engine_refusal("pipeline", self.footprint, self.inventory, self.constraints) is None:
-            several = [devices for devices in sets if len(devices) > 1]
-            for plan in pipeline_plans(self.appraiser, several, self.speed, self.rates):
-                self._add(plan)
 
     def _notable_sets(self) -> list[Sequence[Device]]:
         """Sets of devices on which plans that can't be run are shown: the best plan's, or else as many as may be; and one by itself."""

@@ -41,16 +41,6 @@ def in_flight(schedule: Schedule, stage: int, stages: int, ranks: int, micro_bat
     return min(micro_batches, stages - stage)
 
 
-def cuttable(footprint: Footprint) -> list[bool]:
-    """Of each block whether a stage may begin with it: not between two blocks that share a parameter."""
-    allowed = [True] * len(footprint.blocks)
-    for group in footprint.tied:
-        used = [index for index, block in enumerate(footprint.blocks) if any(f"{fqn}.".startswith(f"{block.fqn}.") for fqn in group)]
-        for index in range(used[0] + 1, used[-1] + 1) if used else ():
-            allowed[index] = False
-    return allowed
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageTables:
     """What stages take, by their first block (row) and the one behind their last (column). Bytes, of activations those of a micro-batch.
@@ -59,10 +49,10 @@ class StageTables:
         states: parameters and the optimizer's state, tied copies included.
         gradients: complete ones.
         buffers: the module's.
-        held: between a micro-batch's forward and its backward.
+        held: between a micro-batch's forward and its backward, what it received included.
         peak: at the fullest moment of a forward or a backward, complete gradients not counted.
         flow: all that a backward makes, which is kept for its second half where it is in two.
-        passed: buffers to receive into, activations and gradients, by the first block and the one behind the last.
+        passed: what is received and sent of a micro-batch, by the first block and the one behind the last.
         input: the batch of a replica.
     """
 
@@ -90,7 +80,7 @@ class StageTables:
         running = (flight - 1) * self.held + np.maximum(self.peak, self.held)
         if schedule == "zero_bubble":  # a stage does its weights' halves as many micro-batches later as there are stages before it
             running = running + min(stage + 1, micro_batches) * self.flow
-        found: Table = self.states / shards + self.gradients + self.buffers + running + micro_batches * self.passed + self.input
+        found: Table = self.states / shards + self.gradients + self.buffers + running + self.passed + self.input
         return found if shards == 1 else found + self.states  # gathered through the step
 
 
@@ -129,8 +119,8 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
         states=between(states),
         gradients=between(np.array([layer.gradient_bytes for layer in layers]) + also[1]),
         buffers=between([layer.buffer_bytes for layer in layers]),
-        held=between(kept) + anew[:, None],
-        peak=peak + anew[:, None],
+        held=between(kept) + anew[:, None] + received[:, None],
+        peak=peak + anew[:, None] + received[:, None],
         flow=between([part.flow.at(share) for part in parts]),
         passed=received[:, None] + received[None, :],
         input=round(footprint.input_bytes * rows_share),

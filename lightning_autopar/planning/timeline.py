@@ -129,7 +129,7 @@ def _of_stages(step: PipelineStep, most: int) -> list[list[Event]]:
             if action.stage + 1 < plan.stages and (sent := stages.sends[action.stage]):
                 events[rank].append(Event("communication", end, end + sent, "communication", f"send {label}"))
             continue
-        second = sum(again) * (0.5 if action.work in ("input", "weight") else 1.0)
+        second = min(sum(again) * (0.5 if stages.splits and action.work in ("input", "weight") else 1.0), end - start)
         if second:
             events[rank].append(Event("compute", start, start + second, "recompute", label))
         events[rank].append(Event("compute", start + second, end, "backward", label))

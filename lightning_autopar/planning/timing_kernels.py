@@ -69,6 +69,10 @@ _HALF_LENGTH = {(False, False): 85, (False, True): 290, (True, False): 250, (Tru
 _WIDE_SHARE = 0.88  # of heads wider than 128, beside 128 (the same figures)
 #: A convolution's gather of its input and its borders, beside the matrix product that it amounts to.
 _CONVOLUTION_SHARE = 0.8
+#: Winograd's minimal filtering of 3 × 3 convolutions that move by one, which cuDNN uses on cores without matrix units: beside its direct
+#: convolution, at batches of 64 ("Fast Algorithms for Convolutional Neural Networks", https://arxiv.org/abs/1509.09308, table 5).
+_WINOGRAD_GAIN = 1.48
+_WINOGRAD_CHANNELS = 16  # of fewer the transforms of the pictures take longer than they save
 #: Where a footprint knows only totals: the typical share of a large product's rate over a transformer's products and what lies between.
 _UNKNOWN_SHARE = 0.7
 
@@ -188,10 +192,19 @@ def _convolution_seconds(model: KnownDevice, work: Work) -> float:
     k = ceil(k / 8) * 8  # cuDNN pads the channels
     seconds = tiled_seconds(model, dtype, groups, m, ceil(n / 8) * 8, k) / _CONVOLUTION_SHARE
     seconds *= max(1.0, work.flops / product)
+    if dtype == "fp32" and kernel == 9 and groups == 1 and min(inputs, outputs) >= _WINOGRAD_CHANNELS and _moves_by_one(work):
+        seconds /= _WINOGRAD_GAIN
     if dtype in ("tf32", "bf16", "fp16") and dtype in model.flops and "channels_last" not in work.name:
         # Tensor cores want channels last: input and output are turned over, each read and written.
         seconds += memory_seconds(model, 2 * (work.moved_bytes - work.fixed_bytes))
     return seconds
+
+
+def _moves_by_one(work: Work) -> bool:
+    """Whether a convolution's input has as many positions as its output, by the bytes of the two."""
+    batch, inputs, outputs, positions, *_ = work.shape
+    size = _ELEMENT_BYTES.get(work.dtype, 4) * batch
+    return (work.moved_bytes - work.fixed_bytes) / size - outputs * positions < 1.5 * inputs * positions
 
 
 def _recurrent_seconds(model: KnownDevice, work: Work) -> float:

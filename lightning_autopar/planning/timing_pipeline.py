@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ class Stages:
         forward: seconds of each stage's forward.
         backward: of its backward, a second forward included.
         sends: of handing on what it made, stage to stage: one less than there are stages. Gradients take as long.
+        splits: whether a zero-bubble schedule's backward is in two halves; else its first one is all of it.
     """
 
     schedule: Schedule
@@ -32,6 +33,7 @@ class Stages:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     sends: tuple[float, ...]
+    splits: bool = True
 
 
 class Done(NamedTuple):
@@ -81,7 +83,7 @@ def _pace(stages: Stages) -> float:
 
 
 def _with(stages: Stages, micro_batches: int) -> Stages:
-    return Stages(stages.schedule, stages.ranks, micro_batches, stages.forward, stages.backward, stages.sends)
+    return replace(stages, micro_batches=micro_batches)
 
 
 def _few(stages: Stages) -> tuple[int, int] | None:
@@ -112,6 +114,7 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
     """Each rank does its actions in order, each as soon as what it needs is there."""
     count, ranks = len(stages.forward), stages.ranks
     forward, backward, sends = stages.forward, stages.backward, stages.sends
+    portion = {"backward": 1.0, "input": 0.5, "weight": 0.5} if stages.splits else {"backward": 1.0, "input": 1.0, "weight": 0.0}
     last = count - 1
     queues = [rank_actions(stages.schedule, rank, ranks, count, stages.micro_batches) for rank in range(ranks)]
     places, clocks = [0] * ranks, [0.0] * ranks
@@ -133,7 +136,7 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
                     waiting[need] = rank
                     break
                 start = max(clock, there)
-            seconds = forward[stage] if work == "forward" else backward[stage] if work == "backward" else backward[stage] / 2
+            seconds = forward[stage] if work == "forward" else backward[stage] * portion[work]
             clock = start + seconds
             place += 1
             out.append((rank, action, start, clock))

@@ -15,6 +15,11 @@ from lightning_autopar.planning.timing_step import Step
 class PipelineStep(Step):
     """A step of a pipeline."""
 
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a step: one where there are no gradients, whatever the plan does in training."""
+        return self.plan.micro_batches if self.training else 1
+
     def stage_layers(self) -> list[range]:
         """The layers of each stage."""
         places = {layer.fqn: number for number, layer in enumerate(self.layout.layers) if layer.fqn is not None}
@@ -48,7 +53,7 @@ class PipelineStep(Step):
                         device,
                         self.rates,
                         share=self.rows[rank] / self.batch,
-                        parts=plan.micro_batches,
+                        parts=self.parts,
                         held=held * own / whole if whole else held,
                         layers=layers,
                     )
@@ -59,7 +64,7 @@ class PipelineStep(Step):
         """Seconds from each stage to the next, of what enters the next one's first block."""
         out = []
         for run, following, layers in zip(runs, runs[1:], self.stage_layers()[1:], strict=False):
-            share = max(self.rows) / self.batch / self.plan.micro_batches
+            share = max(self.rows) / self.batch / self.parts
             size = round(self.layout.layers[layers.start].received * share)
             same = run.device.id == following.device.id
             out.append(0.0 if same else self.rates.collective_seconds("send", size, (run.device, following.device), self.inventory))
@@ -72,14 +77,19 @@ class PipelineStep(Step):
         return Stages(
             plan.schedule,
             plan.devices_per_replica,
-            plan.micro_batches,
+            self.parts,
             tuple(sum(run.forward) for run in runs),
             tuple(sum(run.backwards()) for run in runs),
             self.sends(runs),
+            plan.splits_backward or plan.schedule != "zero_bubble",
         )
 
     def synced(self, position: int, runs: Sequence[Run]) -> float:
-        """What a rank's gradients take beyond its last backward: among replicas, and of a parameter that another stage uses, too."""
+        """What a rank's gradients take beyond its last backward: among replicas, and of a parameter that another stage uses, too.
+
+        Nothing of it is hidden by the rank's own work. The later a stage, the earlier it is done, and has averaged its gradients when the
+        first stage is.
+        """
         plan = self.plan
         count = plan.devices_per_replica
         layers = self.stage_layers()
@@ -93,12 +103,14 @@ class PipelineStep(Step):
                 seconds += self.rates.collective_seconds("all_gather", parameters, group, self.inventory)
                 seconds += self.rates.collective_seconds("reduce_scatter", gradients, group, self.inventory)
             else:
-                hides = sum(runs[position].backwards()) * self.rates.overlap(self.devices[position])
-                seconds += max(0.0, self.rates.collective_seconds("all_reduce", gradients, group, self.inventory) - hides)
-        for index, _, _, size_bytes, _ in self.footprint.also_uses:
-            user = self._stage_of(2 * index, layers) % count
-            if size_bytes and user and position in (0, user):  # it is the first stage's, as it uses it first
-                ends = self.devices[0], self.devices[user]
+                seconds += self.rates.collective_seconds("all_reduce", gradients, group, self.inventory)
+        pairs: dict[tuple[str, int, int], int] = {}
+        for index, name, _, size_bytes, _ in self.footprint.also_uses:
+            holder, user = (self._stage_of(part, layers) % count for part in (self.footprint.holders.get(name, 0), 2 * index))
+            pairs[name, holder, user] = size_bytes
+        for (_, holder, user), size_bytes in pairs.items():
+            if size_bytes and user != holder and position in (holder, user):
+                ends = self.devices[holder], self.devices[user]
                 seconds += self.rates.collective_seconds("all_reduce", size_bytes, ends, self.inventory)
         return seconds
 
@@ -112,8 +124,8 @@ class PipelineStep(Step):
         count = plan.devices_per_replica
         runs = self.stage_runs()
         stages = self.stages(runs)
-        ends = pipeline_ends(stages)
-        unsent = pipeline_ends(replace(stages, sends=(0.0,) * len(stages.sends)))
+        unsent = self._ends(replace(stages, sends=(0.0,) * len(stages.sends)))
+        ends = self._ends(stages)
         mine = [runs[position::count] for position in range(count)]
         updates = [sum(run.update for run in own) for own in mine]
         synced = [self.synced(position, runs) for position in range(count)]
@@ -130,6 +142,12 @@ class PipelineStep(Step):
             input=runs[0].copied,
             overhead=waits[last],
         )
+
+    def _ends(self, stages: Stages) -> tuple[float, ...]:
+        """When each rank is done. Without gradients all are so at once, as each is told what the last stage makes of the batch."""
+        if self.training:
+            return pipeline_ends(stages)
+        return (sum(stages.forward) + sum(stages.sends),) * stages.ranks
 
     @staticmethod
     def _overhead(own: Sequence[Run], busy: float) -> float:

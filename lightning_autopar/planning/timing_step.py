@@ -176,7 +176,8 @@ class Step:
         for device in self.devices:
             nodes[device.node] = nodes.get(device.node, 0) + 1
         elements = self.footprint.trainable_parameters / plan.devices_per_replica * max(nodes.values())
-        seconds = self.rates.host_adam_seconds(round(elements)) * (_PLAIN_ADAM if plan.engine == "fsdp" else 1.0)
+        fused = any(work.name.startswith("_fused_") for work in self.layout.optimizer)  # one vectorised pass, as DeepSpeed's
+        seconds = self.rates.host_adam_seconds(round(elements)) * (_PLAIN_ADAM if plan.engine == "fsdp" and not fused else 1.0)
         if plan.engine == "zero":
             part = self.width(self.footprint.gradient_bytes) / plan.world_size
             seconds += 2 * self.rates.host_copy_seconds(run.device, round(part))

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar.state.loader import is_loader_state
+from lightning_autopar.strategies.staged.hole import is_hole
 
 #: The checkpoint's key for what plain Lightning has no place for.
 KEY = "lightning_autopar"
@@ -79,6 +80,30 @@ def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
 def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
     """The optimizer's own state dict (keyed by position in its groups) with sharded tensors whole, on the CPU; a collective as above."""
     whole: dict[str, Any] = _whole(optimizer.state_dict(), keep)
+    return whole
+
+
+def own_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """What this rank has of a module in stages, on the CPU; sharded tensors whole, which is a collective of the ranks that have the same.
+
+    Args:
+        module: with holes.
+        keep: whether this rank wants the result; the others get an empty dict.
+    """
+    state = module.state_dict()
+    elsewhere = {
+        name.rpartition(".")[0] for name, value in state.items() if is_hole(value)
+    }  # a module's own extra state goes with its tensors
+    own: dict[str, Any] = _whole({name: value for name, value in state.items() if not is_hole(value)}, keep)
+    return {name: value for name, value in own.items() if isinstance(value, Tensor) or name.rpartition(".")[0] not in elsewhere}
+
+
+def own_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
+    """The states of the parameters that this rank has, keyed by position among all, as above."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = optimizer.state_dict()
+    own = {position: values for position, values in state["state"].items() if not is_hole(parameters[position])}
+    whole: dict[str, Any] = _whole({**state, "state": own}, keep)
     return whole
 
 

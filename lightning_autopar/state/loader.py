@@ -92,8 +92,8 @@ class ExactLoader(DataLoader[Any]):
         dealing: which of a batch's samples each rank gets; by default one in turn: rank r has the samples ``[r::world_size]``.
         whole_batches: for prediction: rank r gets the whole batches r, r + world_size, … In the last round, ranks without one are given
             the last batch again, with a share of no rows.
-        sync: gives every rank the object that rank 0 called it with; a collective. None with one rank, or where every rank's order is the
-            same without it (a map-style dataset read in sequence).
+        sync: gives every rank the object that rank 0 called it with; a collective. Ranks that all get the same batches need it as well.
+            None with one rank, or where every rank's order is the same without it (a map-style dataset read in sequence).
         boundary: called with a batch's position just before it is fetched, when everything before it is as a checkpoint would have it.
         progress: how far training has come. Without it, each batch handed out counts as finished when the state is asked for.
         load_all: every rank loads all samples of a map-style dataset's batch and keeps its own: world_size times the work, and the
@@ -157,7 +157,7 @@ class ExactLoader(DataLoader[Any]):
         self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _settlement=None)
         self.__dict__.update(_shares={}, _indices={}, _unasked=deque())
         self.__dict__["_split"] = self._find_split()
-        if world_size > 1:
+        if world_size > 1 or sync is not None:
             _check_distributable(loader, self._source, sync is not None)
 
     # -- the user's loader, seen through --------------------------------------------------------------------------------------------

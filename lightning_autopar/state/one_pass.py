@@ -212,11 +212,9 @@ class Pass(Iterator[Any]):
 
     def _agree(self) -> None:
         """Give every rank the random state of rank 0."""
-        loader = self._loader
-        if loader._world_size > 1 and loader._sync is not None:
-            state: Any = loader._sync(rng.capture(self._own))
-            if loader._rank > 0:
-                rng.restore(state, self._own)
+        if self._loader._sync is not None:
+            state: Any = self._loader._sync(rng.capture(self._own))
+            rng.restore(state, self._own)
 
     def _seed_stream(self) -> None:
         """A random stream of this rank's own for its samples' augmentation."""

@@ -1,7 +1,8 @@
 """A snapshot: the training state at a step boundary, saved under one plan, loaded under any other.
 
 A folder: weights and optimizer states by torch.distributed.checkpoint, keyed by fully-qualified names, so that each rank writes and reads
-its own part; beside them Lightning's own checkpoint dictionary without them. Knows tensors, files and the trainer, no plan.
+its own part (its shards, or what its stages use; what several ranks have alike is written once); beside them Lightning's own checkpoint
+dictionary without them. Knows tensors, files and the trainer, no plan.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
+
+from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -52,6 +55,8 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
         own, others = _optimizer_state(index, optimizer, _names(module, optimizer))
         tensors |= own
         rest[_OPTIMIZERS].append(others)
+    if getattr(strategy, "in_stages", False):
+        _join_values(rest[_OPTIMIZERS])
     with _alone():
         dcp.save(tensors, checkpoint_id=str(folder / _TENSORS), no_dist=not dist.is_initialized())
     if strategy.is_global_zero:
@@ -88,7 +93,7 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
         tensors |= state
     with _alone():
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    module.load_state_dict({name.partition(_SEPARATOR)[2]: tensors[name] for name in weights})
+    module.load_state_dict({**module.state_dict(), **{name.partition(_SEPARATOR)[2]: tensors[name] for name in weights}})
     rest["state_dict"] = dict(module.state_dict())
     for optimizer, state, others in zip(optimizers, states, saved, strict=False):  # none in a run that evaluates
         _load_optimizer(optimizer, _names(module, optimizer), {name: tensors[name] for name in state}, others)
@@ -97,9 +102,10 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without torch's warning that a single process is one."""
+    """Without torch's warnings that a single process is one, and that ranks have other names than each other."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="Detected mismatched keys")
         yield
 
 
@@ -109,22 +115,46 @@ def _bare(optimizer: Any) -> Optimizer:
 
 
 def _weights(module: nn.Module) -> dict[str, Any]:
-    return {f"model{_SEPARATOR}{name}": value for name, value in module.state_dict().items()}
+    """What this rank has of the state dict; of a module's own extra state, what belongs to tensors that are here."""
+    state = module.state_dict()
+    elsewhere = {name.rpartition(".")[0] for name, value in state.items() if is_hole(value)}
+    return {
+        f"model{_SEPARATOR}{name}": value
+        for name, value in state.items()
+        if (not is_hole(value) if isinstance(value, Tensor) else name.rpartition(".")[0] not in elsewhere)
+    }
 
 
 def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:
     """The FQN of each of an optimizer's parameters, in its order; of one that isn't the module's, its position."""
     known = {id(parameter): name for name, parameter in module.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [known.get(id(parameter), f"#{position}") for position, parameter in enumerate(parameters)]
+    return [known.get(id(parameter), f"#{position}") for position, parameter in enumerate(_parameters(optimizer))]
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """In the order of their positions."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _join_values(optimizers: list[dict[str, Any]]) -> None:
+    """Give each rank what all of them have besides tensors, of which the first one's counts; a collective."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, [others["values"] for others in optimizers])
+    for values in everyones:
+        for others, its in zip(optimizers, values, strict=True):
+            for name, each in its.items():
+                others["values"].setdefault(name, each)
 
 
 def _optimizer_state(index: int, optimizer: Optimizer, names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of an optimizer's state by name, and all the rest of it."""
+    """The tensors of an optimizer's state by name, and all the rest of it; of the parameters that are here."""
     state = optimizer.state_dict()
+    parameters = _parameters(optimizer)
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {"param_groups": state["param_groups"], "names": names, "values": {}}
     for position, values in state["state"].items():
+        if is_hole(parameters[position]):
+            continue  # some optimizers make a state for each parameter at once
         for key, value in values.items():
             if isinstance(value, Tensor):
                 tensors[_SEPARATOR.join(("optimizer", str(index), names[position], key))] = value
@@ -134,8 +164,8 @@ def _optimizer_state(index: int, optimizer: Optimizer, names: list[str]) -> tupl
 
 
 def _empty_state(index: int, optimizer: Optimizer, names: list[str], kinds: dict[str, Any]) -> dict[str, Any]:
-    """Room for the tensors of an optimizer's saved state, sharded as its parameters are."""
-    parameters = dict(zip(names, (parameter for group in optimizer.param_groups for parameter in group["params"]), strict=True))
+    """Room for the tensors of an optimizer's saved state, sharded as its parameters are; of those that are here."""
+    parameters = {name: each for name, each in zip(names, _parameters(optimizer), strict=True) if not is_hole(each)}
     room: dict[str, Any] = {}
     for name, kind in kinds.items():
         part, number, parameter, _ = (*name.split(_SEPARATOR), "", "", "")[:4]
@@ -149,7 +179,8 @@ def _empty_state(index: int, optimizer: Optimizer, names: list[str], kinds: dict
 def _load_optimizer(optimizer: Optimizer, names: list[str], tensors: dict[str, Any], others: dict[str, Any]) -> None:
     """The saved state, by the positions that the parameters have now; the options of a group go with its place among the groups."""
     state: dict[int, dict[str, Any]] = {}
-    positions = {name: position for position, name in enumerate(names)}
+    parameters = _parameters(optimizer)
+    positions = {name: position for position, name in enumerate(names) if not is_hole(parameters[position])}
     for name, value in tensors.items():
         _, _, parameter, key = name.split(_SEPARATOR)
         state.setdefault(positions[parameter], {})[key] = value

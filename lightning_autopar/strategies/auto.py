@@ -30,7 +30,7 @@ class AutoParallelStrategy(ParallelStrategy):
     "off".
 
     Args:
-        allow: The engines to choose from: "single", "ddp", "fsdp"; all by default.
+        allow: The engines to choose from: "single", "ddp", "fsdp", "pipeline"; all by default.
         devices: What there is, such as "2xcpu:4GiB"; by default the variable AUTOPAR_DEVICES, or else the Trainer's devices.
         memory_limit: The most to use of each device, in bytes or as "20GiB".
         memory_margin: The share of each device's free memory that is left alone, from 0 up to but not including 1.

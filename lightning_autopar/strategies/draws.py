@@ -107,7 +107,10 @@ class GlobalDraws:
         self._plan = plan or DrawPlan()
         #: Names of draws that were made without being one device's.
         self.unreproducible: set[str] = set()
-        self._next = 0
+        #: Called with a generator that a draw is asked to use, in place of the default one.
+        self.on_generator: Callable[[torch.Generator], None] = _ignore
+        #: Where in the plan the step has come to: the next draw is the one there.
+        self.place = 0
         self._paused = False
         self._warned = False
         self._chosen: dict[tuple[object, ...], Choice] = {}
@@ -136,13 +139,16 @@ class GlobalDraws:
 
     def begin(self, place: int = 0) -> None:
         """A step's forward begins, or one of its parts': the next draw is the one at this place of the plan."""
-        self._next = place
-        self._chosen.clear()
+        self.go_on({}, place)
 
-    @property
-    def place(self) -> int:
-        """Where in the plan the step has come to."""
-        return self._next
+    def go_on(self, chosen: dict[tuple[object, ...], Choice], place: int) -> None:
+        """Another part's forward or backward begins, or goes on.
+
+        Args:
+            chosen: what was decided on the part's draws, which its backward may ask for; it is added to.
+            place: the next draw is the one at this place of the plan.
+        """
+        self.place, self._chosen = place, chosen
 
     def fingerprint(self) -> int:
         """A number that is the same on all ranks as long as their generators are in step (63 bits)."""
@@ -178,6 +184,8 @@ class GlobalDraws:
         shape = tuple(tensor.shape) if shape is None else shape
         share = self._share()
         assert share is not None
+        if generator is not None:
+            self.on_generator(generator)
         samples = max(share.rows, 1)
         if self._plan.draws is None:
             return guess(op, shape, samples)
@@ -193,7 +201,7 @@ class GlobalDraws:
         else:
             found = self._find(op, shape, samples)
             if found is not None:
-                self._next = found + 1
+                self.place = found + 1
         if found is None:
             choice = guess(op, shape, samples)
             self._warn(op, shape, choice)
@@ -237,8 +245,8 @@ class GlobalDraws:
             for index, draw in enumerate(draws):
                 places.setdefault((draw.op, draw.shape_for(samples, size)), []).append(index)
         if equal := places.get((op, shape)):
-            return equal[bisect.bisect_left(equal, self._next) % len(equal)]
-        for index in itertools.chain(range(self._next, len(draws)), range(self._next)):
+            return equal[bisect.bisect_left(equal, self.place) % len(equal)]
+        for index in itertools.chain(range(self.place, len(draws)), range(self.place)):
             draw = draws[index]
             if draw.op != op or len(draw.shape) != len(shape):
                 continue
@@ -251,6 +259,10 @@ class GlobalDraws:
             self._warned = True
             how = f"as rows of the batch along dimension {choice.dim}" if isinstance(choice, Rows) else "as one draw for all ranks"
             _LOG.warning("a random draw (%s of shape %s) wasn't among those of the probed step; it is made %s", op, shape, how)
+
+
+def _ignore(generator: torch.Generator) -> None:
+    """On one device, and on ranks that all do the same, a generator of the user's is as good as torch's."""
 
 
 def guess(op: str, shape: tuple[int, ...], samples: int) -> Choice:

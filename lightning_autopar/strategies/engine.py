@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -118,7 +119,17 @@ class EngineMixin(Strategy):
     @property
     def splits(self) -> bool:
         """Whether a batch is split at all."""
+        return self.assignment.plan.data_ranks > 1 and self.assignment.batch == "global"
+
+    @property
+    def shares_order(self) -> bool:
+        """Whether several ranks go through one order of the samples, be it that each has its part or that all have the same."""
         return self.assignment.plan.world_size > 1 and self.assignment.batch == "global"
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have other parts of a batch for the same parameters; None for all ranks."""
+        return None
 
     @property
     def in_parts(self) -> bool:
@@ -137,15 +148,16 @@ class EngineMixin(Strategy):
         trainer = self._trainer
         if self.assignment.batch == "per_device" or isinstance(dataloader, ExactLoader):
             return dataloader
-        if not isinstance(dataloader, DataLoader) and not self.splits:
+        if not isinstance(dataloader, DataLoader) and not self.shares_order:
             return dataloader
+        plan = self.assignment.plan
         loader = ExactLoader(
             dataloader,
-            rank=self._rank,
-            world_size=self.assignment.plan.world_size,
-            dealing=Dealing(self.assignment.plan.dealing),
+            rank=plan.data_rank(self._rank),
+            world_size=plan.data_ranks,
+            dealing=Dealing(plan.dealing),
             whole_batches=trainer.predicting,
-            sync=self.broadcast if self.splits and (trainer.training or not _in_sequence(dataloader)) else None,
+            sync=self.broadcast if self.shares_order and (trainer.training or not _in_sequence(dataloader)) else None,
             progress=fit_progress(trainer) if trainer.training else None,
             load_all="samples" in self.assignment.data_draws,
             collate_all="collate" in self.assignment.data_draws,
@@ -172,7 +184,7 @@ class EngineMixin(Strategy):
         if isinstance(limit, float) and isinstance(dataloader, Sized):
             limit = int(len(dataloader) * limit)
         self._prediction_limits.append(limit if isinstance(limit, int) else float("inf"))
-        trainer.limit_predict_batches = -(-limit // self.assignment.plan.world_size) if isinstance(limit, int) else limit
+        trainer.limit_predict_batches = -(-limit // self.assignment.plan.data_ranks) if isinstance(limit, int) else limit
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
@@ -190,9 +202,13 @@ class EngineMixin(Strategy):
                 )
             self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
             self._drawing = True
-            if self._draws is not None:
-                self._draws.begin()
+        self.batch_arrives()
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def batch_arrives(self) -> None:
+        """The batch's share is known, and its transfer is about to begin: what its hooks draw is the batch's."""
+        if self._share is not None and self._draws is not None:
+            self._draws.begin()
 
     def _loaders(self, dataloader_idx: int) -> list[ExactLoader]:
         """The loaders that the current batch came from; of several at once those that aren't exhausted."""
@@ -214,21 +230,25 @@ class EngineMixin(Strategy):
         self._exit.enter_context(recomputed(module, self.assignment.plan.recompute))
         if self.splits:
             self._layer_sync = None  # Lightning's knows CUDA only; ours replaces it
-            synchronise_batch_norm(module, self._share_for_draws)
+            synchronise_batch_norm(module, self._share_for_draws, self.data_group)
             self._exit.callback(restore_batch_norm, module)
         if self.splits or self.in_parts:
-            rules = self.assignment.log_rules
-            self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, parts=self.in_parts)
-            self._logging.install()
-            self._exit.callback(self._logging.uninstall)
-            if self.assignment.draws is not None:
-                self._draws = self._exit.enter_context(GlobalDraws(self._share_for_draws, self.assignment.draws))
-            if self.in_parts:
-                note = partial(self.meter.note, self)
-                self._micro = MicroBatches(
-                    trainer, self.assignment.plan, self._logging, draws=self._draws, before_last=self.before_last_part, note=note
-                )
+            self.prepare_steps(trainer)
         super().setup(trainer)
+
+    def prepare_steps(self, trainer: Trainer) -> None:
+        """Make what the steps of a batch that isn't run whole have around them: logging, draws, and how its parts run."""
+        rules = self.assignment.log_rules
+        self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, parts=self.in_parts)
+        self._logging.install()
+        self._exit.callback(self._logging.uninstall)
+        if self.assignment.draws is not None:
+            self._draws = self._exit.enter_context(GlobalDraws(self._share_for_draws, self.assignment.draws))
+        if self.in_parts:
+            note = partial(self.meter.note, self)
+            self._micro = MicroBatches(
+                trainer, self.assignment.plan, self._logging, draws=self._draws, before_last=self.before_last_part, note=note
+            )
 
     def teardown(self) -> None:
         """Undo what :meth:`setup` patched."""
@@ -290,8 +310,8 @@ class EngineMixin(Strategy):
         if self._share is None:
             return super().predict_step(*args, **kwargs)
         share, self._share = self._share, None  # the batch is whole: nothing in it is split
-        loader = args[2] if len(args) > 2 else 0
-        index = self._positions[loader] * self.assignment.plan.world_size + self._rank
+        loader, plan = args[2] if len(args) > 2 else 0, self.assignment.plan
+        index = self._positions[loader] * plan.data_ranks + plan.data_rank(self._rank)
         output = super().predict_step(args[0], *([index] if len(args) > 1 else []), *args[2:], **kwargs)
         return output if share.rows and index < self._prediction_limits[loader] else Dropped()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,23 +12,25 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_autopar._lightning_compat import TrainerFn
-from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.fake import is_compiled
+from lightning_autopar.state.rng import find_generators
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 #: Precisions with which FSDP2 runs under Lightning's ModelParallelStrategy, less 16-mixed: its gradient scaler doesn't know shards.
 _FSDP_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+#: Precisions whose layers or weights are replaced by another library's, which can't be left out of a stage.
+_UNSTAGED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
 #: Callbacks that copy or regroup the module's own parameters, which shards don't survive.
 _UNSHARDED_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
 
 
-def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
+def exclusions(trainer: Trainer) -> dict[str, str]:
     """The engines that this trainer can't use, with the reason.
 
     Args:
         trainer: its callbacks, precision and module are read.
-        footprint: of the step.
 
     Returns:
         Engine name → sentence; the name ``"multi"`` stands for every plan of more than one device, ``"micro_batches"`` for every one
@@ -69,4 +72,34 @@ def exclusions(trainer: Trainer, footprint: Footprint) -> dict[str, str]:
         excluded["micro_batches"] = "a parameter has a hook for when its gradient is complete, which a part of a batch would call as well"
     if stage == TrainerFn.PREDICTING and any(isinstance(callback, callbacks.BasePredictionWriter) for callback in present):
         excluded["multi"] = "a BasePredictionWriter writes batches by their index in this process, which several devices don't share"
+    if (reason := _unstaged(trainer, kinds)) is not None:
+        excluded["pipeline"] = reason
     return excluded
+
+
+def _unstaged(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
+    """Why this run can't be one in stages; what the step itself has against it is the parity probe's to find out.
+
+    Args:
+        trainer: its options are read.
+        kinds: of the callbacks: the name of each class that one is of, and the callback's own.
+    """
+    module, fitting = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
+    if isinstance(trainer.precision_plugin, BitsandbytesPrecision):
+        return "quantised bitsandbytes layers can't be left out of a stage"
+    if trainer.precision in _UNSTAGED_PRECISIONS:
+        return f"precision {trainer.precision!r} replaces layers by another library's, which can't be left out of a stage"
+    for name in (*_UNSHARDED_CALLBACKS, "ModelPruning"):
+        if name in kinds and fitting:
+            return f"the callback {kinds[name]} works on the whole module's weights, and a pipeline's stages each hold a part of them"
+    if any(isinstance(submodule, torch._dynamo.OptimizedModule) or is_compiled(submodule) for submodule in module.modules()):
+        return "a part of the module is compiled, and a pipeline cuts the code as it was written"
+    if own := sorted(find_generators(module.named_modules())):
+        name = own[0].removeprefix("own:").lstrip(".")
+        return f"it draws from {name!r}, a generator of its own, which the stages can't keep in step"
+    for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            return f"the parameter {name!r} gets its shape in the first step, and a pipeline is cut before"
+        if fitting and getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"the parameter {name!r} has a hook for when its gradient is complete, which a part of a batch would call as well"
+    return None

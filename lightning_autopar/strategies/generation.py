@@ -58,7 +58,7 @@ class Outcome:
     """What came out of a generation.
 
     Args:
-        results: each rank's, in rank order; after a failure rank 0's alone, or none where its state couldn't be had.
+        results: each rank's, in rank order; after a failure those that could be had, if they hold all of the state, else none.
         tuner_exit: whether the run ended as Lightning's tuner ends it.
         error: the exception that ended the run, if one did.
         hooks_ran: whether the workers have run the hooks that belong to ``error``.
@@ -261,7 +261,10 @@ def _outcome(job: Job, workers: list[_Worker], noted: list[type[BaseException]])
     else:
         assert failures, [worker.words for worker in workers]
         error = failures[0].exception()
-    return Outcome(results=_results(job, workers[:1]), error=error, hooks_ran=hooks_ran)
+    left = _results(job, workers)
+    if not left or [each.rank for each in left[: left[0].ranks]] != list(range(left[0].ranks)):
+        left = []  # a part of the state is lost
+    return Outcome(results=left, error=error, hooks_ran=hooks_ran)
 
 
 def _results(job: Job, workers: list[_Worker]) -> list[handover.Results]:

@@ -34,6 +34,7 @@ from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
 from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.fsdp import FSDPEngine
 from lightning_autopar.strategies.generation import Job, Outcome, cap_allocator, run_folder, run_generation
+from lightning_autopar.strategies.pipeline import PipelineEngine
 from lightning_autopar.strategies.single import SingleEngine
 from lightning_autopar.strategies.trial import tried
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
+    from lightning_autopar.plans import Plan
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
 
@@ -139,7 +141,7 @@ class AutoLauncher(Launcher):
             outcome = run_generation(job)
             if outcome.error is not None:
                 raise self._failed(outcome, trainer, job)
-            handover.restore(trainer, job.before, outcome.results[0], folder)
+            handover.restore(trainer, job.before, outcome.results, folder)
         self._strategy.measured = {
             device: left.measured.to_dict() for device, left in zip(assignment.plan.devices, outcome.results, strict=True)
         }
@@ -147,7 +149,7 @@ class AutoLauncher(Launcher):
         if outcome.tuner_exit:
             raise TunerExit
         if trainer.state.fn == "predict" and assignment.batch == "global":
-            return interleaved([left.value for left in outcome.results])
+            return interleaved([left.value for left in outcome.results][:: _ranks_per_part(assignment.plan)])
         return outcome.results[0].value
 
     def _failed(self, outcome: Outcome, trainer: Trainer, job: Job) -> BaseException:
@@ -155,7 +157,7 @@ class AutoLauncher(Launcher):
         assert outcome.error is not None
         try:
             if outcome.results:
-                handover.restore(trainer, job.before, outcome.results[0], job.folder)
+                handover.restore(trainer, job.before, outcome.results, job.folder)
         except Exception as error:  # the failure itself must not be hidden by what came after it
             rank_zero_warn(f"autopar: the state of the failed run could not be brought back: {error!r}")
         if not outcome.results:
@@ -199,7 +201,7 @@ class AutoLauncher(Launcher):
         ):
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
-                if isinstance(engine, FSDPEngine):
+                if isinstance(engine, (FSDPEngine, PipelineEngine)):
                     engine.release()
             finally:
                 self._strategy.take_over(engine)
@@ -208,7 +210,7 @@ class AutoLauncher(Launcher):
             if peers.rank == 0:
                 self._account()
             if trainer.state.fn == "predict" and assignment.batch == "global" and assignment.plan.world_size > 1:
-                value = interleaved(self._everyones(value, assignment))
+                value = interleaved(self._everyones(value, assignment)[:: _ranks_per_part(assignment.plan)])
         return value
 
     @staticmethod
@@ -251,6 +253,8 @@ def make_engine(assignment: Assignment, *, forked: bool = True) -> EngineMixin:
         return SingleEngine(assignment)
     if engine == "ddp":
         return DDPEngine(assignment, forked=forked)
+    if engine == "pipeline":
+        return PipelineEngine(assignment)
     assert engine == "fsdp", engine
     return FSDPEngine(assignment)
 
@@ -266,6 +270,11 @@ def interleaved(values: list[Any]) -> Any:
     for index in range(max(len(value) for value in values)):
         merged.extend(value[index] for value in values if index < len(value))
     return [prediction for prediction in merged if not isinstance(prediction, Dropped)]
+
+
+def _ranks_per_part(plan: Plan) -> int:
+    """How many ranks, one after the other, have the same batches, and the same predictions of them."""
+    return plan.world_size // plan.data_ranks
 
 
 def _several_loaders(values: list[Any]) -> bool:

@@ -25,6 +25,8 @@ REDUCTIONS: dict[Any, str] = {
     max: "max",
     min: "min",
 }
+#: Stands for a collection in the entry of the step's loss, which nobody logged.
+LOSS = -1
 OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
 
@@ -39,12 +41,15 @@ class Entry:
         dataloader_idx: the collection's at that time.
         result: the key of its result in the collection.
         is_metric: whether a torchmetrics object was logged, which exchanges its states itself.
-        value: what this rank logged; None for a metric, and where another rank logged it.
+        value: what this rank logged; None where another rank logged it, and for a metric but in a pipeline's step, where it is what the
+            metric's ``forward`` gave of the batch as far as it has come.
         dtype: the value's, as Lightning keeps it.
         batch_size: what the value weighs in its epoch's mean.
         rows: how many samples of this rank the value speaks for.
         of: how many samples the global batch had; 0 outside a batch.
         own: whether it is this rank's alone (``rank_zero_only``).
+        stage: which stage of a pipeline logged it in a step; None outside of one, and where there are no stages.
+        given_as_number: whether the user gave a number rather than a tensor.
     """
 
     collection: int
@@ -60,6 +65,10 @@ class Entry:
     rows: int = 0
     of: int = 0
     own: bool = False
+    stage: int | None = None
+    given_as_number: bool = False
+    #: Whether a metric has left a value of the step to be logged, which ``value`` is.
+    valued: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -101,7 +110,7 @@ class Combiner:
             values: of each part a row, float64; NaN or anything of one that has no samples.
             rows: samples that each of them speaks for, float64, on the host.
             batch_sizes: what each weighs.
-            last: names of values of which the last part's is the whole batch's.
+            last: names of values of which the last part's is the whole batch's, whether it has samples or not.
         """
         # Before any sample was seen (on_train_start), parts weigh the same.
         rows = torch.where(rows.sum(0) > 0, rows, torch.ones_like(rows))
@@ -111,10 +120,11 @@ class Combiner:
         combined: dict[str, Tensor] = {}
         found: list[tuple[Entry, Tensor | None, int]] = []
         for column, entry in enumerate(entries):
-            if entry.is_metric:
+            if entry.is_metric and not entry.valued:
                 found.append((entry, None, 1))
                 continue
-            kind = "last" if entry.name in last else self._rules.get((entry.fx, entry.name)) or entry.reduction
+            by_rule = "latest" if entry.is_metric else self._rules.get((entry.fx, entry.name)) or entry.reduction
+            kind = "last" if entry.name in last else by_rule
             if kind not in combined:
                 combined[kind] = _reduce(kind, values, weights, counts)
             sizes = [(int(row[column]), int(size[column])) for row, size in zip(row_lists, batch_sizes, strict=True) if row[column] > 0]
@@ -138,7 +148,7 @@ class Combiner:
             for entry in part:
                 seen[entry.key] += 1
                 by_key.setdefault((*entry.key, seen[entry.key]), []).append(entry)
-        counted = [[entry for entry in same if entry.rows or entry.is_metric] or same for same in by_key.values()]
+        counted = [[entry for entry in same if entry.rows or entry.is_metric or entry.name in last] or same for same in by_key.values()]
         return [folded for same in counted for folded in self._folded([[entry] for entry in same], last)]
 
     def _folded(self, parts: Sequence[Sequence[Entry]], last: Collection[str]) -> list[Entry]:
@@ -185,6 +195,53 @@ def _reduce(kind: str, values: Tensor, weights: Tensor, counts: Tensor) -> Tenso
     if kind == "sum":
         return torch.where(counts, values, 0.0).sum(0)
     if kind == "last":
+        return values[-1]
+    if kind == "latest":
         place = torch.arange(len(values), device=values.device).unsqueeze(1)
         return values.gather(0, torch.where(counts, place, -1).amax(0, keepdim=True)).squeeze(0)
     return torch.where(counts, values * weights, 0.0).sum(0) / weights.sum(0)
+
+
+def loss_entry(loss: Tensor, rows: int, of: int, stage: int | None) -> Entry:
+    """The loss of a part of a batch, to be brought together like what is logged."""
+    value = loss.detach().reshape(())
+    return Entry(
+        collection=LOSS,
+        fx="training_step",
+        name="loss",
+        options=(False, False, False, False, "mean", False, False, None),
+        dataloader_idx=None,
+        is_metric=False,
+        value=value,
+        dtype=value.dtype,
+        batch_size=rows,
+        rows=rows,
+        of=of,
+        stage=stage,
+    )
+
+
+def already_global(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``log``'s arguments with a reduction over ranks that does nothing (which spares the advice to pass ``sync_dist=True``).
+
+    Lightning's own reductions go by their names, which other processes understand; what else it may be is for Lightning to refuse.
+    """
+    reduction = arguments.get("reduce_fx", "mean")
+    return {
+        **arguments,
+        "reduce_fx": REDUCTIONS.get(reduction, reduction),
+        "sync_dist": True,
+        "sync_dist_fn": _given,
+        "sync_dist_group": None,
+    }
+
+
+def _given(value: Any, *_: Any, **__: Any) -> Any:
+    """Stands for Lightning's reduction over ranks where a value is everybody's already."""
+    return value
+
+
+def kept_dtype(value: Tensor) -> torch.dtype:
+    """What Lightning keeps a value as: float32, or float64 where it or the default type is that, and the value no float32."""
+    wide = value.dtype == torch.float64 or (value.dtype != torch.float32 and torch.get_default_dtype() == torch.float64)
+    return torch.float64 if wide else torch.float32

@@ -6,64 +6,43 @@ A logged value is first taken in as Lightning does, so that whoever reads it in 
 other hook runs, the ranks exchange what they logged by one collective; the local values are taken back and the whole batch's logged in
 their place. What hooks outside a step log is exchanged before something could read it: at the batch's end, and at the epoch's. Where a
 batch is worked off in parts, what the parts logged is brought together first; on one device that is all.
+
+Under a pipeline every stage runs the user's step; what counts is what a stage's own code logs. The rest is dropped unseen, as its values
+may be holes. What the last stage logged reaches the others, the first rank's loggers among them, by the same exchange.
 """
 
 from __future__ import annotations
 
-import hashlib
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
-from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.state.share import BatchShare
-from lightning_autopar.strategies.logentries import OPTIONS, REDUCTIONS, Combiner, Entry
+from lightning_autopar.strategies.exchange import Exchange
+from lightning_autopar.strategies.logentries import LOSS, OPTIONS, Combiner, Entry, already_global, kept_dtype, loss_entry
+from lightning_autopar.strategies.loghooks import logs_between_steps, shadow_hooks, shadow_log
 from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.metrics import MetricParts, adopt, hold_metrics
+from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-#: Values that one exchange carries without asking first how many there are.
-_SLOTS = 64
-_HEADER = 2
-#: Stands for a collection in the entry of the step's loss, which nobody logged.
-_LOSS = -1
-#: What can be logged while a batch is worked on, but outside its step.
-_BATCH_HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-    "backward",
-    "on_train_batch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_test_batch_start",
-    "on_test_batch_end",
-)
 
 
 class GlobalLogging:
     """Makes every logged value that of the whole batch, on every rank.
 
     A mean over ranks is weighted by their samples; a sum, maximum or minimum (``reduce_fx``) is that over the ranks. ``sync_dist`` makes no
-    difference; what is logged with ``rank_zero_only=True`` stays rank 0's. A value that only some ranks log is taken from those.
-    torchmetrics objects of the module synchronise at each step as well, and a rank without samples leaves them as they were.
+    difference; what is logged with ``rank_zero_only=True`` stays rank 0's (but for a pipeline's steps, which end on another rank). A value
+    that only some ranks log is taken from those. torchmetrics objects of the module synchronise at each step as well, and a rank without
+    samples leaves them as they were.
 
     Args:
         trainer: whose module logs.
@@ -71,6 +50,8 @@ class GlobalLogging:
         device: where the default process group's collectives want their tensors.
         rules: how the ranks' values make the whole batch's, where that was found out; elsewhere ``reduce_fx`` must tell.
         parts: whether a training step may come in parts.
+        ranks_per_replica: how many ranks, one after the other, hold one replica: a pipeline's. What a stage's own code logs in a step
+            counts for its whole replica; what hooks log outside of a step counts once, and must be the same on all of them.
     """
 
     def __init__(
@@ -81,23 +62,29 @@ class GlobalLogging:
         device: torch.device | None = None,
         rules: LogRules | None = None,
         parts: bool = False,
+        ranks_per_replica: int = 1,
     ) -> None:
         self._trainer = trainer
         self._share = share
         self._device = device or torch.device("cpu")
         self._combiner = Combiner(rules)
-        self._host_group: dist.ProcessGroup | None = None
+        self._exchange = Exchange(self._combiner, device=self._device, ranks_per_replica=ranks_per_replica)
         self._installed = False
         self._in_parts = parts
         self._alone = True
         self._undo: list[Callable[[], None]] = []
         self._collections: list[Any] = []
         self._adopted: set[int] = set()
+        self._staged_metrics: set[int] = set()
         self._current: BatchShare | None = None
         self._pending: list[Entry] = []
-        #: What each part of the running step logged.
-        self._parts: list[list[Entry]] = []
+        #: What each part of the running step logged, by stage (None where there are no stages) and the part's number.
+        self._parts: dict[int | None, dict[int, list[Entry]]] = {}
         self._in_part = False
+        self._stage: int | None = None
+        self._owns = _always
+        self._in_step = False
+        self._given_as_number = False
         self._metric_parts = MetricParts()
         #: Names under which a step logged what a metric's ``forward`` gave: the last part's speaks for all.
         self._last: set[str] = set()
@@ -105,7 +92,6 @@ class GlobalLogging:
         self._before: dict[tuple[int, str], dict[str, Any] | None] = {}
         self._rows: defaultdict[int, int] = defaultdict(int)
         self._loss: Tensor | None = None
-        self._hashes: dict[tuple[Any, ...], int] = {}
 
     def install(self) -> None:
         """Start. Every rank calls this, when the process group is there. With one rank there is nothing to do but for parts."""
@@ -113,20 +99,21 @@ class GlobalLogging:
         if self._installed or (self._alone and not self._in_parts):
             return
         self._installed = True
-        if self._device.type != "cpu" and not self._alone:
-            # What the host knows (names, batch sizes) goes by the host: reading it from the device would wait for the step's kernels.
-            self._host_group = dist.new_group(backend="gloo")
-            group = self._host_group
-            self._undo.append(lambda: dist.destroy_process_group(group))
+        if not self._alone:
+            self._exchange.open()
+            self._undo.append(self._exchange.close)
         trainer = self._trainer
         loops = (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._collections = [loop._results for loop in loops]
         for index, results in enumerate(self._collections):
             self._patch_collection(index, results)
         if not self._alone:
-            self._patch_hooks()
+            between = logs_between_steps(trainer)
+            self._undo.append(
+                shadow_hooks(trainer, self.flush if between else _nothing, self._end_epoch, self.flush, self._with_global_loss)
+            )
         if self._in_parts:
-            self._patch_log()
+            self._undo.append(shadow_log(self._module, self._note_log))
         self._adopt_metrics()
 
     def uninstall(self) -> None:
@@ -136,6 +123,7 @@ class GlobalLogging:
         self._pending.clear()
         self._before.clear()
         self._adopted.clear()
+        self._staged_metrics.clear()
         self._installed = False
 
     @contextmanager
@@ -147,6 +135,10 @@ class GlobalLogging:
         self._current = share = self._share()
         self._parts.clear()
         self._last.clear()
+        self._metric_parts.clear()
+        self._in_step = True
+        if self._exchange.staged:
+            self._loss = None
         try:
             if self._trainer._logger_connector._first_loop_iter:
                 self._adopt_metrics()
@@ -154,39 +146,53 @@ class GlobalLogging:
             with hold_metrics(self._module) if empty else nullcontext():
                 yield
         finally:
-            self._current = None
-        if self._parts:
-            self._pending = [*self._combiner.fold(self._parts, last=self._last), *self._pending]
-            self._parts.clear()
+            self._current, self._in_step = None, False
+        for stage in sorted(self._parts, key=lambda stage: -1 if stage is None else stage, reverse=True):
+            parts = self._parts[stage]
+            in_order = [parts[number] for number in sorted(parts)]
+            self._pending = [*self._combiner.fold(in_order, last=self._last), *self._pending]
+        self._parts.clear()
         index = self._index()
         if index is not None:
             self._rows[index] += 1 if share is None else share.rows
         self.flush()
 
     @contextmanager
-    def part(self, share: BatchShare, batch: Any, number: int) -> Iterator[None]:
-        """Around a part of a training step, within :meth:`step`; every rank goes through as many.
+    def part(
+        self, share: BatchShare, batch: Any, number: int, *, stage: int | None = None, owns: Callable[[], bool] | None = None
+    ) -> Iterator[None]:
+        """Around a part of a step, or a stage's of it, within :meth:`step` if it logs. It may be left by an exception.
+
+        Every rank goes through as many parts; of stages each goes through its own, in any order of stages and parts.
 
         Args:
             share: what the part is of the whole batch.
             batch: what the user's step gets.
             number: 0 for the first part of the step.
+            stage: which stage of a pipeline runs.
+            owns: whether the code that runs now is the stage's own. What other code logs, or updates metrics with, is left out.
         """
         assert self._in_parts
         whole, self._current = self._current, share
         before, self._pending = self._pending, []
         results: Any = self._trainer._results
-        of_whole = results.batch, results.batch_size
-        results.batch, results.batch_size = batch, None  # where Lightning looks for what a value weighs in its epoch's mean
-        self._in_part = True
+        if results is not None:  # None in a predict step, which can't log
+            of_whole = results.batch, results.batch_size
+            results.batch, results.batch_size = batch, None  # where Lightning looks for what a value weighs in its epoch's mean
+        self._in_part, self._stage, self._owns = True, stage, owns or _always
+        in_step, self._in_step = self._in_step, True
+        if not in_step:  # a predict step, which logs nothing
+            self._metric_parts.clear()
         try:
-            with self._metric_parts.part(first=number == 0), hold_metrics(self._module) if share.rows == 0 else nullcontext():
+            with self._metric_parts.part(stage, self._owns), hold_metrics(self._module) if share.rows == 0 else nullcontext():
                 yield
         finally:
-            self._current, self._in_part = whole, False
-            results.batch, results.batch_size = of_whole
-        self._parts.append(self._pending)
-        self._pending = before
+            self._current, self._in_part, self._stage, self._owns = whole, False, None, _always
+            self._in_step = in_step
+            if results is not None:
+                results.batch, results.batch_size = of_whole
+            self._parts.setdefault(stage, {})[number] = self._pending
+            self._pending = before
 
     def note_loss(self, output: Any) -> None:
         """Have the next exchange bring the loss of ``training_step`` together, for those who get to see it: the optimizer, which may choose
@@ -199,24 +205,17 @@ class GlobalLogging:
         self._loss = None
         if not self._installed or self._current is None or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
-        value = loss.detach().reshape(())
-        rows, of = self._current.rows, self._current.of
-        options = (False, False, False, False, "mean", False, False, None)
-        self._pending.append(
-            Entry(
-                collection=_LOSS,
-                fx="training_step",
-                name="loss",
-                options=options,
-                dataloader_idx=None,
-                is_metric=False,
-                value=value,
-                dtype=value.dtype,
-                batch_size=rows,
-                rows=rows,
-                of=of,
-            )
-        )
+        self._pending.append(loss_entry(loss, self._current.rows, self._current.of, self._stage))
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The whole batch's loss, once :meth:`step` is over; None where no rank noted one."""
+        return self._loss
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """Over all ranks, for what lies on the host: None for the default group."""
+        return self._exchange.host_group
 
     def flush(self) -> None:
         """Exchange what was logged since the last time: one collective if all ranks logged the same names. Every rank calls this alike."""
@@ -224,12 +223,15 @@ class GlobalLogging:
             return
         entries, self._pending = self._pending, []
         before, self._before = self._before, {}
-        own = [(entry, entry.value, entry.batch_size) for entry in entries if entry.own or self._alone]
-        agreed, exchanged = (True, []) if self._alone else self._exchange([entry for entry in entries if not entry.own])
+        shared: list[Entry] = []
+        own: list[Entry] = []
+        for entry in entries:
+            (own if self._alone or entry.own else shared).append(entry)
+        agreed, exchanged = (True, []) if self._alone else self._exchange(shared)
         self._take_back(before, keep=agreed)
-        exchanged += own
+        exchanged += [(entry, entry.value, entry.batch_size) for entry in own]
         for entry, value, batch_size in exchanged:
-            if entry.collection == _LOSS:
+            if entry.collection == LOSS:
                 assert value is not None
                 self._loss = value.to(entry.dtype)
             else:
@@ -252,13 +254,15 @@ class GlobalLogging:
         """Shadow the collection's ``log`` and, to learn the batch size that it found out, ``update_metrics``."""
         own_log, own_update = type(results).log.__get__(results), type(results).update_metrics.__get__(results)
         logging: list[tuple[Entry, int]] = []
+        keys: dict[tuple[Any, ...], str] = {}
 
         def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
-            own = bool(arguments.get("rank_zero_only"))
+            # A step's end runs where the last stage is, which is not rank 0: there a stage's log is its replica's.
+            own = bool(arguments.get("rank_zero_only")) and self._stage is None
             if not self._in_part and (own or self._alone):
                 own_log(fx, name, value, **arguments)
                 return
-            arguments = _already_global(arguments)
+            arguments = {**already_global(arguments), "rank_zero_only": own}
             entry = Entry(
                 collection=index,
                 fx=fx,
@@ -267,10 +271,19 @@ class GlobalLogging:
                 dataloader_idx=results.dataloader_idx,
                 is_metric=isinstance(value, Metric),
                 own=own,
+                stage=self._stage,
+                given_as_number=self._given_as_number,
             )
             logging.append((entry, len(results)))
             try:
-                own_log(fx, name, value, **arguments)
+                result = results.get(keys.get(entry.key))
+                if result is None or entry.is_metric or result.value.device != value.device:
+                    own_log(fx, name, value, **arguments)
+                    keys[entry.key] = entry.result
+                else:
+                    # Past Lightning's own, whose moving of a result's every tensor costs more than all the rest.
+                    batch_size = results._extract_batch_size(result, arguments.get("batch_size"), result.meta)
+                    results.update_metrics(keys[entry.key], value if result.meta.enable_graph else value.detach(), batch_size)
             finally:
                 logging.pop()
             self._pending.append(entry)
@@ -282,9 +295,12 @@ class GlobalLogging:
                 self._before.setdefault((index, key), None if made else dict(results[key].__dict__))
                 entry.result, entry.batch_size = key, int(batch_size)
                 entry.rows, entry.of = self._speaks_for(index)
+                left = value._forward_cache if entry.is_metric and entry.stage is not None else None
+                if isinstance(left, Tensor) and left.numel() == 1:
+                    entry.value, entry.dtype, entry.valued = left.detach().reshape(()), left.dtype, True
                 if not entry.is_metric:
                     entry.value = value.detach()
-                    entry.dtype = value.dtype if value.dtype == torch.float64 else _default_dtype(value)
+                    entry.dtype = kept_dtype(value)
             own_update(key, value, batch_size)
 
         results.log, results.update_metrics = log, update_metrics
@@ -300,70 +316,6 @@ class GlobalLogging:
         if share is None and self._trainer._logger_connector._first_loop_iter is not None:
             share = self._share()
         return (self._rows[index], 0) if share is None else (share.rows, share.of)
-
-    # -- exchanging ------------------------------------------------------------------------------------------------------------------------
-
-    def _exchange(self, entries: list[Entry]) -> tuple[bool, list[tuple[Entry, Tensor | None, int]]]:
-        """Whether all ranks logged the same, and what all of them logged together, in an order that is the same everywhere."""
-        on_host = self._device.type == "cpu"
-        width = 3 if on_host else 2
-        header = [float(self._hash(entries)), float(len(entries))]
-        numbers = [float(number) for entry in entries for number in (entry.rows, entry.batch_size, entry.number if on_host else 0)[:width]]
-        gathered = self._gather(header + numbers[: width * _SLOTS], _HEADER + width * _SLOTS)
-        if any(row[:_HEADER] != gathered[0][:_HEADER] for row in gathered):
-            return False, self._exchange_by_name(entries)
-        if not entries:
-            return True, []
-        if len(entries) > _SLOTS:
-            gathered = self._gather(header + numbers, _HEADER + width * len(entries))
-        table = torch.tensor(gathered, dtype=torch.float64)[:, _HEADER : _HEADER + width * len(entries)].view(len(gathered), -1, width)
-        values = table[:, :, 2] if on_host else self._gather_values(entries)
-        return True, self._combiner.combine(entries, values, table[:, :, 0], table[:, :, 1].tolist())
-
-    def _gather(self, numbers: list[float], size: int) -> list[list[float]]:
-        """Every rank's numbers, padded to ``size``."""
-        mine = torch.zeros(size, dtype=torch.float64)
-        mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        gathered = torch.empty(dist.get_world_size(), size, dtype=torch.float64)
-        dist.all_gather(list(gathered.unbind()), mine, group=self._host_group)
-        rows: list[list[float]] = gathered.tolist()
-        return rows
-
-    def _gather_values(self, entries: list[Entry]) -> Tensor:
-        """Every rank's values on the device, (ranks, entries), without waiting for it."""
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        mine = torch.stack([zero if entry.value is None else entry.value.to(self._device, torch.float64) for entry in entries])
-        gathered = mine.new_empty(dist.get_world_size(), len(entries))
-        dist.all_gather(list(gathered.unbind()), mine)
-        return gathered
-
-    def _exchange_by_name(self, entries: list[Entry]) -> list[tuple[Entry, Tensor | None, int]]:
-        """Ranks logged different names: bring together what has the same name, in the order of the first rank that logged it."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, [(replace(entry, value=None), entry.number) for entry in entries], group=self._host_group)
-        by_key: dict[tuple[Any, ...], dict[int, tuple[Entry, float]]] = {}
-        for rank, theirs in enumerate(gathered):
-            seen: defaultdict[tuple[Any, ...], int] = defaultdict(int)
-            for entry, value in theirs:
-                seen[entry.key] += 1
-                by_key.setdefault((*entry.key, seen[entry.key]), {})[rank] = (entry, value)
-        exchanged = []
-        for ranks in by_key.values():
-            ordered = list(ranks.values())
-            first = ordered[0][0]
-            if not first.is_metric and first.of and not any(entry.rows for entry, _ in ordered):
-                continue  # only a rank that was fed somebody else's row saw it
-            values = torch.tensor([[value] for _, value in ordered], dtype=torch.float64, device=self._device)
-            rows = torch.tensor([[entry.rows] for entry, _ in ordered], dtype=torch.float64)
-            exchanged += self._combiner.combine([first], values, rows, [[float(entry.batch_size)] for entry, _ in ordered])
-        return exchanged
-
-    def _hash(self, entries: list[Entry]) -> int:
-        """48 bits of what was logged, the same in every process: a float64 holds them exactly."""
-        keys = tuple(entry.key for entry in entries)
-        if keys not in self._hashes:
-            self._hashes[keys] = int.from_bytes(hashlib.blake2b(repr(keys).encode(), digest_size=6).digest(), "big")
-        return self._hashes[keys]
 
     # -- giving out ------------------------------------------------------------------------------------------------------------------------
 
@@ -386,11 +338,17 @@ class GlobalLogging:
         connector = self._trainer._logger_connector
         if connector.should_reset_tensors(entry.fx):
             results.reset(metrics=False, fx=entry.fx)
-        metric_attribute = entry.options[OPTIONS.index("metric_attribute")]
-        logged: Any = self._module.get_submodule(metric_attribute) if value is None else value.to(entry.dtype)
+        logged: Any
+        if entry.is_metric:
+            logged = self._module.get_submodule(entry.options[OPTIONS.index("metric_attribute")])
+            if value is not None:  # on every stage's rank what the one that updates it has of the step
+                logged._forward_cache = value.to(logged.device, entry.dtype)
+        else:
+            assert value is not None
+            logged = value.to(entry.dtype)
         if entry.result in results:
             # Past log(), whose moving of a result's every tensor costs more than the exchange.
-            if value is not None:
+            if not entry.is_metric:
                 logged = logged.to(results[entry.result].value.device)
             if "begin" in vars(results):  # a resumed epoch's result begins with what was saved of it
                 results.begin(entry.result)
@@ -399,94 +357,39 @@ class GlobalLogging:
             arguments = dict(zip(OPTIONS, entry.options, strict=True), batch_size=batch_size)
             now, results.dataloader_idx = results.dataloader_idx, entry.dataloader_idx
             try:
-                type(results).log(results, entry.fx, entry.name, logged, **_already_global(arguments))
+                type(results).log(results, entry.fx, entry.name, logged, **already_global(arguments))
             finally:
                 results.dataloader_idx = now
         connector._current_fx = entry.fx
 
     # -- where hooks log -------------------------------------------------------------------------------------------------------------------
 
-    def _patch_hooks(self) -> None:
-        """Exchange what hooks logged before Lightning or a monitoring callback reads it."""
-        connector = self._trainer._logger_connector
-        between = self._logs_between_steps()
+    def _end_epoch(self) -> None:
+        self.flush()
+        index = self._index()
+        if index is not None:
+            self._rows[index] = 0
 
-        def on_batch_end() -> None:
-            if between:
-                self.flush()
-            type(connector).on_batch_end(connector)
+    def _with_global_loss(self, result: Any) -> Any:
+        """What Lightning knows a step by, with the whole batch's loss."""
+        if self._loss is not None and result.loss is not None:
+            result.loss = (self._loss / self._trainer.accumulate_grad_batches).reshape(result.loss.shape)
+        return result
 
-        def on_epoch_end() -> None:
-            self.flush()
-            index = self._index()
-            if index is not None:
-                self._rows[index] = 0
-            type(connector).on_epoch_end(connector)
-
-        connector.on_batch_end, connector.on_epoch_end = on_batch_end, on_epoch_end  # type: ignore[method-assign]
-        optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
-
-        def _make_step_fn(*args: Any, **kwargs: Any) -> Callable[[], Any]:
-            step = type(optimization)._make_step_fn(optimization, *args, **kwargs)
-
-            def with_global_loss() -> Any:
-                result = step()
-                if self._loss is not None and result.loss is not None:
-                    result.loss = (self._loss / self._trainer.accumulate_grad_batches).reshape(result.loss.shape)
-                return result
-
-            return with_global_loss
-
-        optimization.__dict__["_make_step_fn"] = _make_step_fn
-        module = self._module
-        shadowed = module.__dict__.get("on_train_epoch_end")
-        logging = self
-
-        def on_train_epoch_end(self: LightningModule) -> None:
-            if shadowed is None:
-                type(self).on_train_epoch_end(self)
-            else:
-                shadowed()
-            logging.flush()
-
-        on_train_epoch_end.__wrapped__ = module.on_train_epoch_end  # type: ignore[attr-defined]  # is_overridden() looks behind it
-        module.__dict__["on_train_epoch_end"] = types.MethodType(on_train_epoch_end, module)
-
-        def undo() -> None:
-            del connector.on_batch_end, connector.on_epoch_end, optimization.__dict__["_make_step_fn"]
-            del module.__dict__["on_train_epoch_end"]
-            if shadowed is not None:
-                module.__dict__["on_train_epoch_end"] = shadowed
-
-        self._undo.append(undo)
-
-    def _patch_log(self) -> None:
-        """Notice under which names the user's step logs what a metric's ``forward`` gave."""
-        module = self._module
-        shadowed = module.__dict__.get("log")
-
-        def log(module: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if any(value is given for given in self._metric_parts.given):
-                self._last.add(name)
-            own = type(module).log.__get__(module) if shadowed is None else shadowed
-            own(name, value, *args, **kwargs)
-
-        module.__dict__["log"] = types.MethodType(log, module)
-
-        def undo() -> None:
-            del module.__dict__["log"]
-            if shadowed is not None:
-                module.__dict__["log"] = shadowed
-
-        self._undo.append(undo)
-
-    def _logs_between_steps(self) -> bool:
-        """Whether the user's code may log in a hook of a batch. Lightning's own callbacks have the hooks, but don't log in them."""
-        watched: list[Any] = [self._module]
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        watched += [each for each in callbacks if not type(each).__module__.startswith("lightning.pytorch.")]
-        parents = {id(each): Callback if isinstance(each, Callback) else LightningModule for each in watched}
-        return any(hasattr(parents[id(each)], hook) and is_overridden(hook, each) for each in watched for hook in _BATCH_HOOKS)
+    def _note_log(self, name: str, value: Any) -> bool:
+        """The user's code logs: whether that counts. Keeps in mind under which names it logs what a metric's ``forward`` gave."""
+        if self._in_part and not self._owns():
+            return False
+        if is_hole(value):
+            where = f"stage {self._stage}" if self._in_part else f"the hook {self._module._current_fx_name}"
+            raise RuntimeError(
+                f"{name!r} is logged in {where} of a pipeline, where its value isn't known: it depends on another stage's parameters. "
+                "Log it where it is computed, or run without a pipeline (allow=['single', 'ddp', 'fsdp'])"
+            )
+        self._given_as_number = not isinstance(value, (Tensor, Metric))
+        if self._metric_parts.speaks(value):
+            self._last.add(name)
+        return True
 
     # -- torchmetrics ----------------------------------------------------------------------------------------------------------------------
 
@@ -497,31 +400,28 @@ class GlobalLogging:
                 continue
             self._adopted.add(id(metric))
             if not self._alone:
-                self._undo.append(adopt(metric, self._host_group))
+                self._undo.append(adopt(metric, self._metric_group))
             if self._in_parts:
                 self._undo.append(self._metric_parts.adopt(metric))
+        if not self._exchange.staged:
+            return
+        for each in self._module.modules():
+            if isinstance(each, (Metric, MetricCollection)) and id(each) not in self._staged_metrics:
+                self._staged_metrics.add(id(each))
+                self._undo.append(self._metric_parts.leave_out(each))
+
+    def _metric_group(self) -> tuple[dist.ProcessGroup | None, int]:
+        """With whom a metric exchanges its states, and how many they are: in a stage's step only those who run the same one."""
+        if not (self._exchange.staged and self._in_step):
+            return self._exchange.host_group, dist.get_world_size()
+        peers = self._exchange.peers
+        return peers, 1 if peers is None else dist.get_world_size(peers)
 
 
-def _given(value: Any, *_: Any, **__: Any) -> Any:
-    """Stands for Lightning's reduction over ranks where a value is everybody's already."""
-    return value
+def _always() -> bool:
+    """Without stages all code is a rank's own."""
+    return True
 
 
-def _already_global(arguments: dict[str, Any]) -> dict[str, Any]:
-    """``log``'s arguments with a reduction over ranks that does nothing (which spares the advice to pass ``sync_dist=True``).
-
-    Lightning's own reductions go by their names, which other processes understand; what else it may be is for Lightning to refuse.
-    """
-    reduction = arguments.get("reduce_fx", "mean")
-    return {
-        **arguments,
-        "reduce_fx": REDUCTIONS.get(reduction, reduction),
-        "sync_dist": True,
-        "sync_dist_fn": _given,
-        "sync_dist_group": None,
-    }
-
-
-def _default_dtype(value: Tensor) -> torch.dtype:
-    """What Lightning keeps a value as: float32, or the default type where it is wider and the value no float32."""
-    return torch.float32 if value.dtype == torch.float32 or torch.get_default_dtype() != torch.float64 else torch.float64
+def _nothing() -> None:
+    """Where no hook logs, there is nothing to exchange."""

@@ -7,7 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices
 from lightning_autopar.memory.recorder import Recorder
 from lightning_autopar.memory.storages import storage_sizes
+from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -258,10 +259,10 @@ def _held(strategy: Strategy) -> dict[str, dict[int, int]]:
     assert module is not None
     states = chain.from_iterable(_bare(optimizer).state.values() for optimizer in strategy.optimizers)
     tensors: dict[str, Any] = {
-        "parameters": module.parameters(),
+        "parameters": here(module.parameters()),
         "gradients": _gradients(strategy),
-        "optimizer": _tensors(states),
-        "buffers": module.buffers(),
+        "optimizer": here(_tensors(states)),
+        "buffers": here(module.buffers()),
     }
     return {kind: storage_sizes(each, strategy.root_device) for kind, each in tensors.items()}
 
@@ -272,8 +273,13 @@ def _gradients(strategy: Strategy) -> Iterator[Tensor]:
     assert module is not None
     groups = chain.from_iterable(_bare(optimizer).param_groups for optimizer in strategy.optimizers)
     for parameter in chain(chain.from_iterable(group["params"] for group in groups), module.parameters()):
-        if parameter.grad is not None:
+        if not is_hole(parameter) and parameter.grad is not None:
             yield parameter.grad
+
+
+def here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those that this rank has, of a module whose stages lie on several."""
+    return (tensor for tensor in tensors if not is_hole(tensor))
 
 
 def _bare(optimizer: Any) -> Any:

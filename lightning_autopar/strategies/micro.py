@@ -8,7 +8,7 @@ backward begins. Knows Lightning's order of a step, a rank's share of a batch an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.share import BatchShare, count_rows, take_rows
 from lightning_autopar.strategies.draws import GlobalDraws
 from lightning_autopar.strategies.logged import GlobalLogging
+from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -67,19 +68,12 @@ class MicroBatches:
         #: The part that runs, or ran last, of the batch that is worked on.
         self.part: BatchShare | None = None
 
-    @property
-    def _several(self) -> bool:
-        """Whether a batch holds those of several loaders."""
-        combined = self._trainer.fit_loop._combined_loader
-        return combined is not None and len(combined.flattened) > 1 and combined_mode(combined) != "sequential"
-
     def share(self, batch: Any) -> BatchShare:
         """A whole batch, as the user's step gets it, as the share of the only rank."""
         try:
-            rows = count_rows(next(iter(_children(batch)), batch) if self._several else batch)
+            return whole_share(batch, several=several_loaders(self._trainer))
         except ValueError as error:
-            raise self._uncut(error) from error
-        return BatchShare(rows=rows, of=rows, rank=0, world_size=1)
+            raise uncut(self._plan, error) from error
 
     def run(self, step: Run, backward: Run, share: BatchShare, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The whole step's output; only its last part's backward is left to do.
@@ -109,9 +103,9 @@ class MicroBatches:
                 if draws is not None:
                     draws.begin(place)
             try:
-                rows = args[0] if number == 1 else take_part(args[0], index, number, several=self._several)
+                rows = args[0] if number == 1 else take_part(args[0], index, number, several=several_loaders(self._trainer))
             except ValueError as error:
-                raise self._uncut(error) from error
+                raise uncut(self._plan, error) from error
             with nullcontext() if last else self._before_last():
                 with self._logging.part(self.part, rows, index):
                     output = step(rows, *args[1:], **kwargs)
@@ -128,7 +122,7 @@ class MicroBatches:
                 if index == 0 and number > 1 and loss is not None and goes_back:
                     self.gradients.begin()
                 if not last:
-                    extras.append({name: _detached(value) for name, value in output.items()} if isinstance(output, Mapping) else {})
+                    extras.append(detached(output) if isinstance(output, Mapping) else {})
                     if loss is not None and goes_back:
                         self._note("backward")
                         with self._silent():
@@ -145,11 +139,8 @@ class MicroBatches:
         whole = _Whole.apply(loss, _mean(losses, weights), factor, self.gradients.take_up)  # type: ignore[no-untyped-call]
         if not isinstance(output, Mapping):
             return whole
-        extras.append({name: _detached(value) for name, value in output.items()})
-        return {**output, **_joined(extras, weights), "loss": whole}
-
-    def _uncut(self, error: ValueError) -> ValueError:
-        return ValueError(f"{self._plan.title()!r} works a batch off in parts, but {error}; or take a plan with micro_batches=1")
+        extras.append(detached(output))
+        return {**output, **joined(extras, weights), "loss": whole}
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
@@ -180,6 +171,8 @@ class PartGradients:
         self._trainer = trainer
         self._parts: dict[Parameter, Tensor] = {}
         self._earlier: dict[Parameter, Tensor] | None = None
+        self._apart: dict[Parameter, Tensor | None] = {}
+        self._had: set[Parameter] = set()
         self._adds_at_once = False
 
     @property
@@ -192,25 +185,44 @@ class PartGradients:
         """Whether a hook looks on when backward begins."""
         return self._overridden("on_before_backward")
 
-    def begin(self) -> None:
-        """The first part's forward is over."""
+    def begin(self, apart: Iterable[Parameter] = ()) -> None:
+        """The first part's forward is over.
+
+        Args:
+            apart: parameters whose gradients of this batch must be known by themselves when the parts are over.
+        """
         self._parts.clear()
         self._earlier = None
         trainer = self._trainer
         begins = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         watched = self._overridden("on_before_zero_grad", "optimizer_zero_grad") if begins else self.watched
         self._adds_at_once = not begins and not watched
-        if not self._adds_at_once:
+        self._apart = {}
+        if self._adds_at_once:
+            self._had = {parameter for parameter in self._parameters() if parameter.grad is not None}
+            for parameter in dict.fromkeys(apart):  # a tied one has several names
+                self._apart[parameter], parameter.grad = parameter.grad, None
+        else:
             earlier = self._taken()
             self._earlier = earlier if watched else None
 
-    def lay_aside(self) -> None:
-        """All parts but the last have added theirs: until the last one's backward, what was there before is all that there is."""
-        if not self._adds_at_once:
+    def lay_aside(self, complete: Callable[[dict[Parameter, Tensor]], None] = lambda gradients: None) -> None:
+        """All parts but the last have added theirs: until the last one's backward, what was there before is all that there is.
+
+        Args:
+            complete: gets the batch's gradients, of the parameters that are held apart at least, to change them.
+        """
+        if self._adds_at_once:
+            batch = {parameter: parameter.grad for parameter in self._apart if parameter.grad is not None}
+            complete(batch)
+            for parameter, before in self._apart.items():
+                gradient = batch.get(parameter)
+                parameter.grad = before if gradient is None else gradient if before is None else before.add_(gradient)
+            self._apart = {}
+        else:
             self._parts = self._taken()
-            for parameter, gradient in (self._earlier or {}).items():
-                parameter.grad = gradient
-            self._earlier = None
+            complete(self._parts)
+            self._put_back()
 
     def take_up(self) -> None:
         """The last part's backward begins. Does nothing more when called again."""
@@ -219,14 +231,36 @@ class PartGradients:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._parts.clear()
 
-    def _taken(self) -> dict[Parameter, Tensor]:
-        """The optimizer's parameters' gradients, which are None from now on."""
-        found = {}
+    def forget(self) -> None:
+        """The parts had no loss: whatever their backward left is nothing, and what was there before is all that there is."""
+        if not self._adds_at_once:
+            self._taken()
+            self._put_back()
+            return
+        for parameter in self._parameters():
+            if parameter not in self._had:
+                parameter.grad = None
+        for parameter, before in self._apart.items():
+            parameter.grad = before
+        self._apart = {}
+
+    def _put_back(self) -> None:
+        for parameter, gradient in (self._earlier or {}).items():
+            parameter.grad = gradient
+        self._earlier = None
+
+    def _parameters(self) -> Iterator[Parameter]:
+        """Those of the optimizers that are here: what another stage has may have no more than a hole for a gradient."""
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        found[parameter], parameter.grad = parameter.grad, None
+                yield from (parameter for parameter in group["params"] if not is_hole(parameter))
+
+    def _taken(self) -> dict[Parameter, Tensor]:
+        """The optimizers' parameters' gradients, which are None from now on."""
+        found = {}
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                found[parameter], parameter.grad = parameter.grad, None
         return found
 
     def _overridden(self, *hooks: str) -> bool:
@@ -250,6 +284,31 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.begin()
         return gradients[0] * ctx.factor, None, None, None
+
+
+def several_loaders(trainer: Trainer) -> bool:
+    """Whether a training batch holds those of several loaders."""
+    combined = trainer.fit_loop._combined_loader
+    return combined is not None and len(combined.flattened) > 1 and combined_mode(combined) != "sequential"
+
+
+def whole_share(batch: Any, *, several: bool = False) -> BatchShare:
+    """A whole batch as the share of the only rank.
+
+    Args:
+        batch: as the user's step gets it.
+        several: whether it holds the batches of several loaders.
+
+    Raises:
+        ValueError: if it has no samples to count.
+    """
+    rows = count_rows(next(iter(_children(batch)), batch) if several else batch)
+    return BatchShare(rows=rows, of=rows, rank=0, world_size=1)
+
+
+def uncut(plan: Plan, error: ValueError) -> ValueError:
+    """What to say where a batch can't be cut into parts."""
+    return ValueError(f"{plan.title()!r} works a batch off in parts, but {error}; or take a plan with micro_batches=1")
 
 
 def take_part(batch: Any, index: int, number: int, *, several: bool = False) -> Any:
@@ -299,7 +358,7 @@ def _mean(losses: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
     return (torch.where(shares > 0, stacked * shares, 0.0).sum() / shares.sum()).to(losses[0].dtype)
 
 
-def _joined(extras: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
+def joined(extras: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
     """What the step returns beside its loss: tensors with a row a sample in the batch's order, numbers as their mean, else the last's."""
     joined: dict[str, Any] = {}
     for name in extras[-1]:
@@ -323,8 +382,9 @@ def _children(batch: Any) -> list[Any]:
     return list(batch.values()) if isinstance(batch, Mapping) else list(batch)
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+def detached(output: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step returned, without its graph."""
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in output.items()}
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar.state import rng
+from lightning_autopar.strategies.staged.hole import is_hole
 
 try:
     import numpy
@@ -58,11 +59,38 @@ Fields = Callable[[Any], Mapping[str, Any] | None]
 
 @dataclass(kw_only=True)
 class Changes:
-    """What differs in a worker: parts to set, parts that no longer exist, parts that can't travel."""
+    """What differs in a worker.
+
+    Args:
+        data: a pickle of the parts to set and of what is sent along.
+        parts: those to set, with a digest of each, which is equal where two workers have the same.
+        gone: parts that no longer exist.
+        kept: parts that can't travel, with the names that a warning calls them.
+        unsent: names of what couldn't be sent along.
+    """
 
     data: bytes
+    parts: dict[Part, Any] = field(default_factory=dict)
     gone: list[Part] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
+    kept: dict[Part, str] = field(default_factory=dict)
+    unsent: list[str] = field(default_factory=list)
+
+
+def merged(workers: list[Changes]) -> tuple[list[set[Part]], list[str]]:
+    """The parts in which each worker's version counts, and the names of what is lost with all of them.
+
+    That of the first one, unless a later one has another: then the last of these, since its code came further.
+    """
+    winners: dict[Part, int] = {}
+    for number, changes in enumerate(workers):
+        for part, digest in changes.parts.items():
+            if part not in winners or digest != workers[0].parts.get(part):
+                winners[part] = number
+    taken = [{part for part, winner in winners.items() if winner == number} for number in range(len(workers))]
+    for number, changes in enumerate(workers):
+        taken[number].update(part for part in changes.gone if part not in winners)
+    lost = {name: None for changes in workers for part, name in changes.kept.items() if part not in winners}
+    return taken, [*lost, *(name for changes in workers for name in changes.unsent)]
 
 
 class TooLarge(pickle.PicklingError):
@@ -99,40 +127,53 @@ class Survey:
         """The number of an object from before."""
         return self._index.get(id(target))
 
-    def changes(self, names: Mapping[int, Any], extra: Mapping[str, Any]) -> Changes:
+    def changes(self, names: Mapping[int, Any], extra: Mapping[str, Any], *, under: str | None = None) -> Changes:
         """What differs now, in the worker.
 
         Args:
             names: for other objects that both sides have: ``id`` → what :meth:`apply`'s ``resolve`` takes, or a number from before.
             extra: values to send along; those that can't be are named by their keys.
+            under: the name of a root that alone is looked at, with what was found in it.
         """
         changes = Changes(data=b"")
         parts: dict[Part, Any] = {}
         seen: set[Part] = set()
-        for number in range(len(self._targets)):
+        looked_at = [number for number in range(len(self._targets)) if self._is_under(number, under)]
+        for number in looked_at:
             for part, value in self._parts(number).items():
                 seen.add((number, part))
-                before = self._before.get((number, part))
-                if before == self._digest(number, part, value, names=names):
+                before, now = self._before.get((number, part)), self._digest(number, part, value, names=names)
+                if before == now:
                     continue
                 if _size_bytes(value) <= LIMIT_BYTES and self._travels(payload := self._payload(number, value), names):
                     parts[number, part] = payload
+                    changes.parts[number, part] = now
                 elif not _dispensable(self._targets[number], part):
-                    changes.lost.append(self._name(number, part))
-        changes.gone = [key for key in self._before if key not in seen and key[1] != _ITEMS]
+                    changes.kept[number, part] = self._name(number, part)
+        numbers = set(looked_at)
+        changes.gone = [key for key in self._before if key not in seen and key[1] != _ITEMS and key[0] in numbers]
         sent = {key: value for key, value in extra.items() if self._travels(value, names)}
-        changes.lost += [key for key in extra if key not in sent]
+        changes.unsent = [key for key in extra if key not in sent]
         sink = _Sink(limit_bytes=None)
         _Pickler(sink, self, names).dump((parts, sent))  # together, so that what two parts share stays one object
         changes.data = sink.data()
         return changes
 
-    def apply(self, changes: Changes, resolve: Callable[[Any], Any]) -> dict[str, Any]:
-        """Repeat a worker's changes here, in the process that the survey was made in; returns what was sent along."""
+    def apply(self, changes: Changes, resolve: Callable[[Any], Any], *, only: set[Part] | None = None) -> dict[str, Any]:
+        """Repeat a worker's changes here, in the process that the survey was made in; returns what was sent along.
+
+        Args:
+            changes: the worker's.
+            resolve: the object that a name stands for.
+            only: the parts that count; None for all of them.
+        """
         parts, sent = _Unpickler(changes.data, self._targets, resolve).load()
         for number, part in changes.gone:
-            vars(self._targets[number]).pop(part, None)
+            if only is None or (number, part) in only:
+                vars(self._targets[number]).pop(part, None)
         for (number, part), payload in parts.items():
+            if only is not None and (number, part) not in only:
+                continue
             target = self._targets[number]
             if part != _ITEMS:
                 vars(target)[part] = payload
@@ -148,6 +189,10 @@ class Survey:
         self._targets.append(target)
         self._paths.append(path)
         return number
+
+    def _is_under(self, number: int, root: str | None) -> bool:
+        path = self._paths[number]
+        return root is None or path == root or path.startswith((f"{root}.", f"{root}["))
 
     def _name(self, number: int, part: str) -> str:
         return f"{self._paths[number]}.{part}" if part != _ITEMS else self._paths[number]
@@ -177,6 +222,8 @@ class Survey:
         if kind in _ATOMS:
             return kind, repr(value)
         if value is self._targets[number]:
+            if is_hole(value):
+                return type(value).__name__, id(value)  # its values are another stage's
             if isinstance(value, Tensor):
                 return value.dtype, value.shape, value.requires_grad, _fingerprint(value.detach())
             if _is_array(value):

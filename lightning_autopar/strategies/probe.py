@@ -175,6 +175,7 @@ class _Probe:
         self.moved: list[dict[str, Tensor]] = []
         self.deeds: list[Deeds] = []
         self.uneven_calls: tuple[str, ...] = ()
+        self.counted: tuple[str, ...] = ()
         self.logged = Comparison()
         self.drifting: tuple[float, str] | None = None
         self.written: tuple[float, str] | None = None
@@ -195,7 +196,13 @@ class _Probe:
             finding, observed = self._split(size)
             if finding.splittable:
                 self.logged = self._narrowed("training_step", self.losses, self.logged)
-            finding = replace(finding, log_rules=self.logged.rules, notes=tuple(self.logged.notes), uneven_calls=self.uneven_calls)
+            finding = replace(
+                finding,
+                log_rules=self.logged.rules,
+                notes=tuple(self.logged.notes),
+                uneven_calls=self.uneven_calls,
+                counted=self.counted,
+            )
             plan = replace(observed, seeded=observed.seeded or plan.seeded)
             if not finding.splittable:
                 return finding, plan
@@ -333,6 +340,7 @@ class _Probe:
         if not self.batches.double:
             self.logged = compare_logs("training_step", self.logs[0], self.logs[1:], [share.rows for share in shares])
             self.drifting = drifting(self.moved)
+            self.counted = tuple(sorted(self.moved[0]))
             self.written = drifting([deeds.written for deeds in self.deeds])
             self.uneven_calls = uneven([deeds.calls for deeds in self.deeds])
         return _difference(observed, shares), observed

@@ -19,7 +19,8 @@ def recomputed(module: nn.Module, fqns: Sequence[str]) -> Iterator[None]:
 
     The instance's ``forward`` is replaced, rather than the block wrapped: FQNs, classes and checkpoints stay as they are. The non-reentrant
     variant preserves the RNG state, so that dropout draws the same mask twice. Buffers that a forward moves (BatchNorm's running
-    statistics) are put back after the second one, so that they move once.
+    statistics) move once, and the second forward finds them as the first one did, whatever ran in between: under a pipeline that of other
+    micro-batches.
 
     Args:
         module: the root.
@@ -31,7 +32,7 @@ def recomputed(module: nn.Module, fqns: Sequence[str]) -> Iterator[None]:
     blocks = [_block(module, fqn) for fqn in fqns]
     own = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
-        block.forward = functools.partial(_forward, block, block.forward)
+        block.forward = functools.partial(_forward, block, block.forward, _Moving())
     try:
         yield
     finally:
@@ -48,33 +49,60 @@ def _block(module: nn.Module, fqn: str) -> nn.Module:
         raise ValueError(f"the plan recomputes or shards {fqn!r}, but the module has no such block; plan again for this module") from error
 
 
-def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+class _Moving:
+    """What is known of the buffers that a block's forward moves: nothing, or their names by the path of their owner in the block."""
+
+    def __init__(self) -> None:
+        self.names: set[tuple[str, str]] | None = None
+
+
+def _forward(block: nn.Module, forward: Callable[..., Any], moving: _Moving, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    moved = _statistics(block)
-    before = [(buffer, buffer._version) for buffer in block.buffers()]
+    entered = {
+        (path, name): (owner, buffer, buffer._version, _kept(owner, buffer, moving.names is None or (path, name) in moving.names))
+        for path, owner in block.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    }
+    as_entered: list[tuple[nn.Module, str, Tensor]] = []
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _put_back(moved)
+        return nullcontext(), _swapped(as_entered)
 
     output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    moved.extend(buffer for buffer, version in before if buffer._version != version)
+    moved: dict[tuple[str, str], Tensor] = {}
+    for key, (owner, buffer, version, kept) in entered.items():
+        if owner._buffers.get(key[1]) is not buffer:
+            moved[key] = buffer  # replaced, so that it is itself as it was
+        elif buffer._version != version or _untold(owner):
+            moved[key] = kept if kept is not None else buffer.detach().clone()
+    moving.names = (moving.names or set()) | set(moved)
+    as_entered.extend((entered[key][0], key[1], buffer) for key, buffer in moved.items())
     return output
 
 
-def _statistics(block: nn.Module) -> list[Tensor]:
-    """The running statistics of normalisation layers: their kernels move them without telling autograd's version counter."""
-    layers = (child for child in block.modules() if isinstance(child, _NormBase) and child.training)
-    return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+def _kept(owner: nn.Module, buffer: Tensor, moves: bool) -> Tensor | None:
+    """The buffer's value, of one that a forward may move."""
+    return buffer.detach().clone() if moves or _untold(owner) else None
+
+
+def _untold(owner: nn.Module) -> bool:
+    """Whether it is a normalisation layer that moves its running statistics: its kernel doesn't tell autograd's version counter."""
+    return isinstance(owner, _NormBase) and owner.training
 
 
 @contextmanager
-def _put_back(buffers: list[Tensor]) -> Iterator[None]:
-    """Around the second forward. Only buffers that move are copied back: a write to another would spoil what autograd has saved of it."""
-    values = [(buffer, buffer.detach().clone()) for buffer in buffers]
+def _swapped(buffers: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Around the second forward, which moves other tensors in place of the buffers.
+
+    The buffers themselves aren't written to: that would spoil what autograd has saved of them.
+    """
+    present = [owner._buffers[name] for owner, name, _ in buffers]
+    for owner, name, as_entered in buffers:
+        owner._buffers[name] = as_entered
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+        for (owner, name, _), buffer in zip(buffers, present, strict=True):
+            owner._buffers[name] = buffer

@@ -1,13 +1,15 @@
 """What a run leaves behind, carried from the workers to the parent: code after ``fit`` sees what it would see after plain Lightning.
 
 Weights and optimizer states travel as files in the run's folder; what else a worker changed (counters, metrics, random states, attributes
-of module, callbacks, loggers, loaders and DataModule) as differences of Python objects. What can't travel is named, once.
+of module, callbacks, loggers, loaders and DataModule) as differences of Python objects. What can't travel is named, once. Rank 0 speaks for
+all; where a module's stages lie on several ranks, each of these brings its part of weights and states, and what its stages changed of the
+module.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,11 +34,18 @@ from lightning_autopar._lightning_compat import (
     restore_progress,
 )
 from lightning_autopar.state import rng
-from lightning_autopar.state.checkpoint import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
+from lightning_autopar.state.checkpoint import (
+    load_whole_optimizer_state,
+    own_optimizer_state,
+    own_state_dict,
+    whole_optimizer_state,
+    whole_state_dict,
+)
 from lightning_autopar.state.loader import unwrapped
 from lightning_autopar.strategies.measure import Measured
 from lightning_autopar.strategies.metrics import sync_states
-from lightning_autopar.strategies.objects import LIMIT_BYTES, Changes, Survey
+from lightning_autopar.strategies.objects import LIMIT_BYTES, Changes, Survey, merged
+from lightning_autopar.strategies.staged.hole import is_hole
 from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,15 +60,31 @@ _PRIVATE = (
     | {"forward", "log", "training_step", "validation_step", "test_step", "predict_step"}
 )
 _LIGHTNINGS_OWN = ("lightning.pytorch.loops", "lightning.pytorch.trainer", "lightning.pytorch.accelerators", "lightning.pytorch.plugins")
+_MODULE = "module"
 _OPTIMIZERS, _LOADERS = "the optimizers", "the trainer's data loaders"
 
 
 @dataclass(kw_only=True)
 class Results:
-    """One rank's part of what a run leaves behind."""
+    """One rank's part of what a run leaves behind.
+
+    Args:
+        value: what the trainer's function returned.
+        measured: of this rank.
+        rank: which one.
+        ranks: how many ranks' results make the whole: the first ones.
+        progress: see :func:`progress_of`.
+        random: the random state.
+        changes: of Python objects.
+        lost: what else stayed behind.
+        steps: how many steps the optimizers had begun and ended.
+    """
 
     value: Any
     measured: Measured
+    rank: int = 0
+    ranks: int = 1
+    steps: tuple[int, int] = (0, 0)
     progress: dict[str, Any] = field(default_factory=dict)
     random: dict[str, Any] = field(default_factory=dict)
     changes: Changes | None = None
@@ -122,7 +147,7 @@ def _roots(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     module = trainer.lightning_module
     yield "trainer", trainer
     for name, submodule in module.named_modules():
-        yield f"module.{name}".rstrip("."), submodule
+        yield f"{_MODULE}.{name}".rstrip("."), submodule
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         yield type(callback).__name__, callback
@@ -157,46 +182,55 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
         apart: whether the ranks may be at different places, after a failure.
     """
     engine: Any = trainer.strategy
-    results = Results(value=_on_cpu(value), measured=engine.meter.measured)
+    in_stages = getattr(engine, "in_stages", False)
+    ranks = engine.assignment.plan.devices_per_replica if in_stages else 1
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    results = Results(
+        value=_on_cpu(value), measured=engine.meter.measured, rank=rank, ranks=ranks, steps=(int(steps.ready), int(steps.completed))
+    )
     module = trainer.lightning_module
     fitting = trainer.state.fn == TrainerFn.FITTING
-    first = rank == 0
-    if not apart and engine.splits:
+    keeps = rank < ranks
+    if not apart and (engine.splits or in_stages):
         _merge_metrics(module)
-    state = whole_state_dict(module, keep=first)
+    state = (own_state_dict if in_stages else whole_state_dict)(module, keep=keeps)
     optimizers = [optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer for optimizer in trainer.optimizers]
-    affordable = fitting and _affordable(optimizers, results)
-    states = [whole_optimizer_state(optimizer, keep=first) for optimizer in optimizers] if affordable else []
-    if not first:
+    affordable = fitting and _affordable(optimizers, results, everyones=in_stages and not apart)
+    of_optimizer = own_optimizer_state if in_stages else whole_optimizer_state
+    states = [of_optimizer(optimizer, keep=keeps) for optimizer in optimizers] if affordable else []
+    if not keeps:
         return results
     persistent = set(state)
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in persistent and not is_hole(buffer)}
     torch.save(
         {
             "state_dict": state if fitting or is_overridden("configure_model", module) else {},
-            "buffers": {name: buffer.detach().cpu() for name, buffer in module.named_buffers() if name not in persistent},
+            "buffers": {name: buffer.detach().cpu() for name, buffer in buffers.items()},
             "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
             "training": {name: submodule.training for name, submodule in module.named_modules()},
             "optimizer_states": states,
         },
-        folder / "weights.pt",
+        folder / f"weights{rank}.pt",
     )
+    names: dict[int, Any] = {id(engine): before.strategy}
+    for name, tensor in _tensors(module):
+        names[id(tensor)] = before.tensors.get(name, name)
+    if rank != 0:
+        results.changes = before.survey.changes(names, {}, under=_MODULE)
+        return results
     results.progress = _on_cpu(progress_of(trainer))
     results.random = rng.capture({}, cuda=False)
     for optimizer in optimizers:
         optimizer.state.clear()  # its tensors are in the file
-    names: dict[int, Any] = {id(engine): before.strategy}
-    for name, tensor in _tensors(module):
-        names[id(tensor)] = before.tensors.get(name, name)
     configs = trainer.lr_scheduler_configs
     extra: dict[str, Any] = {_LOADERS: combined_loaders(trainer, unwrapped)}
     if fitting:
         extra |= {_OPTIMIZERS: (optimizers, configs)}
     changes = before.survey.changes(names, extra)
-    if _OPTIMIZERS in changes.lost and configs:
+    if _OPTIMIZERS in changes.unsent and configs:
         changes = before.survey.changes(names, {**extra, _OPTIMIZERS: (optimizers, [])})
-        changes.lost.append("the learning-rate schedulers")
+        changes.unsent.append("the learning-rate schedulers")
     results.changes = changes
-    results.lost += changes.lost
     return results
 
 
@@ -208,14 +242,25 @@ def _merge_metrics(module: nn.Module) -> None:
     for metric, seen in zip(metrics, zip(*counts, strict=True), strict=True):
         if any(seen):
             sync_states(metric, None)
+            metric._update_count = max(metric._update_count, *seen)  # of stages, one alone may have called it
 
 
-def _affordable(optimizers: list[torch.optim.Optimizer], results: Results) -> bool:
-    """Whether the parent has room for the optimizer states; said by every rank alike, from their whole sizes."""
+def _affordable(optimizers: list[torch.optim.Optimizer], results: Results, *, everyones: bool) -> bool:
+    """Whether the parent has room for the optimizer states; said by every rank alike, from their whole sizes.
+
+    Args:
+        optimizers: of this rank.
+        results: in which it is said that there is none.
+        everyones: whether a rank has the states of its stages only, and asks the others for theirs.
+    """
     tensors = [
         value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
     ]
-    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if not is_hole(tensor))
+    if everyones:
+        sizes: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(sizes, size_bytes)
+        size_bytes = sum(sizes) * results.ranks // len(sizes)
     affordable = size_bytes <= _OPTIMIZER_SHARE * psutil.virtual_memory().total
     if not affordable:
         results.lost.append(f"the optimizers' states ({format_bytes(size_bytes)})")
@@ -229,19 +274,43 @@ def _on_cpu(tree: Any) -> Any:
 # -- in the parent ---------------------------------------------------------------------------------------------------------------------
 
 
-def restore(trainer: Trainer, before: Before, results: Results, folder: Path) -> None:
-    """Put rank 0's results into the parent's trainer and module, and warn once of what stayed behind."""
+def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder: Path) -> None:
+    """Put a run's results into the parent's trainer and module, and warn once of what stayed behind.
+
+    Args:
+        trainer: the parent's.
+        before: :func:`survey` of the time before the fork.
+        results: of the ranks that left any, in rank order.
+        folder: where their files are.
+
+    Raises:
+        RuntimeError: if a rank that has a part of the weights left nothing, or those of another step than the others, after a failure.
+    """
+    by_rank = {left.rank: left for left in results}
+    ranks = results[0].ranks
+    if missing := [rank for rank in range(ranks) if rank not in by_rank]:
+        raise RuntimeError(f"the results of {', '.join(f'rank {rank}' for rank in missing)} are missing, which had a part of the module")
+    if len({by_rank[rank].steps for rank in range(ranks)}) > 1:
+        done = ", ".join(f"rank {rank} {by_rank[rank].steps[1]}" for rank in range(ranks))
+        raise RuntimeError(f"the ranks ended at different steps ({done}), and their parts of the module don't belong together")
     module: LightningModule = trainer.lightning_module
-    saved = torch.load(folder / "weights.pt", mmap=True, weights_only=True)
+    first = by_rank[0]
+    saved = _joined([torch.load(folder / f"weights{rank}.pt", mmap=True, weights_only=True) for rank in range(ranks)])
     if set(saved["state_dict"]) - set(module.state_dict()) and is_overridden("configure_model", module):
         with torch.random.fork_rng():
             module.configure_model()
-    lost = list(results.lost)
+    everyones = [by_rank[rank].changes for rank in range(ranks)]
+    workers = [changes for changes in everyones if changes is not None]
+    assert len(workers) == ranks, "each of them collects its own"
+    taken, lost = merged(workers)
+    lost += [name for rank in range(ranks) for name in by_rank[rank].lost if rank == 0 or name not in first.lost]
+    if ranks > 1 and saved["state_dict"]:
+        lost += [f"the parameter {name}" for name in module.state_dict() if name not in saved["state_dict"]]
     _load_weights(module, saved, lost)
-    changes = results.changes
-    assert changes is not None, "rank 0 collects them"
     tensors = dict(_tensors(module))
-    sent = before.survey.apply(changes, tensors.__getitem__)
+    sent = before.survey.apply(workers[0], tensors.__getitem__, only=taken[0])
+    for changes, parts in zip(workers[1:], taken[1:], strict=True):
+        before.survey.apply(changes, tensors.__getitem__, only=parts)
     optimizers, configs = sent.get(_OPTIMIZERS, ([], []))
     for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # no states where they were too large
         load_whole_optimizer_state(optimizer, state)
@@ -250,14 +319,33 @@ def restore(trainer: Trainer, before: Before, results: Results, folder: Path) ->
         strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
     strategy.model = module
     restore_loaders(trainer, sent.get(_LOADERS, {}))
-    restore_progress(trainer, results.progress)
-    rng.restore(results.random, {})
+    restore_progress(trainer, first.progress)
+    rng.restore(first.random, {})
     if lost:
         warnings.warn(
             f"these changes of the run could not be brought back to the main process: {', '.join(sorted(lost))} "
             f"(they can't be pickled, or are larger than {format_bytes(LIMIT_BYTES)})",
             stacklevel=2,
         )
+
+
+def _joined(files: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' parts as one; what several of them have is the first one's."""
+    whole = dict(files[0])
+    for part in files[1:]:
+        for kind in ("state_dict", "buffers"):
+            whole[kind] = {**part[kind], **whole[kind]}
+        if len(part["optimizer_states"]) != len(whole["optimizer_states"]):
+            whole["optimizer_states"] = []
+        whole["optimizer_states"] = (
+            [
+                {**one, "state": {**other["state"], **one["state"]}}
+                for one, other in zip(whole["optimizer_states"], part["optimizer_states"], strict=True)
+            ]
+            if whole["optimizer_states"]
+            else []
+        )
+    return whole
 
 
 def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> None:

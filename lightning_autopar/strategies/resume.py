@@ -68,7 +68,8 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool) -> 
     epochs: Any = trainer.fit_loop.epoch_progress.total
     if epochs.processed < epochs.started:  # else what was logged has been read, and is about to be reset
         extra["results"] = _plain_results(loop._results)
-        extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits))
+        # Of a pipeline's stages, one alone may call a metric.
+        extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits or getattr(trainer.strategy, "in_stages", False)))
 
 
 def take_up(checkpoint: dict[str, Any]) -> Resumption | None:

@@ -25,6 +25,10 @@ class Pinned:
     plans: Mapping[str, Plan]
 
 
+_LAYERS = tuple(f"transformer.{half}.layers.{index}" for half in ("encoder", "decoder") for index in range(2))
+_BLOCKS = ("blocks.0", "blocks.1")
+
+
 def _cpus(count: int) -> tuple[str, ...]:
     return tuple(f"cpu:{rank}" for rank in range(count))
 
@@ -57,6 +61,47 @@ PINNED: dict[str, Pinned] = {
                 "single": Plan(engine="single", devices=_cpus(1), micro_batches=3),
                 "ddp": Plan(engine="ddp", devices=_cpus(2), micro_batches=2),
                 "fsdp": Plan(engine="fsdp", devices=_cpus(2), reshard_after_forward=True, micro_batches=2),
+            },
+        ),
+        Pinned(
+            name="three-stages",
+            about="three uneven stages on three devices, 1F1B, four micro-batches",
+            cases=("encoder-decoder",),
+            plans={"pipeline": Plan(engine="pipeline", devices=_cpus(3), cuts=_LAYERS[2:], schedule="1f1b", micro_batches=4)},
+        ),
+        Pinned(
+            name="interleaved",
+            about="two stages on each of two devices, interleaved 1F1B, four micro-batches",
+            cases=("encoder-decoder",),
+            plans={"pipeline": Plan(engine="pipeline", devices=_cpus(2), cuts=_LAYERS[1:], schedule="interleaved_1f1b", micro_batches=4)},
+        ),
+        Pinned(
+            name="recompute",
+            about="activations of all blocks recomputed in backward",
+            cases=("gpt",),
+            plans={
+                "ddp": Plan(engine="ddp", devices=_cpus(2), recompute=_BLOCKS),
+                "pipeline": Plan(
+                    engine="pipeline", devices=_cpus(2), cuts=_BLOCKS[1:], schedule="1f1b", micro_batches=3, recompute=_BLOCKS
+                ),
+            },
+        ),
+        Pinned(
+            name="pipelines",
+            about="two pipelines of two stages side by side, four devices",
+            cases=("gpt",),
+            plans={
+                "pipeline": Plan(engine="pipeline", devices=_cpus(4), replicas=2, cuts=_BLOCKS[1:], schedule="zero_bubble", micro_batches=2)
+            },
+        ),
+        Pinned(
+            name="sharded-pipelines",
+            about="the same, each stage sharded over the two pipelines",
+            cases=("gpt",),
+            plans={
+                "pipeline": Plan(
+                    engine="pipeline", devices=_cpus(4), replicas=2, cuts=_BLOCKS[1:], schedule="1f1b", micro_batches=2, shard=_BLOCKS
+                )
             },
         ),
     )

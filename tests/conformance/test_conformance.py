@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conformance.expected import CELLS, DEVICES, ENGINES, FEATURE_CELLS, MODULE_CELLS, PLAN_CELLS, REFUSED, Cell, expected
+from tests.conformance.expected import CELLS, DEVICES, ENGINES, FEATURE_CELLS, MODULE_CELLS, PLAN_CELLS, SPLITTING, Cell, expected, refusal
 from tests.conformance.features import FEATURES, PLAIN
 from tests.conformance.harness import ROWS, Run, distance, run
 from tests.conformance.pinned import PINNED
 from tests.conformance.render import PAGE, page
 from tests.conformance.verdict import SIZE, Verdict, autopar, judge, keep
 from tests.conformance.zoo import ZOO
-
-SEVERAL = [engine for engine, world_size in ENGINES.items() if world_size > 1]
 
 
 @functools.cache
@@ -39,7 +37,7 @@ def check(cell: Cell, root: Path) -> None:
     verdict = judge(cell, root)
     assert verdict.outcome == expected(cell), f"{cell.id} came to {verdict}"
     if verdict.outcome == "refused":
-        assert REFUSED[cell.feature, cell.engine] in verdict.reason
+        assert (refusal(cell) or "") in verdict.reason
     keep(cell, verdict)
 
 
@@ -58,7 +56,7 @@ def test_plan(cell: Cell, tmp_path: Path) -> None:
     check(cell, tmp_path)
 
 
-@pytest.mark.parametrize("engine", SEVERAL)
+@pytest.mark.parametrize("engine", SPLITTING)
 @pytest.mark.parametrize("name", [name for name, case in ZOO.items() if not case.mean])
 def test_exact_excludes_a_loss_that_is_no_mean_over_samples(name: str, engine: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="exact=True") as error:
@@ -67,7 +65,7 @@ def test_exact_excludes_a_loss_that_is_no_mean_over_samples(name: str, engine: s
     assert not list(tmp_path.glob("process-*"))
 
 
-@pytest.mark.parametrize("engine", SEVERAL)
+@pytest.mark.parametrize("engine", SPLITTING)
 def test_exact_leaves_a_mean_over_samples_alone(engine: str, tmp_path: Path) -> None:
     assert run(ZOO["lstm"], ROWS["plain"], autopar(engine, exact=True), root=tmp_path).strategy.plan.engine == engine
 
@@ -78,7 +76,7 @@ def one_step(precision: str, strategy: Any, root: Path) -> Run:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("engine", SEVERAL)
+@pytest.mark.parametrize("engine", SPLITTING)
 def test_batch_norm_in_bf16_is_as_near_to_fp32_as_plain_lightning(engine: str, precision: str, tmp_path: Path) -> None:
     exact = one_step("32-true", "auto", tmp_path / "exact")
     plain = one_step(precision, "auto", tmp_path / "plain")
@@ -99,9 +97,7 @@ def outcomes(text: str) -> list[list[str]]:
 
 
 def test_the_page_shows_what_is_expected() -> None:
-    verdicts = {
-        cell.id: Verdict(outcome=expected(cell), difference=0.0, reason=REFUSED.get((cell.feature, cell.engine), "")) for cell in CELLS
-    }
+    verdicts = {cell.id: Verdict(outcome=expected(cell), difference=0.0, reason=refusal(cell) or "") for cell in CELLS}
     wanted = outcomes(page(verdicts))
     assert len(wanted) == len(ZOO) + len(FEATURES) + len(PINNED)
     assert outcomes(PAGE.read_text(encoding="utf-8")) == wanted, "run the suite, then python -m tests.conformance.render"

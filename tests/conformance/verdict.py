@@ -89,9 +89,10 @@ def judge(cell: Cell, root: Path) -> Verdict:
 
 
 def _sentence(error: ValueError, engine: str) -> str:
-    """Why the engine was refused: its candidate's reason where the error holds a report."""
+    """Why the engine was refused: its candidate's reason where the error holds a report. What can't be cut stands there as one device's."""
     report = getattr(error, "report", None)
-    reasons = [candidate.reason for candidate in report.candidates if candidate.plan.engine == engine] if report else []
+    refused = [candidate for candidate in report.candidates if "not in allow" not in (candidate.reason or "")] if report else []
+    reasons = [candidate.reason for candidate in refused if candidate.plan.engine in (engine, "single")]
     return str(reasons[0] if reasons else error)
 
 

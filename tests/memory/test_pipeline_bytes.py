@@ -12,13 +12,13 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory.stage_rank import GPT, measure_stage, rank_of_pipeline
-from benchmarks.memory_stages import MODELS, ROWS, footprint_of, make_plan
 from lightning_autopar._fork import run_forked
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.parts import Size, parts_of
 from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.plans import Plan
+from tests.memory.stages import MODELS, ROWS, footprint_of, make_plan
 from tests.ranks import run_ranks
 
 _TRACED: dict[str, Footprint] = {}
@@ -143,16 +143,16 @@ def test_parts_are_read_off_the_tape() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "rank", "activations"),
-    # A share of 1/4: each of two blocks saves 250 and hands on 25; the embedding makes 25, the loss saves 100. All micro-batches are in
-    # flight, or as many as there are stages to come.
-    [("gpipe", 0, 4 * 575), ("1f1b", 0, 2 * 575), ("gpipe", 1, 4 * 650), ("1f1b", 1, 650)],
+    # A share of 1/4: each of two blocks saves 250 and hands on 25; the embedding makes 25, the loss saves 100, and what is received is 25.
+    # All micro-batches are in flight, or as many as there are stages to come.
+    [("gpipe", 0, 4 * 575), ("1f1b", 0, 2 * 575), ("gpipe", 1, 4 * 675), ("1f1b", 1, 675)],
 )
 def test_activations_in_flight_are_as_counted_by_hand(schedule: Any, rank: int, activations: int) -> None:
     found = pipeline_bytes(hand_made(4), make_plan(schedule, 2, 4, 4), rank)
     own = 80 if rank else 90
     assert (found.parameters, found.optimizer, found.input, found.activations) == (own, 2 * own, 8, activations)
-    # Buffers to receive into, of 25 for each micro-batch; under 1F1B the gradient that was sent last stays a while.
-    assert found.communication == 4 * 25 + (25 if (schedule, rank) == ("1f1b", 1) else 0)
+    # Under 1F1B the gradient that was sent last stays a while.
+    assert found.communication == (25 if (schedule, rank) == ("1f1b", 1) else 0)
 
 
 @pytest.mark.parametrize("name", ["narrow", "tied"])
@@ -164,6 +164,24 @@ def test_stages_hold_the_whole_module_between_them(name: str, schedule: Any) -> 
     assert sum(stage.parameters for stage in found) == footprint.parameter_bytes + twice
     assert (twice > 0) == (name == "tied")
     assert sum(stage.optimizer for stage in found) == pytest.approx(footprint.optimizer_bytes + 2 * twice, rel=1e-3)
+
+
+def test_a_parameter_counts_once_a_stage_however_many_of_its_parts_use_it() -> None:
+    uses = tuple((index, "shared", 7, 7, 14) for index in (0, 2, 4))
+    step = replace(hand_made(4), also_uses=uses, holders={"shared": 0})
+    assert [[use[0] for use in step.shared_uses(*parts)] for parts in ((0, 5), (5, 9), (3, 9), (0, 9))] == [[], [4], [2], []]
+    plan, alone = make_plan("1f1b", 2, 4, 4), hand_made(4)
+    first, last = (pipeline_bytes(step, plan, rank) for rank in (0, 1))
+    assert first.parameters == pipeline_bytes(alone, plan, 0).parameters
+    assert last.parameters == pipeline_bytes(alone, plan, 1).parameters + 7
+    assert last.optimizer == pipeline_bytes(alone, plan, 1).optimizer + 14
+
+
+def test_gradients_that_are_accumulated_lie_aside_while_the_schedule_runs() -> None:
+    step, plan = hand_made(4), make_plan("1f1b", 2, 4, 4)
+    assert step.tape is not None
+    step.tape.batches = 2
+    assert pipeline_bytes(step, plan, 0).gradients == pipeline_bytes(hand_made(4), plan, 0).gradients + 90
 
 
 def test_less_is_in_flight_later_and_under_1f1b_and_with_recomputation() -> None:

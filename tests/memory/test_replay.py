@@ -24,6 +24,7 @@ from lightning_autopar.memory.play_shards import split_parameter
 from lightning_autopar.memory.predict import predict
 from lightning_autopar.memory.replay import Replayed, replay
 from lightning_autopar.memory.script import read_script
+from lightning_autopar.memory.sharded import Widths
 from lightning_autopar.memory.tape import Action, Kind, Tape
 from lightning_autopar.memory.trace import trace
 from lightning_autopar.plans import Plan
@@ -208,6 +209,14 @@ def test_fsdp(reshard: bool) -> None:
     # Its gradient and its flat buffer; its parameter and the second's buffer are gone.
     last = 64 + 64 + 16 + 16
     assert found.allocated_peak_bytes == (resident + max(forward, second, first, last)) * KIB
+
+
+def test_fsdp_in_mixed_precision_keeps_shards_and_reduces_in_fp32() -> None:
+    wide = Widths(stored=2.0, reduced=2.0)
+    found, plain = (replay(FOOTPRINT, plan("fsdp", 4, shard=("a", "b"), reshard_after_forward=True), 0, widths=one) for one in (wide, None))
+    assert found.by_category["parameters"] == 2 * plain.by_category["parameters"]
+    assert found.by_category["optimizer"] == plain.by_category["optimizer"]  # is on the tape as it is kept
+    assert found.allocated_peak_bytes > plain.allocated_peak_bytes + 32 * KIB
 
 
 def test_hybrid_sharding_splits_over_a_replica_only() -> None:

@@ -16,7 +16,7 @@ from benchmarks.live_bytes import compiler
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.moments import moments_of
-from lightning_autopar.memory.sharded import evaluation_communication, fsdp_bytes, sharding_of, unit_of
+from lightning_autopar.memory.sharded import Widths, evaluation_communication, fsdp_bytes, sharding_of, unit_of
 from lightning_autopar.plans import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +161,21 @@ def test_the_root_reduces_last_and_with_it_a_block_whose_end_nobody_told() -> No
 def test_the_optimizer_works_on_shards() -> None:
     held = held_by(footprint(Moment(phase="optimizer", gradient_bytes=2500, fixed_bytes=40_000)), plan(4))
     assert (held.temporary, held.communication, held.gradients) == (10_000, 0, 200 + 300 + 300)
+
+
+def test_mixed_precision_stores_and_reduces_in_more_bytes_than_it_gathers() -> None:
+    wide = Widths(stored=2.0, reduced=2.0)
+    unit = unit_of([layer("", (10, 4, True), (3, 100, False))], 2, widths=wide)
+    plain = unit_of([layer("", (10, 4, True), (3, 100, False))], 2)
+    assert (unit.gathered, unit.gradients, unit.own) == (plain.gathered, plain.gradients, plain.own)
+    assert (unit.shard, unit.reduced, unit.kept) == (2 * plain.shard, 2 * plain.reduced, 2 * plain.kept)
+    runs = footprint(Moment(phase="optimizer", gradient_bytes=2500))
+    moments = moments_of(runs, (), 0.5)
+    held, before = (fsdp_bytes(runs, plan(4), moments, rank=0, share=0.5, copies=False, widths=one) for one in (wide, Widths()))
+    assert held.parameters == 2 * before.parameters
+    # At the end the root's flat buffer is there beside the whole gradients.
+    root = sharding_of(runs, plan(4)).root.reduced
+    assert held.communication == before.communication + root
 
 
 def test_parts_of_a_batch_add_up_gradients_in_shards() -> None:

@@ -53,8 +53,8 @@ HEAVY = fixed(footprint(batch_size=16, activation_bytes=256 * MIB, flops=4 * 10*
 
 
 def test_another_engine_that_would_fit_is_named() -> None:
-    (found,) = starting(nothing_fits(allow=("single",)), "allow=['single', 'ddp', 'fsdp']: fsdp ×2")
-    assert found.change == {"allow": ["single", "ddp", "fsdp"]}
+    (found,) = starting(nothing_fits(allow=("single",)), "allow=['single', 'ddp', 'fsdp', 'pipeline']: fsdp ×2")
+    assert found.change == {"allow": ["single", "ddp", "fsdp", "pipeline"]}
     assert found.plan is not None
     assert found.plan.engine == "fsdp"
     assert found.speedup is None
@@ -167,7 +167,7 @@ def test_faster_engines_devices_and_settings_are_named() -> None:
     two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
     (found,) = made(HEAVY, two, allow=("single",)).advice
     assert found.kind == "setting"
-    assert found.change == {"allow": ["single", "ddp", "fsdp"]}
+    assert found.change == {"allow": ["single", "ddp", "fsdp", "pipeline"]}
     assert found.plan is not None
     assert found.plan.world_size == 2
     assert found.speedup is not None

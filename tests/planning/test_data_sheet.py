@@ -142,8 +142,21 @@ def convolution(device: str = "A100-80GB", dtype: str = "bf16", shape: tuple[int
 def test_convolutions_use_tensor_cores_unless_they_are_depthwise() -> None:
     assert 60 < convolution() < 230
     assert convolution(dtype="fp32") > 3 * 19.5 * 0.5  # TF32, which cuDNN may use
-    assert convolution("V100-32GB", "fp32") < 15.7
+    assert convolution("V100-32GB", "fp32", shape=(64, 256, 256, 196, 1, 1)) < 15.7
     assert convolution(shape=(64, 256, 256, 196, 9, 256)) < 10
+
+
+def test_plain_cores_filter_pictures_with_fewer_multiplications() -> None:
+    def seconds(inputs_positions: int, kernel: int = 9) -> float:
+        moved = 4 * 64 * (256 * inputs_positions + 256 * 196)
+        flops = 2 * 64 * 196 * kernel * 256 * 256
+        shape = (64, 256, 256, 196, kernel, 1)
+        work = Work(kind="convolution", name="convolution", dtype="fp32", flops=flops, moved_bytes=moved, shape=shape)
+        return kernel_seconds(find("V100-32GB"), work)
+
+    assert seconds(196 * 4) > 1.4 * seconds(196)  # one that moves by two isn't filtered so
+    per_flop = [seconds(196, kernel) / kernel for kernel in (9, 25)]
+    assert per_flop[0] < per_flop[1] / 1.4
 
 
 def test_a_recurrent_layer_waits_for_each_step() -> None:

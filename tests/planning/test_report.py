@@ -76,10 +76,10 @@ def test_headroom_is_what_the_plan_leaves() -> None:
 def test_advice_in_json_says_what_to_change() -> None:
     (advice,) = report(footprint(flops=10**13), allow=("single",)).to_dict()["advice"]
     assert advice["kind"] == "setting"
-    assert advice["change"] == {"allow": ["single", "ddp", "fsdp"]}
+    assert advice["change"] == {"allow": ["single", "ddp", "fsdp", "pipeline"]}
     assert Plan.from_dict(advice["plan"]).world_size == 2
     assert advice["speedup"] > 1.2
-    assert advice["text"].startswith("allow=['single', 'ddp', 'fsdp']: ")
+    assert advice["text"].startswith("allow=['single', 'ddp', 'fsdp', 'pipeline']: ")
 
 
 def test_the_best_plan_is_the_candidate_it_is_the_index_of() -> None:
@@ -174,20 +174,19 @@ def test_where_the_time_goes_is_named_largest_first() -> None:
 
 def test_what_cannot_be_run_yet_has_a_place_of_its_own() -> None:
     found = report()
-    blocks = found.footprint.blocks
-    pipeline = Plan(engine="pipeline", devices=("cpu:0", "cpu:1"), cuts=(blocks[2].fqn,), schedule="1f1b", micro_batches=4)
+    zero = Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=2)
     best = found.candidates[0]
-    reason = "can't be run by this version yet (engine 'pipeline'); it would take 1 s a step"
-    shown = replace(best, plan=pipeline, fits=False, reason=reason)
+    reason = "can't be run by this version yet (engine 'zero'); it would take 1 s a step"
+    shown = replace(best, plan=zero, fits=False, reason=reason)
     assert not shown.runnable
     assert best.runnable
     text = " ".join(str(replace(found, candidates=(best, shown, shown, shown, shown))).split())
-    assert "pipeline 2 stages" in text
+    assert "zero-2 ×2" in text
     assert "… 1 more that can't be run yet" in text
     assert "it would take" not in text
     assert replace(found, candidates=(shown, replace(best, fits=False, reason="x")), best_index=None).shown_candidate() is not shown
     with pytest.raises(AssertionError, match="can't be run"):
-        Candidate(plan=pipeline, fits=True)
+        Candidate(plan=zero, fits=True)
 
 
 def test_tables_by_category_and_by_part() -> None:

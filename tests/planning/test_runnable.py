@@ -15,7 +15,7 @@ FSDP = {"engine": "fsdp", "reshard_after_forward": True}
     [
         ({"engine": "single", "devices": TWO[:1], "recompute": ("a",)}, None),
         ({"engine": "zero", "devices": TWO, "zero_stage": 2}, "engine 'zero'"),
-        ({"engine": "pipeline", "devices": TWO, "cuts": ("a",), "schedule": "1f1b"}, "engine 'pipeline'"),
+        ({"engine": "pipeline", "devices": TWO, "cuts": ("a",), "schedule": "1f1b", "micro_batches": 2}, None),
         ({**FSDP, "devices": TWO, "offload": ("optimizer", "parameters")}, "offload to host memory"),
         ({**FSDP, "devices": TWO, "shares": (1, 2), "micro_batches": 2}, None),
     ],

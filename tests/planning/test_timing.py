@@ -56,7 +56,7 @@ def test_an_unknown_device_or_cut_is_an_error() -> None:
     with pytest.raises(ValueError, match="cpu:9"):
         seconds("single", "cpu:9")
     with pytest.raises(ValueError, match=r"names the block 'net\.9'"):
-        seconds("pipeline", *GPUS[:2], cuts=("net.9",), schedule="1f1b")
+        seconds("pipeline", *GPUS[:2], cuts=("net.9",), schedule="gpipe")
 
 
 # -- one device --------------------------------------------------------------------------------------------------------------------------
@@ -248,6 +248,9 @@ def test_offloaded_the_host_updates() -> None:
     torch_adam = seconds("fsdp", *GPUS[:4], step=step, rates=rates, offload=("optimizer", "parameters"))
     assert torch_adam.offload > 1
     assert torch_adam.communication > seconds("fsdp", *GPUS[:4], step=step, rates=rates).communication
+    one_pass = replace(step, optimizer_work=tuple(replace(work, name="_fused_adamw_") for work in step.optimizer_work))
+    fused = seconds("fsdp", *GPUS[:4], step=one_pass, rates=rates, offload=("optimizer", "parameters"))
+    assert fused.offload < torch_adam.offload / 5
 
 
 def test_zero_gathers_the_updated_parameters_at_the_end() -> None:

@@ -26,6 +26,9 @@ from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.state.checkpoint import KEY
 
 ENGINES = ("single", "ddp", "fsdp")
+STAGED = (*ENGINES, "pipeline")
+#: Writer and reader, with a pipeline on either side.
+PIPELINE_PAIRS = [("pipeline", reader) for reader in STAGED] + [(writer, "pipeline") for writer in ENGINES]
 #: Batches an epoch and epochs.
 BATCHES, EPOCHS = 5, 2
 
@@ -37,7 +40,7 @@ class Tied(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.embed = nn.Linear(6, 6, bias=False)
-        self.block = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 6))
+        self.block = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3)))
         self.head = nn.Linear(6, 6, bias=False)
         self.head.weight = self.embed.weight
         self.frozen = nn.Linear(6, 6)
@@ -48,9 +51,11 @@ class Tied(pl.LightningModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.block(self.embed(self.frozen(x))))
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
-        self.count += 1
         loss = nn.functional.mse_loss(self(x), y)
         self.log("train", loss, on_step=True, on_epoch=True)
         return loss
@@ -145,9 +150,11 @@ def epochs(engine: str) -> Path:
     return root / "epoch=0.ckpt"
 
 
-@pytest.mark.parametrize("reader", ENGINES)
-@pytest.mark.parametrize("writer", ENGINES)
-@pytest.mark.parametrize("step", [3, 5, 8])
+@pytest.mark.parametrize(
+    ("step", "writer", "reader"),
+    [(step, writer, reader) for step in (3, 5, 8) for writer in ENGINES for reader in ENGINES]
+    + [(3 if writer == reader else 8, writer, reader) for writer, reader in PIPELINE_PAIRS],
+)
 def test_going_on_in_the_middle_of_an_epoch_is_the_uninterrupted_run(step: int, writer: str, reader: str, tmp_path: Path) -> None:
     trainer, net = fit(reader, tmp_path, ckpt_path=steps(writer) / f"step={step}.ckpt")
     assert trainer.global_step == EPOCHS * BATCHES
@@ -203,8 +210,9 @@ def plateau(engine: str) -> tuple[Path, dict[str, Any], list[Any]]:
     return root, outcome(trainer, net), recorder.rows
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("step", [6, 7, 9, 10])
+@pytest.mark.parametrize(
+    ("step", "engine"), [*((step, engine) for step in (6, 7, 9, 10) for engine in ENGINES), (7, "pipeline"), (9, "pipeline")]
+)
 def test_validations_epoch_means_and_plateaus_are_those_of_the_uninterrupted_run(step: int, engine: str, tmp_path: Path) -> None:
     _, expected, rows = plateau("plain")
     recorder = Recorder()
@@ -223,8 +231,10 @@ def test_validations_epoch_means_and_plateaus_are_those_of_the_uninterrupted_run
             assert one[3] == pytest.approx(other[3], rel=1e-4)
 
 
-@pytest.mark.parametrize("reader", ["plain", *ENGINES])
-@pytest.mark.parametrize("writer", ["plain", *ENGINES])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [*((writer, reader) for writer in ("plain", *ENGINES) for reader in ("plain", *ENGINES)), ("pipeline", "plain"), ("plain", "pipeline")],
+)
 def test_going_on_at_the_end_of_an_epoch_is_the_uninterrupted_run(writer: str, reader: str, tmp_path: Path) -> None:
     if "plain" in (writer, reader):  # plain Lightning knows no random states: without draws it is exact
         expected = outcome(*fit("plain", tmp_path, module=still(), max_epochs=2))
@@ -250,7 +260,7 @@ def tree(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STAGED)
 def test_a_file_is_built_as_plain_lightnings_is(engine: str) -> None:
     plain, ours = (torch.load(steps(each) / "step=3.ckpt", weights_only=True) for each in ("plain", engine))
     extra = ours.pop(KEY)
@@ -282,15 +292,16 @@ class Tied(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.embed = nn.Linear(6, 6, bias=False)
-        self.block = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 6))
+        self.block = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3)))
         self.head = nn.Linear(6, 6, bias=False)
         self.head.weight = self.embed.weight
         self.frozen = nn.Linear(6, 6)
         self.frozen.requires_grad_(False)
         self.register_buffer("count", torch.zeros(()))
+    def on_train_batch_start(self, batch, batch_idx):
+        self.count += 1
     def training_step(self, batch, batch_idx):
         x, y = batch
-        self.count += 1
         return nn.functional.mse_loss(self.head(self.block(self.embed(self.frozen(x)))), y)
     def configure_optimizers(self):
         decay = [p for p in self.parameters() if p.dim() > 1 and p.requires_grad]
@@ -314,16 +325,14 @@ for path in sys.argv[1:]:
 
 
 def test_plain_lightning_goes_on_where_this_package_is_missing() -> None:
-    paths = [str(steps(engine) / f"step={step}.ckpt") for engine in ENGINES for step in (3, 8)] + [
-        str(epochs(engine)) for engine in ENGINES
-    ]
+    paths = [str(steps(engine) / f"step={step}.ckpt") for engine in STAGED for step in (3, 8)] + [str(epochs(engine)) for engine in ENGINES]
     command = [sys.executable, "-c", SCRIPT, *paths]
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STAGED)
 def test_weights_alone_can_be_saved_and_loaded(engine: str, tmp_path: Path) -> None:
     only = ModelCheckpoint(tmp_path, filename="only", save_weights_only=True)
     trainer, net = fit(engine, tmp_path, callbacks=[only])
@@ -357,7 +366,7 @@ class Counting(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", STAGED)
 def test_the_users_plugin_reads_and_writes(engine: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     last = ModelCheckpoint(tmp_path, filename="a", save_on_train_epoch_end=True)

@@ -11,7 +11,7 @@ from parity import BLOCKS, Fitted, numbers
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.strategies import backward, decide
+from lightning_autopar.strategies import backward, findings
 from lightning_autopar.strategies.backward import backward_survives_fork
 
 
@@ -49,7 +49,7 @@ def test_the_step_is_traced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     state = torch.get_rng_state()
     torch.manual_seed(0)
     again = Fitted()
-    monkeypatch.setattr(decide, "backward_survives_fork", lambda: False)
+    monkeypatch.setattr(findings, "backward_survives_fork", lambda: False)
     found = footprint_of(again)
     assert found.traced
     assert found.moments == expected.moments
@@ -79,9 +79,9 @@ def test_padding_is_the_whole_batchs_where_no_copy_could_be_run(looked: str, mon
         raise RuntimeError("nothing can be looked at")
 
     if looked == "here":
-        monkeypatch.setattr(decide, "backward_survives_fork", lambda: False)
+        monkeypatch.setattr(findings, "backward_survives_fork", lambda: False)
     else:
-        monkeypatch.setattr(decide, "_find", refuse)
+        monkeypatch.setattr(findings, "_find", refuse)
     generator = torch.Generator().manual_seed(3)
     samples = [torch.randn(length, generator=generator) for length in (8, 3, 5, 2, 7, 1, 4, 6)]
     weights = []

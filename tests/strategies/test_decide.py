@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import AutoParallelStrategy, NothingFits
 from lightning_autopar._lightning_compat import TrainerFn, attach_data
 from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.plans import Plan
 from lightning_autopar.strategies import decide as deciding
+from lightning_autopar.strategies import findings
 from lightning_autopar.strategies.decide import Decision, Settings, decide
+from lightning_autopar.strategies.staged.finding import StagingFinding
+from lightning_autopar.strategies.staged.recording import Staging
 
 
 class Custom(Exception):
@@ -142,10 +148,10 @@ def test_a_step_that_takes_too_long_to_look_at_is_guessed(tmp_path: Path, monkey
     def wait(*args: Any, **kwargs: Any) -> Any:
         time.sleep(60)
 
-    monkeypatch.setattr(deciding, "trace", wait)
-    monkeypatch.setattr(deciding, "_TRACE_SECONDS", 0.7)
+    monkeypatch.setattr(findings, "trace", wait)
+    monkeypatch.setattr(findings, "_TRACE_SECONDS", 2.0)
     trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
-    with pytest.warns(UserWarning, match="guessed: the child process was stopped after 0.7 seconds"):
+    with pytest.warns(UserWarning, match="guessed: the child process was stopped after 2 seconds"):
         decision = decide(trainer, Settings(allow=("ddp",)), (parse_spec("2xcpu:1GiB"), None))
     assert any("guess" in text for text in decision.report.footprint.assumptions)
     assert decision.assignment.plan.engine == "ddp"
@@ -156,7 +162,7 @@ def test_a_loader_that_never_gives_a_batch_is_a_clear_error(tmp_path: Path, monk
         def __getitem__(self, index: int) -> Any:
             time.sleep(60)
 
-    monkeypatch.setattr(deciding, "_TRACE_SECONDS", 0.3)
+    monkeypatch.setattr(findings, "_TRACE_SECONDS", 0.3)
     with pytest.raises(RuntimeError, match=r"needs the run's first batch, and couldn't have it: .* stopped after 0.3 seconds"):
         plan(trainer_for(Net(), DataLoader(Slow(), batch_size=4), tmp_path))
 
@@ -190,3 +196,150 @@ def test_batches_of_each_device_are_planned_as_such(tmp_path: Path) -> None:
     whole = plan(trainer_for(Net(), DataLoader(Dataset(), batch_size=8), tmp_path), allow=("ddp",), batch="per_device")
     split = plan(trainer_for(Net(), DataLoader(Dataset(), batch_size=8), tmp_path), allow=("ddp",))
     assert whole.candidate.bytes["cpu:0"].input == 2 * split.candidate.bytes["cpu:0"].input
+
+
+class Stack(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.head(self.blocks(batch[0])), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Twice(Stack):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.head(self.blocks(self.blocks(batch[0]))), batch[1])
+
+
+class Counting(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+def staged(module: Any, root: Path, **settings: Any) -> Decision:
+    loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4)
+    trainer = trainer_for(module, loader, root)
+    return plan(trainer, **{"allow": ("pipeline",), **settings})
+
+
+def pinned(*cuts: str, micro_batches: int = 2) -> Plan:
+    devices = tuple(f"cpu:{index}" for index in range(len(cuts) + 1))
+    return Plan(engine="pipeline", devices=devices, cuts=cuts, schedule="gpipe", micro_batches=micro_batches)
+
+
+def test_where_a_module_is_cut_into_stages_goes_to_the_engine(tmp_path: Path) -> None:
+    decision = staged(Stack(), tmp_path)
+    staging = decision.assignment.staging
+    assert decision.assignment.plan.engine == "pipeline"
+    assert staging is not None
+    assert staging.refusal is None
+    assert staging.hooks["training_step"].blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    assert set(decision.assignment.plan.cuts) <= set(staging.hooks["training_step"].crossings)
+    assert staged(Stack(), tmp_path, plan=pinned("blocks.3")).assignment.staging is not None
+
+
+def test_stages_are_looked_for_where_a_plan_may_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("nobody asked for stages")
+
+    monkeypatch.setattr(findings, "probe_stages", refuse)
+    assert staged(Stack(), tmp_path, allow=("single", "ddp")).assignment.staging is None
+    assert staged(Stack(), tmp_path, allow=("single", "pipeline"), spec="1xcpu:1GiB").assignment.staging is None
+    module = Stack()
+    module.noise = torch.Generator()  # type: ignore[assignment]
+    assert staged(module, tmp_path, allow=("single", "pipeline")).assignment.staging is None, "it is ruled out anyway"
+
+
+def test_a_module_without_stages_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(NothingFits, match=r"the step can't be cut before any of its blocks: 'blocks\.\d' runs"):
+        staged(Twice(), tmp_path)
+    with pytest.raises(ValueError, match="can't be taken: the step can't be cut before any of its blocks"):
+        staged(Twice(), tmp_path, plan=pinned("blocks.1"))
+    decision = staged(Twice(), tmp_path, allow=("single", "pipeline"))
+    assert decision.assignment.plan.engine == "single"
+    assert decision.assignment.staging is not None
+    assert decision.assignment.staging.refusal is not None
+
+
+def test_a_block_that_no_stage_begins_with_is_no_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = findings.probe_stages
+
+    def narrowed(*args: Any, **kwargs: Any) -> Any:
+        return replace(probe(*args, **kwargs), uncuttable={"blocks.2": "it is read by Python", "blocks.3": "it is read by Python"})
+
+    monkeypatch.setattr(findings, "probe_stages", narrowed)
+    assert staged(Stack(), tmp_path).assignment.plan.cuts == ("blocks.1",)
+    with pytest.raises(ValueError, match=r"cuts at 'blocks\.2', with which no stage may begin: it is read by Python"):
+        staged(Stack(), tmp_path, plan=pinned("blocks.2"))
+
+
+def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):
+        staged(Counting(), tmp_path, plan=pinned("blocks.2"))
+    assert staged(Counting(), tmp_path, plan=pinned("blocks.2", micro_batches=1)).assignment.staging is not None
+    assert staged(Counting(), tmp_path).assignment.plan.micro_batches == 1
+    alone = Plan(engine="single", devices=("cpu:0",), micro_batches=2)
+    with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):
+        staged(Counting(), tmp_path, plan=alone, allow=("single",))
+    assert staged(Stack(), tmp_path, plan=alone, allow=("single",)).assignment.plan == alone
+
+
+@pytest.mark.parametrize("found", ["right", "wrong", "unknown"])
+def test_stages_that_were_only_recorded_are_tried_before_they_are_taken(
+    found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, asked = findings.probe_stages, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        return replace(probe(*args, **kwargs), untried="a step is too long to try on the CPU")
+
+    def confirm(trainer: Any, footprint: Any, cuts: Any) -> StagingFinding:
+        asked.append(cuts)
+        refusal = "in stages the loss is 1 instead of 2" if found == "wrong" else None
+        return StagingFinding(staging=Staging(refusal=refusal), untried="of its length" if found == "unknown" else None)
+
+    monkeypatch.setattr(findings, "probe_stages", recorded)
+    monkeypatch.setattr(deciding, "confirm", confirm)
+    decision = staged(Stack(), tmp_path, allow=("ddp", "pipeline"), plan=pinned("blocks.2")) if found != "wrong" else None
+    if decision is None:
+        with pytest.raises(NothingFits, match="in stages the loss is 1 instead of 2"):
+            staged(Stack(), tmp_path)
+        assert asked
+        return
+    assert asked == [("blocks.2",)]
+    noted = any("only checked as they run: no trial was made, as a step is too long" in note for note in decision.candidate.notes)
+    assert noted == (found == "unknown")
+
+
+def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, pids = Stack(), tmp_path / "pids"
+    loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4)
+    trainer = trainer_for(module, loader, tmp_path)
+    footprint = plan(trainer).report.footprint
+    confirm_stages = findings.confirm_stages
+
+    def noted(*args: Any, **kwargs: Any) -> StagingFinding:
+        pids.write_text(str(os.getpid()))
+        return confirm_stages(*args, **kwargs)
+
+    monkeypatch.setattr(findings, "confirm_stages", noted)
+    found = findings.confirm(trainer, footprint, ("blocks.2",))
+    assert (found.staging.refusal, found.untried) == (None, None)
+    assert int(pids.read_text()) != os.getpid()
+    monkeypatch.setattr(findings, "confirm_stages", lambda *args, **kwargs: os._exit(3))
+    lost = findings.confirm(trainer, footprint, ("blocks.2",))
+    assert lost.untried is not None
+    assert "it came to no end" in lost.untried

@@ -31,7 +31,8 @@ if task.get("cuda"):
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+        blocks = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1)) for _ in range(2)]
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), *blocks, torch.nn.Linear(16, 1))
 
     def training_step(self, batch, batch_idx):
         if task.get("fail") == self.global_rank and batch_idx == 1:
@@ -111,7 +112,7 @@ def plain(script: Path) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "pipeline"])
 def test_torchrun_two_fits(script: Path, plain: list[float], engine: str) -> None:
     code, output = _torchrun(script, 2, {"fits": 2, "strategy": {"allow": [engine]}})
     assert code == 0, output

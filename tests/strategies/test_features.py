@@ -13,26 +13,13 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from modules import Regression, trainer
 
-from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.strategies.features import exclusions
-
-FOOTPRINT = Footprint(
-    parameters=1,
-    trainable_parameters=1,
-    batch_size=8,
-    parameter_bytes=4,
-    gradient_bytes=4,
-    optimizer_bytes=8,
-    buffer_bytes=0,
-    activation_bytes=4,
-    temporary_bytes=0,
-    input_bytes=4,
-)
 
 
 class Iterates(Regression):
@@ -44,7 +31,12 @@ def excluded(folder: Path, module: Regression | None = None, stage: TrainerFn = 
     run = trainer("single", folder, **options)
     run.strategy._lightning_module = module or Regression()
     run.state.fn = stage
-    return exclusions(run, FOOTPRINT)
+    return exclusions(run)
+
+
+def unstaged(folder: Path, module: Regression | None = None, stage: TrainerFn = TrainerFn.FITTING, **options: Any) -> str:
+    found = excluded(folder, module, stage, **options)
+    return found["pipeline"]
 
 
 def test_nothing_is_ruled_out_by_what_works_everywhere(tmp_path: Path) -> None:
@@ -64,15 +56,16 @@ def test_nothing_is_ruled_out_by_what_works_everywhere(tmp_path: Path) -> None:
 )
 def test_callbacks(callback: Any, engine: str, words: str, tmp_path: Path) -> None:
     found = excluded(tmp_path, callbacks=[callback])
-    assert list(found) == [engine]
+    assert [name for name in found if name != "pipeline"] == [engine]
     assert words in found[engine]
 
 
 def test_weight_averaging(tmp_path: Path) -> None:
     weight_averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     found = excluded(tmp_path, callbacks=[weight_averaging.WeightAveraging()])
-    assert list(found) == ["fsdp"]
+    assert list(found) == ["fsdp", "pipeline"]
     assert "WeightAveraging works on whole parameters" in found["fsdp"]
+    assert "WeightAveraging works on the whole module's weights" in found["pipeline"]
 
 
 def test_callbacks_of_training_rule_nothing_out_of_an_evaluation(tmp_path: Path) -> None:
@@ -88,6 +81,7 @@ def test_precisions(tmp_path: Path) -> None:
             continue
         assert f"precision '{precision}' doesn't work on sharded parameters" in found["fsdp"]
         assert "multi" not in found
+        assert ("pipeline" in found) == precision.startswith("transformer")
 
 
 def test_an_iterator_in_training_step(tmp_path: Path) -> None:
@@ -106,6 +100,42 @@ def test_a_part_compiled_before_sharding(tmp_path: Path) -> None:
     module = Regression()
     module.net = torch.compile(module.net)  # type: ignore[assignment]
     assert "compiled before sharding" in excluded(tmp_path, module)["fsdp"]
+    assert "a pipeline cuts the code as it was written" in unstaged(tmp_path, module)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # torch, on importing its compiler
+def test_a_part_compiled_in_place_has_no_stages(tmp_path: Path) -> None:
+    module = Regression()
+    module.net[0].compile()
+    found = excluded(tmp_path, module)
+    assert list(found) == ["pipeline"]
+    assert "a part of the module is compiled" in found["pipeline"]
+
+
+@pytest.mark.parametrize(
+    "callback", [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")], ids=lambda value: type(value).__name__
+)
+def test_callbacks_that_need_all_weights_have_no_stages(callback: Any, tmp_path: Path) -> None:
+    assert f"{type(callback).__name__} works on the whole module's weights" in unstaged(tmp_path, callbacks=[callback])
+    assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[callback]) == {}
+
+
+def test_parameters_without_a_shape_have_no_stages(tmp_path: Path) -> None:
+    module = Regression()
+    module.late = torch.nn.LazyLinear(3)
+    assert "'late.weight' gets its shape in the first step" in unstaged(tmp_path, module)
+
+
+def test_generators_of_its_own_have_no_stages(tmp_path: Path) -> None:
+    module = Regression()
+    module.net.noise = torch.Generator()
+    assert "draws from 'net.noise', a generator of its own" in unstaged(tmp_path, module)
+
+
+def test_a_hook_on_a_complete_gradient_has_no_stages(tmp_path: Path) -> None:
+    module = Regression()
+    module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert "'net.0.weight' has a hook for when its gradient is complete" in unstaged(tmp_path, module)
 
 
 def test_a_prediction_writer(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_parts_that_logged_alike() -> None:
             entry("count", float(rows), rows, reduce_fx="sum"),
             entry("top", loss, rows, reduce_fx="max"),
             entry("told", 1.0, rows),
-            entry("f1", loss, rows),
+            entry("f1", 0.5 + rows / 10, rows),
             entry("metric", None, rows),
             entry("constant", 1.0, rows, batch_size=1),
         ]
@@ -40,7 +40,7 @@ def test_parts_that_logged_alike() -> None:
     assert found["count"][0] == 5
     assert found["top"][0] == 4
     assert found["told"][0] == 2  # by the rule that was found out
-    assert found["f1"][0] == 4  # that of the last part with samples
+    assert found["f1"][0] == 0.5  # the last part's, of all that came before
     assert found["metric"][0] == 0
     assert found["constant"] == (1, 1, 5)
 

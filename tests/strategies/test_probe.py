@@ -403,3 +403,16 @@ def test_weights_and_random_state_stay() -> None:
     probe_split(module, None, first_of(samples()))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype for name, tensor in module.state_dict().items())
+
+
+def test_buffers_in_which_a_step_counts() -> None:
+    """Each part of a batch would count once more; what a step sets to the same value each time is harmless."""
+
+    class Sets(Dropout):
+        def loss(self, x: Tensor) -> Tensor:
+            self.steps.zero_()
+            return super().loss(x)
+
+    assert probe_split(Base(), None, first_of(samples()))[0].counted == ("steps",)
+    assert probe_split(Dropout(), None, first_of(samples()))[0].counted == ()
+    assert probe_split(Sets(), None, first_of(samples()))[0].counted == ()

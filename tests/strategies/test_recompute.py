@@ -60,6 +60,44 @@ def test_gradients_and_buffers_are_the_same_to_the_bit() -> None:
     assert found["buffer blocks.1.calls"] == 2
 
 
+class Decays(nn.Module):
+    """What it gives depends on a buffer that each forward moves, in place or by another one."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(8, 8), in_place
+        self.register_buffer("level", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            level = x.detach().abs().mean(0)
+            if self.in_place:
+                self.level.mul_(0.5).add_(level)
+            else:
+                self.level = self.level * 0.5 + level
+        return torch.tanh(self.linear(x)) * self.level.clone()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_backward_finds_buffers_as_forward_did(in_place: bool) -> None:
+    """Under a pipeline other micro-batches run between the two."""
+    torch.manual_seed(0)
+    net, batches = nn.Sequential(nn.Linear(8, 8), Decays(in_place)), torch.randn(3, 4, 8)
+
+    def gradients(names: tuple[str, ...]) -> list[Tensor]:
+        net.zero_grad()
+        net[1].level = torch.ones(8)
+        with recomputed(net, names):
+            for _ in range(2):
+                losses = [net(batch).square().sum() for batch in batches]
+                for loss in losses:
+                    loss.backward()
+        return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None] + [net[1].level]
+
+    for found, expected in zip(gradients(("1",)), gradients(()), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_forward_runs_twice_in_training_and_once_without_gradients() -> None:
     net, calls = Net(), []
     net.blocks[0][0].register_forward_hook(lambda *_: calls.append(1))

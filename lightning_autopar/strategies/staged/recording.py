@@ -6,8 +6,9 @@ follows the last block. It is the numbering of :attr:`lightning_autopar.memory.f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -17,17 +18,70 @@ class Carried:
     """A tensor that a stage hands to the next one.
 
     Args:
-        index: which of the tensors that code outside of blocks sees, in the order in which they come to be: results of operations, and
-            what blocks return.
+        index: which of the *tainted* tensors that code outside of blocks sees, in the order in which they come to be: results of
+            operations, and what blocks return.
         shape: at the recorded batch.
         dtype: its type.
         requires_grad: whether a gradient comes back for it.
+        written: whether it is written to in place after the cut.
+        aliases: all indices under which code outside of blocks got the very same tensor; ``index`` is the first of them.
     """
 
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    written: bool = False
+    aliases: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One leaf of what a block returns, so that a stage that leaves the block out can return a hole of the same shape.
+
+    Args:
+        same_as: where among the block's arguments the very same object is: keys and positions from ``(args, kwargs)``.
+        value: what it is, where it is neither a tensor nor an argument.
+        computed: whether that is a number, which the block may compute from shapes: found out anew for other shapes.
+        shape: of a tensor, at the recorded batch; None where it isn't a tensor.
+        dims: of each dimension, the arguments' dimensions that it is the product of: (place among the arguments, dimension); none where
+            it is the recorded size always.
+        dtype: its type.
+        dtype_of: the argument whose type it shares, if any.
+        requires_grad: whether a gradient comes back for it.
+        index: the number that it gets as a tensor of code outside of blocks; None where it gets none.
+    """
+
+    same_as: tuple[Any, ...] | None = None
+    value: Any = None
+    computed: bool = False
+    shape: tuple[int, ...] | None = None
+    dims: tuple[tuple[tuple[tuple[Any, ...], int], ...], ...] = ()
+    dtype: torch.dtype | None = None
+    dtype_of: tuple[Any, ...] | None = None
+    requires_grad: bool = False
+    index: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a block gives, or something in it leaves for later code.
+
+    Args:
+        structure: of the value, with :attr:`leaves` as its leaves.
+        leaves: in the order of ``torch.utils._pytree``.
+        module: FQN of the module that gives it, of what a hook on a module inside of the block catches; None for the block's own.
+        attribute: the attribute that the block leaves it in, on ``module``.
+    """
+
+    structure: Any
+    leaves: tuple[Leaf, ...]
+    module: str | None = None
+    attribute: str | None = None
+
+
+#: Numbers from here on are of tensors that leave a block otherwise than by being returned.
+EXTRA = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +98,13 @@ class StepRecording:
         buffers: the same of buffers.
         draws: how many random draws were made before each block, and last, how many in all; as :class:`.observe.Observation` counts them.
         rows: samples of the recorded batch.
+        outputs: of each block what it returns, then what else leaves it.
+        operations: of each part the operations outside of blocks that gave tainted tensors, by name; their numbers follow one another.
+        firsts: the first number of each part.
+        written: FQNs of buffers and parameters that the step writes to.
+        counters: modules and their attributes, numbers that the step changes.
+        autocast: the type of automatic mixed precision under which it was recorded.
+        changes_batch: whether the step writes to the tensors of its batch, so that each stage needs a batch of its own.
     """
 
     hook: str
@@ -54,6 +115,33 @@ class StepRecording:
     buffers: Mapping[str, frozenset[int]] = field(default_factory=dict)
     draws: tuple[int, ...] = ()
     rows: int = 0
+    outputs: Mapping[str, tuple[Output, ...]] = field(default_factory=dict)
+    operations: tuple[tuple[str, ...], ...] = ()
+    firsts: tuple[int, ...] = ()
+    written: frozenset[str] = frozenset()
+    counters: tuple[tuple[str, str], ...] = ()
+    autocast: torch.dtype | None = None
+    changes_batch: bool = False
+
+    def bounds(self, cuts: Sequence[str]) -> tuple[int, ...]:
+        """Of each stage the index of its first block, and last, the number of blocks.
+
+        Raises:
+            ValueError: if a stage can't begin with one of the cuts, with the reason.
+        """
+        for cut in cuts:
+            if cut not in self.blocks:
+                raise ValueError(f"the {self.hook} doesn't run {cut!r}, so that no stage of it can begin there; cut at another block")
+            if cut in self.uncuttable:
+                raise ValueError(f"no stage can begin with {cut!r}: {self.uncuttable[cut]}; cut at another block")
+        indices = [self.blocks.index(cut) for cut in cuts]
+        if indices != sorted(set(indices)):
+            raise ValueError(f"the {self.hook} runs the blocks {', '.join(cuts)} in another order; name the cuts in the order of the step")
+        return (0, *indices, len(self.blocks))
+
+    def stage_of(self, part: int, cuts: Sequence[str]) -> int:
+        """Which stage runs a part."""
+        return sum(2 * self.blocks.index(cut) + 1 <= part for cut in cuts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""The architectures of the pipeline benchmark, small."""

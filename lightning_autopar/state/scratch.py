@@ -1,0 +1,140 @@
+"""Room for what a rank puts together for a file, without holding it: tensors whose pages belong to a file that has no name.
+
+The kernel writes such pages out and takes them back when memory is short, so that they count against no budget; and they are handed back as
+soon as they have been written or read. Knows tensors and files; no plan, no ranks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+#: Smaller tensors lie in ordinary memory: a mapping of its own costs a page, and a few µs.
+SMALL_BYTES = 1024**2
+#: So much of the file may be in memory while it is read before its pages are handed back.
+_WINDOW_BYTES = 32 * 1024**2
+
+#: The mappings that tensors of this process lie in.
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+class Scratch:
+    """A file that tensors lie in; it is gone with the last of them.
+
+    Args:
+        folder: where there is room for it, on a disk. None: the system's folder for such files.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        local = folder is not None and Path(folder).is_dir() and os.access(folder, os.W_OK)
+        self._file = tempfile.TemporaryFile(dir=folder if local else None)  # noqa: SIM115  # closed on leaving
+        self._end = 0
+
+    def tensor(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor on the CPU; in ordinary memory where it is small, or the disk has no room."""
+        count = torch.Size(shape).numel()
+        size = count * dtype.itemsize
+        if size < SMALL_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        length = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            # Without blocks of its own, a page that finds the disk full would end the process by SIGBUS.
+            os.posix_fallocate(self._file.fileno(), self._end, length)
+            mapping = mmap.mmap(self._file.fileno(), length, offset=self._end)
+        except (OSError, AttributeError):  # macOS has no such call
+            return torch.empty(shape, dtype=dtype)
+        self._end += length
+        _mappings.add(mapping)
+        return torch.frombuffer(mapping, dtype=dtype, count=count).view(shape)  # holds the mapping
+
+    def close(self) -> None:
+        """Make no more of them; those that there are stay."""
+        self._file.close()
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def hand_back_pages() -> None:
+    """Let go of the pages of all such tensors; they are read again from the page cache, or the disk, when they are touched."""
+    for mapping in list(_mappings):
+        mapping.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: what was written stays in the file
+
+
+def save_lean(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """``torch.save`` into a file that is there whole or not at all, with no copy of it in memory.
+
+    Lightning's own (``lightning.fabric.utilities.cloud_io._atomic_save``, 2.6) builds the file in memory first, and copies it there.
+
+    Args:
+        checkpoint: anything that can be pickled.
+        path: a local file's; its folder is made if need be.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as file:
+            torch.save(checkpoint, cast(Any, _Writer(file)))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class _Writer:
+    """A file that hands pages back while a scratch's tensors are written into it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._since = 0
+
+    def write(self, data: Any) -> int:
+        written: int = self._file.write(data)
+        self._since += written
+        if self._since >= _WINDOW_BYTES:
+            self._since = 0
+            hand_back_pages()
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+@contextmanager
+def parameters_in(scratch: Scratch) -> Iterator[None]:
+    """While open, each parameter that is put into a module of this process moves into the scratch.
+
+    So a module larger than memory can be built layer by layer: what a layer draws for its weights goes there. A layer that registers a
+    parameter first and fills it afterwards (as torch's own do) fills it there.
+    """
+    moved = 0
+
+    def move(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+        nonlocal moved
+        if type(parameter) is torch.nn.Parameter and parameter.device.type == "cpu" and parameter.nbytes >= SMALL_BYTES:
+            room = scratch.tensor(parameter.shape, parameter.dtype)
+            room.copy_(parameter.detach())
+            parameter.data = room
+            moved += room.nbytes
+            if moved >= _WINDOW_BYTES:
+                moved = 0
+                hand_back_pages()
+
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+        hand_back_pages()

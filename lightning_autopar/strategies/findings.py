@@ -1,0 +1,312 @@
+"""What planning finds out about a module in forked children: its footprint, and whether its step survives shards, stages and a split batch.
+
+It reads the trainer and changes nothing in it; it doesn't know which plans there are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.guess import guess
+from lightning_autopar.memory.rehearsal import STEPS
+from lightning_autopar.memory.trace import first_batch, trace
+from lightning_autopar.planning.candidates import SplitFinding, shardable
+from lightning_autopar.strategies.backward import backward_survives_fork
+from lightning_autopar.strategies.draws import DrawPlan
+from lightning_autopar.strategies.failure import Failure
+from lightning_autopar.strategies.micro import why_whole
+from lightning_autopar.strategies.probe import pads, probe_evaluation, probe_split
+from lightning_autopar.strategies.rehearse import rehearse_fsdp, unshardable
+from lightning_autopar.strategies.staged.finding import StagingFinding, refused
+from lightning_autopar.strategies.staged.probe import confirm_stages, precision_of, probe_stages
+from lightning_autopar.strategies.staged.recording import Staging
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+#: Tracing and probing together may take so long; after that the estimate is coarse, and the report says so.
+_TRACE_SECONDS = 600.0
+#: The trial of a plan's stages may take so long.
+_CONFIRM_SECONDS = 180.0
+#: Why a forked child may be unable to run a backward pass.
+_THREADS = "autograd's threads for the GPU were started"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """What candidates there are to ask about.
+
+    Args:
+        split: whether some of them split the batch.
+        room_bytes: from where on a step is so large that one device may have to work its batch off in parts; None where no plan does.
+        sharded: whether some shard the module with FSDP2.
+        staged: whether some run it in stages.
+        gpu: whether there are devices other than the CPU.
+    """
+
+    split: bool = False
+    room_bytes: int | None = None
+    sharded: bool = False
+    staged: bool = False
+    gpu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was found out about the module.
+
+    Args:
+        footprint: of its step.
+        split: what a split batch changes; None where no candidate splits it.
+        draws: the step's random draws; None where it draws nothing.
+        data_draws: where making a batch draws, see :class:`.engine.Assignment`.
+        unshardable: why FSDP2 can't run it; None where it can.
+        several_loaders: whether a batch comes from several of them.
+        whole: why a training step's batch can't be worked off in parts; None where it can.
+        staging: where it can be cut into stages; None where no candidate does so.
+        counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
+    """
+
+    footprint: Footprint
+    split: SplitFinding | None
+    draws: DrawPlan | None
+    data_draws: tuple[str, ...]
+    unshardable: str | None
+    several_loaders: bool = False
+    whole: str | None = None
+    staging: StagingFinding | None = None
+    counted: tuple[str, ...] = ()
+
+
+def find_out(trainer: Trainer, questions: Questions) -> Findings:
+    """What the forked child finds out; a coarse estimate where it takes too long or is killed.
+
+    Raises:
+        BaseException: what the user's own ``prepare_data``, ``setup`` or loader raised, with the child's traceback as its cause.
+        RuntimeError: if not even the first batch can be had.
+    """
+    try:
+        if backward_survives_fork():
+            findings = run_forked(_find, trainer, questions, timeout_seconds=_TRACE_SECONDS)
+        else:
+            findings = _find_here(trainer, questions)
+    except ChildFailed as error:
+        rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {error.reason}")
+        try:
+            findings = run_forked(_guess, trainer, questions, error.reason, timeout_seconds=_TRACE_SECONDS)
+        except ChildFailed as again:
+            raise RuntimeError(
+                f"planning needs the run's first batch, and couldn't have it: {again.reason}; "
+                "look whether the loader gives a batch by itself, as in next(iter(loader))"
+            ) from again
+    if isinstance(findings, Failure):
+        raise findings.exception()
+    return findings
+
+
+def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
+    """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split."""
+    module = trainer.lightning_module
+    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    try:
+        batch = first_batch(module, trainer, stage)
+    except Exception as error:  # the user's own code, which would raise it in the run as well
+        return Failure.of(error)
+    validation = _validation_batch(module, trainer) if stage == "fit" else None
+    footprint = trace(
+        module,
+        trainer,
+        batch,
+        stage=stage,
+        precision=str(trainer.precision),
+        target="cuda" if questions.gpu else "cpu",
+        validation=validation,
+    )
+    room_bytes = questions.room_bytes
+    probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
+    # What follows changes the module in this process.
+    staging = _staged(module, trainer, stage, batch, validation, footprint) if questions.staged else None
+    refusal = None
+    if questions.sharded:
+        units = shardable(footprint)[0]
+        refusal = rehearse_fsdp(module, trainer, batch, units, flops=footprint.flops) if stage == "fit" else unshardable(module)
+    # An evaluation has no loss that anything is trained on; what it draws is told by shape.
+    split, draws = None, DrawPlan() if footprint.random_draws else None
+    if probe and stage == "fit":
+        batch = _collated_whole(batch)
+        # Where collating draws random numbers or pads, ranks take their rows of the collated batch, and so does the probe.
+        probed = replace(batch, samples=None, collate=None) if "collate" in batch.draws else batch
+        split, draws = probe_split(module, trainer, probed, flops=footprint.flops)
+        if refusal is None and questions.sharded:
+            refusal = _routed(module, split.uneven_calls, units)
+    if probe and stage != "predict":
+        split = _with_evaluation(split or SplitFinding(), module, trainer, validation if stage == "fit" else batch, stage)
+    return Findings(
+        footprint=footprint,
+        split=split,
+        draws=draws,
+        data_draws=batch.draws,
+        unshardable=refusal,
+        several_loaders=batch.kind == "combined",
+        whole=_whole(batch, stage),
+        staging=staging,
+        counted=(*(() if staging is None else staging.counted), *(() if split is None else split.counted)),
+    )
+
+
+def _staged(
+    module: LightningModule, trainer: Trainer, stage: str, batch: FirstBatch, validation: FirstBatch | None, footprint: Footprint
+) -> StagingFinding:
+    """Where the steps of the run can be cut into stages."""
+    batches = {STEPS[stage]: batch}
+    if validation is not None:
+        batches[STEPS["validate"]] = validation
+    return probe_stages(module, trainer, batches, stage, precision=precision_of(str(trainer.precision)), flops=footprint.flops)
+
+
+def confirm(trainer: Trainer, footprint: Footprint, cuts: Sequence[str]) -> StagingFinding:
+    """Whether stages cut so compute what the whole module does, where they were only recorded so far: tried in a forked child.
+
+    Returns:
+        With a refusal where they don't, with ``untried`` where that can't be told.
+    """
+    try:
+        return run_forked(_confirm, trainer, footprint, tuple(cuts), timeout_seconds=_CONFIRM_SECONDS)
+    except ChildFailed as error:
+        log.debug("the plan's stages can't be tried", exc_info=True)
+        return StagingFinding(staging=Staging(), untried=f"it came to no end ({error.reason})")
+
+
+def _confirm(trainer: Trainer, footprint: Footprint, cuts: tuple[str, ...]) -> StagingFinding:
+    module = trainer.lightning_module
+    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    batches = {STEPS[stage]: first_batch(module, trainer, stage)}
+    if stage == "fit" and (validation := _validation_batch(module, trainer)) is not None:
+        batches[STEPS["validate"]] = validation
+    precision = precision_of(str(trainer.precision))
+    return confirm_stages(module, trainer, batches, stage, cuts, precision=precision, flops=footprint.flops)
+
+
+def _step_bytes(footprint: Footprint) -> int:
+    """At most what a step takes on one device, but for what lies around it."""
+    state = footprint.parameter_bytes + footprint.gradient_bytes + footprint.optimizer_bytes + footprint.buffer_bytes
+    return state + footprint.activation_bytes + footprint.temporary_bytes + footprint.input_bytes
+
+
+def _whole(batch: FirstBatch, stage: str) -> str | None:
+    """Why a training step's batch can't be worked off in parts; None where it can."""
+    return why_whole(batch.batch, several=batch.kind == "combined") if stage == "fit" else None
+
+
+def _find_here(trainer: Trainer, questions: Questions) -> Findings | Failure:
+    """The same where no forked child can run a backward pass: the batches come from a child, the step is traced on a fake copy in here.
+
+    What needs backward passes on real copies isn't looked at: how a split changes the loss, and whether the step survives shards.
+    """
+    module = trainer.lightning_module
+    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    batches = run_forked(_batches, trainer, stage, timeout_seconds=_TRACE_SECONDS)
+    if isinstance(batches, Failure):
+        return batches
+    batch, validation = batches
+    footprint = trace(
+        module,
+        trainer,
+        batch,
+        stage=stage,
+        precision=str(trainer.precision),
+        target="cuda" if questions.gpu else "cpu",
+        validation=validation,
+    )
+    return Findings(
+        footprint=footprint,
+        split=SplitFinding(probed=False, reason=f"{_THREADS} before this run, so that no copy of the step could be run"),
+        draws=DrawPlan(),
+        data_draws=batch.draws,
+        unshardable=unshardable(module),
+        several_loaders=batch.kind == "combined",
+        whole=_whole(batch, stage),
+        staging=refused(f"{_THREADS} before this run, so that no stages could be tried") if questions.staged else None,
+    )
+
+
+def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | None] | Failure:
+    """In a forked child: the first batches, without what makes them, which may not travel."""
+    module = trainer.lightning_module
+    try:
+        batch = first_batch(module, trainer, stage)
+    except Exception as error:  # as in _find
+        return Failure.of(error)
+    validation = _validation_batch(module, trainer) if stage == "fit" else None
+    if stage == "fit":
+        batch = _collated_whole(batch)
+    return replace(batch, samples=None, collate=None), None if validation is None else replace(validation, samples=None, collate=None)
+
+
+def _collated_whole(batch: FirstBatch) -> FirstBatch:
+    """The batch, marked as one that ranks must collate whole if its samples are padded to the longest: a part would be padded otherwise."""
+    return replace(batch, draws=(*batch.draws, "collate")) if "collate" not in batch.draws and pads(batch) else batch
+
+
+def _validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
+    """The first batch of the validation within ``fit``; None where there is none. The limit of batches may be set, the sanity check off."""
+    if not is_overridden("validation_step", module) or not trainer.limit_val_batches:
+        return None
+    try:
+        return first_batch(module, trainer, "validate", prepared=True)
+    except Exception:  # no validation data, or the user's loader fails: the run will say so
+        log.debug("there is no validation batch to look at", exc_info=True)
+        return None
+
+
+def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
+    """Why the module can't be sharded where the samples decide which of its blocks are called: all ranks must gather a block together."""
+    outermost = () if module.automatic_optimization else [name for name, _ in module.named_children()]
+    for name in uneven_calls:
+        if name in units or name in outermost:
+            return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call every block"
+    return None
+
+
+def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trainer, batch: FirstBatch | None, stage: str) -> SplitFinding:
+    """The finding, with what was found out of the values that an evaluation step logs."""
+    hook = "test_step" if stage == "test" else "validation_step"
+    if not split.splittable or not is_overridden(hook, module) or batch is None:
+        return split
+    compared = probe_evaluation(module, trainer, batch, hook)
+    return replace(split, log_rules={**split.log_rules, **compared.rules}, notes=(*split.notes, *compared.notes))
+
+
+def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
+    """In another forked child: a footprint from the parameters and the first batch alone; nothing is known of a split or of draws."""
+    module = trainer.lightning_module
+    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    try:
+        batch = first_batch(module, trainer, stage)
+    except Exception as error:  # as above
+        return Failure.of(error)
+    if stage == "fit":
+        batch = _collated_whole(batch)
+    footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
+    split = SplitFinding(probed=False, reason=f"the step could not be looked at: {reason}")
+    return Findings(
+        footprint=footprint,
+        split=split,
+        draws=DrawPlan(),
+        data_draws=batch.draws,
+        unshardable=None,
+        several_loaders=batch.kind == "combined",
+        whole=_whole(batch, stage),
+        staging=refused(f"the step could not be looked at: {reason}") if questions.staged else None,
+    )

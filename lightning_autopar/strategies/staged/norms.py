@@ -1,0 +1,363 @@
+"""Norms of gradients over all stages, where Lightning or a hook asks for one; and an error where a hook reads a gradient that isn't here.
+
+``Trainer(gradient_clip_val=…)``, ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and Lightning's ``grad_norm`` become collectives:
+each rank works out the norms of the gradients that it has, and all of them take all of these together as one device would. For all other
+code a parameter of another stage has a hole for its gradient, whose values can't be read: a norm of part of the gradients never looks like
+one of all of them. Knows gradients, holes and ranks; no plan, no trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+
+import lightning.pytorch.utilities.grads as lightning_grads
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from lightning_autopar.strategies.staged.hole import MissingValue, hole_like, is_hole
+from lightning_autopar.strategies.staged.travel import Pipeline
+
+
+class StageGradients:
+    """The gradients of a module in stages, as hooks and optimizers see them.
+
+    Args:
+        module: with holes.
+        pipeline: the ranks that it is spread over; every rank makes one at the same time.
+        optimizers: those that step on its parameters. They pass over what has no gradient, so holes have none in their steps.
+    """
+
+    def __init__(self, module: nn.Module, pipeline: Pipeline, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._depth = 0
+        holders = pipeline.tell({name for name, parameter in module.named_parameters() if not is_hole(parameter)})
+        self._numbers = {name: number for number, (name, _) in enumerate(module.named_parameters())}
+        #: The first place in the pipeline that has a parameter: there its gradient counts.
+        self._homes = {name: next(place for place, names in enumerate(holders) if name in names) for name in self._numbers}
+        self._exit = ExitStack()
+        for optimizer in optimizers:
+            self._exit.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._exit.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        self._exit.enter_context(_rerouted(self))
+
+    def close(self) -> None:
+        """Leave torch, Lightning and the optimizers as they were found."""
+        self._exit.close()
+
+    # -- holes' gradients --------------------------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Gradients are there: give each hole that takes part one, which can't be read."""
+        self._hidden.clear()
+        with _past_holes():
+            for parameter, gradient in self._holes:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = gradient
+
+    @cached_property
+    def _holes(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that aren't here, each with what stands for its gradient: made once, as it costs a step's time."""
+        return [
+            (parameter, hole_like(parameter.detach(), f"the gradient of the parameter {name!r}"))
+            for name, parameter in self._module.named_parameters()
+            if is_hole(parameter)
+        ]
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While open, holes have no gradients: for code that takes all there are."""
+        self._hide()
+        try:
+            yield
+        finally:
+            self._reveal()
+
+    def _hide(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        with _past_holes():
+            for name, parameter in self._module.named_parameters():
+                if not is_hole(parameter) and is_hole(parameter.grad):
+                    raise MissingValue(
+                        f"the gradient of {name!r} was changed by values that another stage has; the optimizer can't step by it. "
+                        "Use torch.nn.utils.clip_grad_norm_ or get_total_norm, which work over all stages, or run without a pipeline"
+                    )
+            for hole, _ in self._holes:
+                if hole.grad is not None:
+                    self._hidden.append((hole, hole.grad))
+                    hole.grad = None
+
+    def _reveal(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            with _past_holes():
+                for hole, gradient in self._hidden:
+                    hole.grad = gradient
+            self._hidden.clear()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hide them when the closure, in which hooks run and gradients are clipped, is over."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself is the first one
+        self._depth, self._hidden = 0, []  # whatever an exception has left
+        if closure is None:
+            self._hide()
+            return args, kwargs
+        stepping = False
+
+        @functools.wraps(closure)
+        def then_hide() -> Any:
+            nonlocal stepping
+            if stepping:  # an optimizer that calls it again
+                self._reveal()
+            result = closure()
+            self._hide()
+            stepping = True
+            return result
+
+        if len(args) > 1:
+            return (args[0], then_hide, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then_hide}
+
+    def _after_step(self, *_: Any) -> None:
+        if self._depth:
+            self._reveal()
+
+    # -- norms -------------------------------------------------------------------------------------------------------------------------
+
+    def names_of(self, gradients: Sequence[Tensor]) -> list[str] | None:
+        """Of which parameters these are the gradients, the very objects; None if none of them is one.
+
+        Raises:
+            MissingValue: if some of them are, and some aren't.
+        """
+        with _past_holes():
+            known = {id(parameter.grad): name for name, parameter in self._module.named_parameters() if parameter.grad is not None}
+        return self._names(gradients, known)
+
+    def names_of_parameters(self, parameters: Sequence[Tensor]) -> list[str] | None:
+        """The names of these parameters, as :meth:`names_of`."""
+        return self._names(parameters, {id(parameter): name for name, parameter in self._module.named_parameters()})
+
+    @staticmethod
+    def _names(tensors: Sequence[Tensor], known: Mapping[int, str]) -> list[str] | None:
+        names = [known.get(id(tensor)) for tensor in tensors]
+        if not any(names) and not any(is_hole(tensor) for tensor in tensors):
+            return None
+        found = [name for name in names if name is not None]
+        if len(found) < len(names):
+            raise MissingValue(
+                f"a norm was asked for of {len(found)} gradients of the module and {len(names) - len(found)} other tensors; in a pipeline "
+                "it can be taken over the parameters' own .grad alone: pass these, or run without a pipeline (allow=['single', 'ddp'])"
+            )
+        return found
+
+    def norms(self, names: Sequence[str], norm_type: float) -> dict[str, Tensor]:
+        """The norms of these parameters' gradients, on every rank, less those that have none; a collective.
+
+        Each in its gradient's type, on the pipeline's device.
+
+        Raises:
+            RuntimeError: if the ranks don't ask for the same ones.
+        """
+        parameters = dict(self._module.named_parameters())
+        place, device = self._pipeline.place, self._pipeline.device
+        here = {name: None for name, home in self._homes.items() if home == place and parameters[name].grad is not None}
+        own = [name for name in dict.fromkeys(names) if name in here]
+        # Rows: the norm, whether there is a gradient, and how many ranks ask. One norm of each parameter isn't 0, so that sums are exact.
+        table = torch.zeros(3, len(self._numbers), dtype=torch.float64, device=device)
+        table[1, [self._numbers[name] for name in here]] = 1.0
+        if own:
+            columns = torch.tensor([self._numbers[name] for name in own], device=device)
+            norms = [_norm(parameters[name].grad, norm_type) for name in own]
+            table[0, columns] = torch.stack([norm.to(device, torch.float64) for norm in norms])
+        asked = [self._numbers[name] for name in dict.fromkeys(names)]
+        table[2, asked] = 1.0
+        dist.all_reduce(table, group=self._pipeline.group)
+        there, asking = table[1:].tolist()
+        for name, number in self._numbers.items():
+            if there[number] and 0 < asking[number] < len(self._pipeline.ranks):
+                raise RuntimeError(
+                    f"a norm of gradients that counts {name!r} was asked for on {int(asking[number])} of {len(self._pipeline.ranks)} ranks "
+                    "only; every rank of a pipeline has to ask for the norm of the same parameters"
+                )
+        return {
+            name: table[0, self._numbers[name]].to(parameters[name].dtype) for name in dict.fromkeys(names) if there[self._numbers[name]]
+        }
+
+    def total_norm(self, names: Sequence[str], norm_type: float, error_if_nonfinite: bool, like: Tensor) -> Tensor:
+        """As ``torch.nn.utils.get_total_norm`` of all stages' gradients; the same number on every rank."""
+        norms = self.norms(names, norm_type)
+        each = [norms[name] for name in names if name in norms]
+        if not each:
+            return torch.tensor(0.0, device=like.device)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
+                "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            )
+        return total.to(like.device)
+
+    def owns_all(self, module: nn.Module) -> bool:
+        """Whether these are parameters of the module in stages."""
+        own = {id(parameter) for parameter in self._module.parameters()}
+        return any(id(parameter) in own for parameter in module.parameters())
+
+    def module_norms(self, module: nn.Module, norm_type: float) -> dict[str, Tensor]:
+        """The norms of a submodule's gradients, by their names in it."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        wanted = {name: names[id(parameter)] for name, parameter in module.named_parameters() if id(parameter) in names}
+        norms = self.norms(list(wanted.values()), norm_type)
+        return {name: norms[whole] for name, whole in wanted.items() if whole in norms}
+
+
+def _past_holes() -> AbstractContextManager[None]:
+    """While open, what holes say of themselves isn't asked through ``__torch_function__``, which costs some µs each time."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def _norm(gradient: Any, norm_type: float) -> Tensor:
+    """Of one gradient; of a shard, of the whole of it: the ranks that have the others ask as well."""
+    dense = gradient.coalesce().values() if gradient.layout != torch.strided else gradient
+    norm: Any = torch.linalg.vector_norm(dense.detach(), norm_type)
+    whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole
+
+
+# -- the functions of torch and Lightning that ask for norms ---------------------------------------------------------------------------
+
+#: Of this process's run in stages.
+_current: StageGradients | None = None
+#: What was there before, by name.
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def _get_total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> Any:
+    from lightning_autopar.strategies.staged import norms
+
+    return norms.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Any:
+    from lightning_autopar.strategies.staged import norms
+
+    return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
+    from lightning_autopar.strategies.staged import norms
+
+    norms.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+
+
+def _clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+    from lightning_autopar.strategies.staged import norms
+
+    norms.clip_grad_value_(parameters, clip_value, foreach)
+
+
+def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+    from lightning_autopar.strategies.staged import norms
+
+    return norms.grad_norm(module, norm_type, group_separator)
+
+
+_ROUTES = (
+    ("_get_total_norm", clip_grad, _get_total_norm),
+    ("clip_grad_norm_", clip_grad, _clip_grad_norm_),
+    ("_clip_grads_with_norm_", clip_grad, _clip_grads_with_norm_),
+    ("clip_grad_value_", clip_grad, _clip_grad_value_),
+    ("grad_norm", lightning_grads, _grad_norm),
+)
+
+
+@contextmanager
+def _rerouted(gradients: StageGradients) -> Iterator[None]:
+    """While open, these functions are ours, also for who imported them by name before: their code is exchanged, not their names."""
+    global _current
+    assert _current is None, "a process runs one module at a time"
+    functions: dict[str, Any] = {name: inspect.unwrap(getattr(home, name)) for name, home, _ in _ROUTES}
+    codes = {name: function.__code__ for name, function in functions.items()}
+    for name, _, ours in _ROUTES:
+        function = functions[name]
+        _originals[name] = types.FunctionType(codes[name], function.__globals__, name, function.__defaults__)
+        function.__code__ = ours.__code__
+    _current = gradients
+    try:
+        yield
+    finally:
+        _current = None
+        for name, function in functions.items():
+            function.__code__ = codes[name]
+        _originals.clear()
+
+
+def get_total_norm(tensors: Any, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
+    """``torch.nn.utils.get_total_norm`` over all stages."""
+    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    assert _current is not None
+    names = _current.names_of(gradients)
+    if names is None:
+        total: Tensor = _originals["_get_total_norm"](gradients, norm_type, error_if_nonfinite, foreach)
+        return total
+    return _current.total_norm(names, float(norm_type), error_if_nonfinite, gradients[0])
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` over all stages."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    assert _current is not None
+    names = _current.names_of_parameters(given)
+    if names is None:
+        total: Tensor = _originals["clip_grad_norm_"](given, max_norm, norm_type, error_if_nonfinite, foreach)
+        return total
+    total = _current.total_norm(names, float(norm_type), error_if_nonfinite, given[0])
+    clip_grads_with_norm_(given, max_norm, total, foreach)
+    return total
+
+
+def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None) -> None:
+    """``torch.nn.utils.clip_grads_with_norm_`` on this rank's gradients."""
+    if is_hole(total_norm):
+        raise MissingValue("gradients are to be clipped by a norm that was made of another stage's gradients; use get_total_norm for it")
+    _originals["_clip_grads_with_norm_"](_here(parameters), max_norm, total_norm, foreach)
+
+
+def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None) -> None:
+    """``torch.nn.utils.clip_grad_value_`` on this rank's gradients."""
+    _originals["clip_grad_value_"](_here(parameters), clip_value, foreach)
+
+
+def grad_norm(module: nn.Module, norm_type: Any, group_separator: str) -> dict[str, Any]:
+    """Lightning's ``grad_norm`` (``lightning.pytorch.utilities.grads``) over all stages."""
+    assert _current is not None
+    if float(norm_type) <= 0 or not _current.owns_all(module):
+        given: dict[str, Any] = _originals["grad_norm"](module, norm_type, group_separator)
+        return given
+    norm_type = float(norm_type)
+    found = _current.module_norms(module, norm_type)
+    norms: dict[str, Any] = {f"grad_{norm_type}_norm{group_separator}{name}": norm for name, norm in found.items()}
+    if norms:
+        norms[f"grad_{norm_type}_norm_total"] = torch.tensor(list(norms.values())).norm(norm_type)
+    return norms
+
+
+def _here(parameters: Any) -> list[Tensor]:
+    """Those that this rank has."""
+    return [parameter for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters) if not is_hole(parameter)]

@@ -1,0 +1,123 @@
+"""What a block returns, in terms of what it is given: how a stage that leaves the block out knows its result's shape. Knows no modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from lightning_autopar.strategies.staged.recording import Leaf, Output
+
+#: Keys and positions that lead from ``(args, kwargs)`` to a leaf.
+Place: TypeAlias = tuple[Any, ...]
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range)
+
+
+def places(value: Any, at: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """The leaves of a call's arguments, with their places: what is in tuples, lists and mappings, and everything else as it is."""
+    if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
+        for index, item in enumerate(value):
+            yield from places(item, (*at, index))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from places(item, (*at, key))
+    else:
+        yield at, value
+
+
+def find(value: Any, place: Place) -> Any:
+    """What is at a place among a call's arguments.
+
+    Raises:
+        LookupError: if there is none.
+    """
+    for key in place:
+        value = value[key]
+    return value
+
+
+def describe(result: Any, given: Sequence[tuple[Place, Any]]) -> Output | str:
+    """A block's result in terms of its arguments' leaves; a sentence where there are things in it that can't be made anew.
+
+    Args:
+        result: what it returned.
+        given: of its arguments, as :func:`places` has them.
+    """
+    ids = {id(leaf): place for place, leaf in reversed(given) if not isinstance(leaf, _PLAIN)}
+    flat, structure = flattened(result, given)
+    leaves: list[Leaf] = []
+    for leaf in flat:
+        if id(leaf) in ids:
+            leaves.append(Leaf(same_as=ids[id(leaf)]))
+        elif isinstance(leaf, Tensor):
+            leaves.append(_tensor(leaf, [(place, each) for place, each in given if isinstance(each, Tensor)]))
+        elif isinstance(leaf, (bool, int, float)):
+            alike = next((place for place, each in given if type(each) is type(leaf) and each == leaf), None)
+            leaves.append(Leaf(value=leaf, computed=True) if alike is None else Leaf(same_as=alike))
+        elif isinstance(leaf, _PLAIN):
+            leaves.append(Leaf(value=leaf))
+        else:
+            return f"it returns a {type(leaf).__name__}, which a stage without it can't make"
+    return Output(structure=structure, leaves=tuple(leaves))
+
+
+def flattened(result: Any, given: Sequence[tuple[Place, Any]]) -> tuple[list[Any], TreeSpec]:
+    """A block's result as leaves; an argument that it returns is one, whatever it holds."""
+    ids = {id(leaf) for _, leaf in given if not isinstance(leaf, _PLAIN)}
+    return tree_flatten(result, is_leaf=lambda value: id(value) in ids)
+
+
+def _tensor(tensor: Tensor, given: Sequence[tuple[Place, Tensor]]) -> Leaf:
+    shape = tuple(tensor.shape)
+    alike = next((place for place, each in given if tuple(each.shape) == shape and each.dtype == tensor.dtype), None)
+    if alike is None:
+        alike = next((place for place, each in given if tuple(each.shape) == shape), None)
+    dims = (
+        [((alike, dim),) for dim in range(len(shape))] if alike is not None else [_dim(dim, size, given) for dim, size in enumerate(shape)]
+    )
+    dtype_of = next((place for place, each in given if each.dtype == tensor.dtype and (alike is None or place == alike)), None)
+    return Leaf(shape=shape, dims=tuple(dims), dtype=tensor.dtype, dtype_of=dtype_of, requires_grad=tensor.requires_grad)
+
+
+def _dim(dim: int, size: int, given: Sequence[tuple[Place, Tensor]]) -> tuple[tuple[Place, int], ...]:
+    """The arguments' dimensions that one of the result's is the product of; the same one first, then any, then two adjacent ones."""
+    if size == 1:
+        return ()
+    for place, each in given:
+        if each.dim() > dim and each.shape[dim] == size:
+            return ((place, dim),)
+    for place, each in given:
+        for other, theirs in enumerate(each.shape):
+            if theirs == size:
+                return ((place, other),)
+    for place, each in given:
+        for other in range(each.dim() - 1):
+            if each.shape[other] > 1 and each.shape[other] * each.shape[other + 1] == size:
+                return ((place, other), (place, other + 1))
+    return ()
+
+
+def is_like_argument(leaf: Leaf) -> bool:
+    """Whether a tensor has an argument's shape and type."""
+    if leaf.shape is None:
+        return True
+    if leaf.dims and len(leaf.dims[0]) == 1 and leaf.dims[0][0][0] != leaf.dtype_of:
+        return False
+    sources = {factors[0][0] for factors in leaf.dims if len(factors) == 1}
+    ordered = all(len(factors) == 1 and factors[0][1] == dim for dim, factors in enumerate(leaf.dims))
+    return bool(leaf.shape) and ordered and len(sources) == 1 and leaf.dtype_of in sources
+
+
+def shape_of(leaf: Leaf, arguments: Any) -> tuple[int, ...]:
+    """A tensor's shape, from the arguments that the block is given now."""
+    assert leaf.shape is not None
+    shape: list[int] = []
+    for size, factors in zip(leaf.shape, leaf.dims, strict=True):
+        product = 1
+        for place, dim in factors:
+            product *= int(find(arguments, place).shape[dim])
+        shape.append(product if factors else size)
+    return tuple(shape)

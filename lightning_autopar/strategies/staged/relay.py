@@ -1,0 +1,154 @@
+"""How a stage learns the shapes of what it is about to receive: by a word of the stage before, once for each kind of micro-batch.
+
+Whoever receives a tensor must have a buffer of its shape. Shapes change with sequence lengths and short last batches, and only the stage
+that sends knows them. What they follow from is the same on both sides: a batch's *signature*, which all stages see. The first time that a
+signature comes by, the sender's word goes ahead of the tensors; from then on both remember. Knows tensors and a process group; no schedule
+and no module.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+try:
+    import numpy
+except ImportError:  # torch runs without it
+    numpy = None  # type: ignore[assignment]
+
+#: As many signatures are remembered. Both sides of a boundary see the same ones in the same order, and so forget the same.
+KEPT = 512
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A tensor that crosses a boundary, but for its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Meta:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+class Relay:
+    """One direction over one boundary between two stages, seen from one side.
+
+    Args:
+        peer: global rank of the process on the other side.
+        group: a gloo group that both are in, used for nothing else between the two: its messages are matched by their order.
+        tag: of this relay, as two processes may share several.
+    """
+
+    def __init__(self, peer: int, group: dist.ProcessGroup, tag: int) -> None:
+        self._peer, self._group, self._tag = peer, group, tag
+        self._known: OrderedDict[Any, Any] = OrderedDict()
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def tell(self, signature: Any, word: Any) -> Any:
+        """The sender's side: tell the other one about what is to be sent, unless it knows.
+
+        Args:
+            signature: of the micro-batch; None where nobody can tell two apart, so that each is told.
+            word: anything that can be pickled.
+
+        Returns:
+            What the other side takes it for: what was told of this signature at first.
+        """
+        known = self._recall(signature)
+        if known is not None:
+            return known
+        message = torch.frombuffer(bytearray(pickle.dumps(word)), dtype=torch.uint8)
+        for piece in (torch.tensor([message.numel()]), message):
+            work = dist.isend(piece, self._peer, group=self._group, tag=self._tag)
+            assert work is not None, "the peer is in the group"
+            self._sending.append((work, piece))
+        self._remember(signature, word)
+        return word
+
+    def hear(self, signature: Any) -> Any:
+        """The receiver's side: what is about to come. Waits for the other side's word where the signature is new."""
+        word = self._recall(signature)
+        if word is None:
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, self._peer, group=self._group, tag=self._tag)
+            message = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(message, self._peer, group=self._group, tag=self._tag)
+            word = pickle.loads(message.numpy().tobytes())
+            self._remember(signature, word)
+        return word
+
+    def settle(self) -> None:
+        """The schedule is over: what was told has been heard."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+    def _recall(self, signature: Any) -> Any:
+        if signature is None or signature not in self._known:
+            return None
+        self._known.move_to_end(signature)
+        return self._known[signature]
+
+    def _remember(self, signature: Any, word: Any) -> None:
+        if signature is None:
+            return
+        self._known[signature] = word
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+
+
+def signature_of(batch: Any) -> Any:
+    """What shapes can depend on, hashable: those of the batch's tensors, their types, its numbers. None where it holds strange objects."""
+    try:
+        return _signature(batch)
+    except TypeError:
+        return None
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return value.shape, str(value.dtype)
+    if isinstance(value, (bool, int)):
+        return value
+    if value is None or isinstance(value, (str, bytes, float, complex)) or (numpy is not None and isinstance(value, numpy.generic)):
+        return type(value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _signature(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_signature(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple(_signature(getattr(value, field.name)) for field in fields(value))
+    raise TypeError(type(value))
+
+
+def as_told(told: Sequence[Meta], tensors: Sequence[Tensor]) -> None:
+    """Whether tensors are what the receiver takes them for.
+
+    Raises:
+        RuntimeError: if an earlier micro-batch of the same signature gave others.
+    """
+    metas = tuple(map(Meta.of, tensors))
+    if metas != told:
+        raise RuntimeError(
+            f"two batches of the same shapes gave different tensors between two stages: {_words(told)} and {_words(metas)}. "
+            "The step's shapes depend on the batch's values, which stages can't know in advance; pad to fixed lengths, or run without "
+            'a pipeline (allow=["single", "ddp", "fsdp"])'
+        )
+
+
+def _words(metas: Sequence[Meta]) -> str:
+    words = (f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}{'' if meta.requires_grad else ' without grad'}" for meta in metas)
+    return ", ".join(words) or "nothing"

@@ -1,0 +1,147 @@
+"""Hands the blocks of a module, and its hooks, to the stage that is running. Knows modules and recordings; nothing of what stages do."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autopar.strategies.staged.hole import resolved
+from lightning_autopar.strategies.staged.modules import find_block, opaque_methods
+from lightning_autopar.strategies.staged.recording import StepRecording
+
+
+class Run(Protocol):
+    """One run of a stage."""
+
+    def block(self, fqn: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A block is called."""
+
+
+class _Routed:
+    """A block's ``forward``, on the instance. A copy of the module has its blocks' own."""
+
+    def __init__(self, router: Router | None, fqn: str, block: nn.Module, forward: Callable[..., Any]) -> None:
+        self._router, self._fqn, self._block, self._forward = router, fqn, block, forward
+        functools.update_wrapper(self, getattr(forward, "__func__", forward), updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # recomputation, of an own block
+            return self._forward(*resolved(args), **resolved(kwargs))
+        if self._router is None or self._router.run is None:
+            return self._forward(*args, **kwargs)
+        return self._router.run.block(self._fqn, self._block, self._forward, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Routed:
+        return _Routed(None, self._fqn, copy.deepcopy(self._block, memo), copy.deepcopy(self._forward, memo))
+
+
+class Router:
+    """Hands each block's call to the stage that is running; outside of a run blocks are as ever."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._known: set[str] = set()
+        self._stages: set[int] = set()
+        #: By hook and micro-batch: what the first stage that counts found.
+        self._counted: dict[tuple[str, int], dict[tuple[str, str], Any]] = {}
+        self.run: Run | None = None
+        #: Methods that aren't looked into.
+        self.opaque = opaque_methods(module)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Router:
+        """The module's own."""
+        if module not in _routers:
+            _routers[module] = cls(module)
+        return _routers[module]
+
+    def add(self, stage: int, recordings: Iterable[StepRecording]) -> None:
+        """Replace the blocks' ``forward``, for a stage."""
+        self._stages.add(stage)
+        module = self._module()
+        assert module is not None
+        for recording in recordings:
+            for fqn in recording.blocks:
+                if fqn not in self._known:
+                    self._known.add(fqn)
+                    block = find_block(module, fqn)
+                    block.__dict__["forward"] = _Routed(self, fqn, block, block.forward)
+
+    @contextmanager
+    def counting(self, recording: StepRecording, stage: int, chunk: int) -> Iterator[None]:
+        """Around a stage's run: what the step counts in numbers on the module is counted once a micro-batch, by the first stage that does.
+
+        The module's later stages find what that one found.
+        """
+        if not recording.counters or len(self._stages) < 2:
+            yield
+            return
+        module = self._module()
+        assert module is not None
+        if stage == min(self._stages):
+            self._counted[recording.hook, chunk] = {}
+        counted = self._counted.setdefault((recording.hook, chunk), {})
+        now = {(path, name): getattr(module.get_submodule(path), name) for path, name in recording.counters}
+        for (path, name), value in counted.items():
+            setattr(module.get_submodule(path), name, value)
+        try:
+            yield
+        finally:
+            for (path, name), value in now.items():
+                owner = module.get_submodule(path)
+                if (path, name) in counted:
+                    setattr(owner, name, value)
+                elif getattr(owner, name) != value:
+                    counted[path, name] = value
+
+    @contextmanager
+    def around(self, name: str, run: Callable[[Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
+        """While open, the module's hook of that name is called by ``run``."""
+        module = self._module()
+        assert module is not None
+        hook, own = getattr(module, name), module.__dict__.get(name)
+
+        @functools.wraps(hook)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return run(hook, args, kwargs)
+
+        module.__dict__[name] = wrapper
+        try:
+            yield
+        finally:
+            del module.__dict__[name]
+            if own is not None:
+                module.__dict__[name] = own
+
+    def named(self, fqns: frozenset[str]) -> list[tuple[nn.Module, str, Tensor]]:
+        """Buffers by FQN: where they are, their name there, and themselves."""
+        module = self._module()
+        assert module is not None
+        found = []
+        for fqn in sorted(fqns):
+            path, _, name = fqn.rpartition(".")
+            owner = module.get_submodule(path)
+            if owner._buffers.get(name) is not None:
+                found.append((owner, name, owner._buffers[name]))
+        return found  # type: ignore[return-value]
+
+    def ids(self) -> frozenset[int]:
+        """Ids of all parameters and buffers."""
+        module = self._module()
+        assert module is not None
+        return frozenset(map(id, (*module.parameters(), *module.buffers())))
+
+
+_routers: weakref.WeakKeyDictionary[nn.Module, Router] = weakref.WeakKeyDictionary()

@@ -1,0 +1,462 @@
+"""What the parity probe lets through, what it refuses, and in which words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.strategies.staged import probe as probing
+from lightning_autopar.strategies.staged import trial
+from lightning_autopar.strategies.staged.finding import StagingFinding
+from lightning_autopar.strategies.staged.probe import confirm_stages, merged, nowhere, precision_of, probe_stages
+from lightning_autopar.strategies.staged.recording import StepRecording
+from lightning_autopar.strategies.staged.together import Precision, Together
+from lightning_autopar.strategies.staged.trial import ways_to_cut
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.line, self.dropout = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.line(self.norm(x))))
+
+
+class Stack(pl.LightningModule):
+    """Words, blocks, and a head tied to the embedding."""
+
+    def __init__(self, depth: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(depth))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[:, :-1]).transpose(1, 2), batch[:, 1:])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"logits": self(batch), "words": batch}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def batch() -> FirstBatch:
+    words = torch.randint(0, 16, (8, 5), generator=torch.Generator().manual_seed(1))
+    return FirstBatch(batch=words, samples=list(words), collate=torch.stack, batch_size=8)
+
+
+def probed(module: pl.LightningModule, *hooks: str, fn: str = "fit", **options: Any) -> StagingFinding:
+    hooks = hooks or ("training_step",)
+    return probe_stages(module, None, {hook: batch() for hook in hooks}, fn, **options)
+
+
+def tried_here(module: pl.LightningModule, *, precision: Precision | None = None) -> StagingFinding:
+    """In this process, where something is patched."""
+    found = probing._try(module, None, {"training_step": batch()}, "fit", precision or Precision(), 0)
+    assert isinstance(found, StagingFinding)
+    return found
+
+
+def cuttable(finding: StagingFinding) -> list[str]:
+    blocks = finding.staging.hooks["training_step"].blocks
+    return [block for block in blocks[1:] if block not in finding.uncuttable]
+
+
+def test_a_plain_module_is_cut_at_every_block() -> None:
+    torch.manual_seed(0)
+    module = Stack()
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    state, attributes = torch.get_rng_state(), set(vars(module))
+    finding = probed(module, "training_step", "validation_step")
+    assert finding.staging.refusal is None
+    assert set(finding.staging.hooks) == {"training_step", "validation_step"}
+    assert cuttable(finding) == ["blocks.1", "blocks.2", "blocks.3"]
+    assert finding.notes == ()
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in weights.items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert set(vars(module)) == attributes
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_precisions(precision: str) -> None:
+    finding = probed(Stack(dropout=0.1), precision=precision_of(precision))
+    assert cuttable(finding) == ["blocks.1", "blocks.2", "blocks.3"]
+
+
+def test_names_of_precisions() -> None:
+    assert precision_of("16-mixed") == Precision(autocast=torch.float16)
+    assert precision_of("bf16") == Precision(autocast=torch.bfloat16)
+    assert precision_of("bf16-true") == Precision(true=torch.bfloat16)
+    assert precision_of("32-true") == precision_of("32") == Precision()
+    assert precision_of("64-true") == Precision(true=torch.float64)
+    assert precision_of("transformer-engine") == Precision(true=torch.bfloat16)
+
+
+def test_predictions_are_compared() -> None:
+    finding = probed(Stack(), "predict_step", fn="predict")
+    assert finding.staging.refusal is None
+    assert set(finding.staging.hooks) == {"predict_step"}
+
+
+def test_gradients_of_shared_parameters_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were they not added up over the stages, the probe would say so."""
+    monkeypatch.setattr(Together, "_add_shared", lambda self: None)
+    finding = tried_here(Stack())
+    assert finding.staging.refusal is not None
+    assert "can't be cut before any of its blocks: in stages the gradient of 'words.weight' differs by" in finding.staging.refusal
+
+
+def test_a_loss_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Together.training_step
+    monkeypatch.setattr(Together, "training_step", lambda self, *args: (step(self, *args) or torch.zeros(())) + 1e-3)
+    finding = tried_here(Stack())
+    assert finding.staging.refusal is not None
+    assert "in stages the loss is" in finding.staging.refusal
+
+
+class Global(torch.optim.SGD):
+    """Steps by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.sub_(0.1 * parameter.grad / norm)
+        return loss
+
+
+class Learning(torch.optim.SGD):
+    """Chooses its learning rate by all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        (group,) = self.param_groups
+        group["lr"] = 1e-3 * sum(float(parameter.grad.sum()) for parameter in group["params"] if parameter.grad is not None)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda parameters: torch.optim.LBFGS(parameters, max_iter=3), "the optimizer LBFGS asks for the step 3 times"),
+        (lambda parameters: Global(parameters, 0.1), "as if it looked at all parameters together"),
+        (lambda parameters: Learning(parameters, 0.1), "the optimizer sets 'lr' by all parameters together"),
+    ],
+    ids=["LBFGS", "norm", "settings"],
+)
+def test_optimizers_that_look_at_all_parameters(make: Callable[[Any], Any], words: str) -> None:
+    module = Stack(2)
+    module.configure_optimizers = lambda: make(module.parameters())  # type: ignore[method-assign]
+    finding = probed(module)
+    assert finding.staging.refusal is not None
+    assert words in finding.staging.refusal
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adafactor, torch.optim.RMSprop])
+def test_optimizers_of_single_parameters(make: Callable[..., Any]) -> None:
+    module = Stack(2)
+    module.configure_optimizers = lambda: make(module.parameters(), lr=1e-2)  # type: ignore[method-assign]
+    assert probed(module).staging.refusal is None
+
+
+class Shared(Stack):
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+class Decides(Stack):
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+            if x.mean() > 100:
+                x = x / 2
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Shared, "blocks.0"), (Decides, "")])
+def test_steps_that_have_no_stages(kind: type[Stack], words: str) -> None:
+    finding = probed(kind())
+    assert finding.staging.refusal is not None
+    assert words in finding.staging.refusal
+
+
+def test_a_module_without_blocks() -> None:
+    module = Stack(1)
+    assert probed(module).staging.refusal == "a pipeline is cut between repeated blocks, and the module has 0"
+
+
+def test_what_needs_no_trial() -> None:
+    module = Stack()
+    module.late = nn.LazyLinear(2)
+    assert probed(module).staging.refusal == "the parameter 'late.weight' gets its shape in the first step, and a pipeline is cut before"
+    module = Stack()
+    module.automatic_optimization = False
+    assert probed(module).staging.refusal == "a pipeline's schedule runs backward by itself, and the module does so by hand"
+
+
+class Remembers(Stack):
+    """The way that Lightning's guide has it since 2.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Averages(Remembers):
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", torch.stack(self.losses).mean())
+
+
+def test_what_a_step_keeps_for_later_hooks() -> None:
+    finding = probed(Averages())
+    assert finding.staging.refusal is not None
+    assert "keeps 'losses' on the module, which only some of the stages would have when on_train_epoch_end may read it" in (
+        finding.staging.refusal
+    )
+    assert probed(Remembers()).staging.refusal is None
+
+
+class Clips(Stack):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class Looks(Stack):
+    def on_after_backward(self) -> None:
+        self.log("largest", max(float(parameter.grad.abs().max()) for parameter in self.parameters()))
+
+
+def test_hooks_that_look_at_gradients() -> None:
+    """Norms are the engine's to take over all stages; anything else would be of a part of the gradients."""
+    assert probed(Clips()).staging.refusal is None
+    refusal = probed(Looks()).staging.refusal
+    assert refusal is not None
+    assert "on_after_backward" in refusal
+    assert "the gradient of the parameter" in refusal
+
+
+class Normalised(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.words(batch[:, 0])
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_buffers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probed(Normalised()).staging.refusal is None
+    step = Together.training_step
+
+    def spoilt(self: Together, *args: Any) -> Any:
+        loss = step(self, *args)
+        self.stages[-1].module.get_buffer("blocks.2.1.running_mean").add_(1.0)
+        return loss
+
+    monkeypatch.setattr(Together, "training_step", spoilt)
+    refusal = tried_here(Normalised()).staging.refusal
+    assert refusal is not None
+    assert "the buffer 'blocks.2.1.running_mean' has other values after the step" in refusal
+
+
+class Stem(Stack):
+    """Statistics of a batch outside of the blocks, in validation as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.norm(self.words(words).transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Counts(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_buffers_that_a_step_writes() -> None:
+    stem = probed(Stem(), "training_step", "validation_step")
+    assert cuttable(stem) == ["blocks.1", "blocks.2", "blocks.3"]
+    assert set(stem.counted) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert probed(Counts()).counted == probed(Counts(), flops=10**15).counted == ("count",)
+    assert probed(Stack()).counted == ()
+
+
+class Late(Stack):
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            torch.manual_seed(2)
+            made = Stack()
+            self.words, self.blocks, self.head = made.words, made.blocks, made.head
+
+
+def test_a_module_that_is_built_late() -> None:
+    module = Late()
+    finding = probed(module)
+    assert cuttable(finding) == ["blocks.1", "blocks.2", "blocks.3"]
+    assert not hasattr(module, "blocks")
+
+
+def test_a_step_too_large_to_try_is_recorded_only() -> None:
+    finding = probed(Stack(), flops=10**15)
+    assert finding.staging.refusal is None
+    assert cuttable(finding) == ["blocks.1", "blocks.2", "blocks.3"]
+    assert finding.notes == (
+        "whether its stages compute the same is only checked as they run: no trial was made, as a step of 1.0e+15 floating-point "
+        "operations is too long to try on the CPU",
+    )
+    module = Stack()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
+    refusal = probed(module, flops=10**15).staging.refusal
+    assert refusal is not None
+    assert refusal.startswith("LBFGS takes products over all parameters together")
+
+
+def confirmed(module: pl.LightningModule, cuts: tuple[str, ...] = ("blocks.2",), flops: int = 10**11) -> StagingFinding:
+    return confirm_stages(copy.deepcopy(module), None, {"training_step": batch()}, "fit", cuts, flops=flops)
+
+
+def test_a_plans_cuts_are_tried_where_they_were_only_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = confirmed(Stack())
+    assert found.untried is None
+    assert found.staging.refusal is None
+    assert found.staging.hooks["training_step"].rows == 8
+    assert confirmed(Stack(), flops=10**12).staging.hooks["training_step"].rows == 2
+    assert confirmed(Stack(), flops=10**14).untried == "a step of 1.0e+14 floating-point operations is too long to try on the CPU"
+    monkeypatch.setattr(Together, "_add_shared", lambda self: None)
+    refusal = confirmed(Stack()).staging.refusal
+    assert refusal is not None
+    assert "in stages the gradient of 'words.weight' differs" in refusal
+
+
+def test_a_long_step_is_tried_on_two_samples() -> None:
+    finding = probed(Stack(), flops=3 * 10**10)
+    assert finding.notes == ()
+    assert finding.staging.hooks["training_step"].rows == 2
+
+
+def test_double_precision_decides_where_rounding_might(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference of some millionths in single precision that isn't there in double is rounding; one that is there is none."""
+    step, doubles = Together.training_step, []
+
+    def rounded(error: float) -> Callable[..., Any]:
+        def run(self: Together, *args: Any) -> Any:
+            loss = step(self, *args)
+            assert loss is not None
+            doubles.append(loss.dtype is torch.float64)
+            return loss * (1 + (3e-6 if loss.dtype is torch.float32 else error))
+
+        return run
+
+    monkeypatch.setattr(Together, "training_step", rounded(0.0))
+    assert tried_here(Stack(2)).staging.refusal is None
+    assert any(doubles)
+    monkeypatch.setattr(Together, "training_step", rounded(3e-6))
+    refusal = tried_here(Stack(2)).staging.refusal
+    assert refusal is not None
+    assert "in stages the loss is" in refusal
+
+
+def test_every_block_is_cut_at_somewhere() -> None:
+    for count in (1, 2, 3, 7, 8, 23):
+        blocks = [f"blocks.{index}" for index in range(count)]
+        ways = ways_to_cut(blocks)
+        assert {cut for cuts in ways for cut in cuts} == set(blocks)
+        assert all(list(cuts) == [block for block in blocks if block in cuts] for cuts in ways)
+        assert max(map(len, ways)) <= 7
+        assert len(ways) == len(set(ways))
+    assert any(len(cuts) == 1 for cuts in ways_to_cut(["a", "b", "c", "d"]))
+
+
+def test_hooks_know_what_the_others_write_to() -> None:
+    writes = {"training_step": {"a"}, "validation_step": {"b"}, "test_step": {"a", "b"}}
+    asked: list[tuple[str, frozenset[str]]] = []
+
+    def record(hook: str, written: frozenset[str]) -> StepRecording:
+        asked.append((hook, written))
+        return StepRecording(hook=hook, blocks=(), crossings={}, written=frozenset(writes[hook]) | written)
+
+    found = trial.recorded_together(list(writes), record)
+    assert all(each.written == {"a", "b"} for each in found.values())
+    assert [hook for hook, _ in asked] == ["training_step", "validation_step", "test_step", "training_step"]
+
+
+def recording(hook: str, *blocks: str, **uncuttable: str) -> StepRecording:
+    return StepRecording(hook=hook, blocks=blocks, crossings={}, uncuttable=uncuttable)
+
+
+def test_a_cut_has_to_suit_all_hooks() -> None:
+    recordings = {
+        "training_step": recording("training_step", "a", "b", "c", "d", b="it is read by Python"),
+        "validation_step": recording("validation_step", "a", "b", "d", c="it runs twice"),
+    }
+    assert merged(recordings) == {
+        "b": "it is read by Python",
+        "c": "in validation_step, it runs twice",
+        "d": "'d' comes at another place in validation_step than in training_step",
+    }
+    assert nowhere(recordings, merged(recordings)) is not None
+    assert nowhere(recordings, {"b": "it is read by Python"}) is None
+    alone = {"training_step": recording("training_step", "a")}
+    assert nowhere(alone, {}) == "a pipeline is cut between blocks that run once each, and the step has 1"
+
+
+def test_norms_are_put_aside_for_who_imported_them_by_name() -> None:
+    parameter = nn.Parameter(torch.full((3,), 5.0))
+    parameter.grad = torch.full((3,), 5.0)
+    clip = torch.nn.utils.clip_grad_norm_
+    with trial.norms_aside():
+        assert float(clip([parameter], 0.1)) == 1.0
+        assert float(parameter.grad.max()) == 5.0
+    assert float(clip([parameter], 0.1)) > 8
+    assert float(parameter.grad.max()) < 1

@@ -1,0 +1,49 @@
+"""Changes of several workers put together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lightning_autopar.strategies.objects import Changes, Survey, merged
+from lightning_autopar.strategies.staged.hole import hole_of
+
+
+def survey_of(module: Any, other: Any) -> Survey:
+    return Survey({"module": module, "other": other}, fields=lambda target: None)
+
+
+def test_each_worker_brings_what_it_alone_has() -> None:
+    """Three "workers" one after the other in this process; the first two can't see all values."""
+    module, other = SimpleNamespace(count=0, first=0, last=0, list=[1], gone=1, same=0), SimpleNamespace(x=0)
+    survey = survey_of(module, other)
+    state, state_of_other = dict(vars(module)), dict(vars(other))
+    hole = hole_of((2,), torch.float32, torch.device("cpu"), "the output of stage 2")
+    workers: list[Changes] = []
+    for rank, its in enumerate(
+        (
+            {"count": 1, "first": "of 0", "last": hole, "logits": hole, "nowhere": hole},
+            {"count": 1, "first": 0, "middle": list(range(3)), "nowhere": hole},
+            {"count": 1, "first": hole, "last": "of 2", "logits": torch.ones(2), "nowhere": hole},
+        )
+    ):
+        vars(module).update(its)
+        if rank == 2:
+            module.list.append(2)
+            del module.gone
+        other.x = rank + 1
+        workers.append(survey.changes({}, {"extra": 5} if rank == 0 else {}, under=None if rank == 0 else "module"))
+        vars(module).clear()
+        vars(module).update(state)
+        if rank == 2:
+            module.list.pop()
+        vars(other).update(state_of_other)
+    taken, lost = merged(workers)
+    sent = [survey.apply(changes, lambda name: name, only=parts) for changes, parts in zip(workers, taken, strict=True)]
+    assert sent[0] == {"extra": 5}
+    assert torch.equal(module.__dict__.pop("logits"), torch.ones(2))
+    assert vars(module) == {"count": 1, "first": "of 0", "last": "of 2", "list": [1, 2], "same": 0, "middle": [0, 1, 2]}
+    assert other.x == 1, "outside of the module the first one speaks for all"
+    assert lost == ["module.nowhere"]
