@@ -79,7 +79,7 @@ def run(rows: list[Row], *, jobs: int = 1, cache: Path | None = None) -> list[di
     else:
         with (
             Progress(console=Console(stderr=True)) as progress,
-            ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=40) as pool,
+            ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
         ):
             task = progress.add_task("rows", total=len(rows), completed=len(results))
             for done in as_completed([pool.submit(_group, (batch, cache, code_digest())) for batch in batches]):

@@ -34,12 +34,14 @@ class ChildFailed(RuntimeError):
     Args:
         reason: one sentence: the exception's last line, the signal that ended it, or the time it took.
         child_traceback: the traceback as the child printed it; empty if it left none.
+        crashed: whether the child ended in the middle of it, by a signal or by an exit.
     """
 
-    def __init__(self, reason: str, child_traceback: str = "") -> None:
+    def __init__(self, reason: str, child_traceback: str = "", *, crashed: bool = False) -> None:
         super().__init__(f"{reason}\n\n{child_traceback}" if child_traceback else reason)
         self.reason = reason
         self.child_traceback = child_traceback
+        self.crashed = crashed
 
 
 def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | None = None) -> T:
@@ -93,7 +95,7 @@ def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | 
         raise ChildFailed(*result)
     if status is None and _passed(deadline):
         raise ChildFailed(f"the child process was stopped after {timeout_seconds:g} seconds without a result")
-    raise ChildFailed(f"the child process ended without a result: {_describe(status)}")
+    raise ChildFailed(f"the child process ended without a result: {_describe(status)}", crashed=True)
 
 
 def _be_child(parent: int, writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:

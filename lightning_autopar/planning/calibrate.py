@@ -3,8 +3,8 @@
 A curve's thing is an operation's name (``"gelu"``, ``"add_"``; seconds by bytes moved), ``"matmul/8"`` (of matrices whose smallest
 dimension is 8; seconds by the mean of the other two), ``"convolution"``, ``"depthwise"``, ``"one_position"``, ``"few_channels"``,
 ``"attention"`` and ``"recurrent"`` with their ``"…_backward"`` (by FLOPs), a collective (by bytes), ``"issue/forward"`` and the like,
-``"loop/ddp"``, ``"unit"``, ``"host_copy"``, ``"adam"`` (by elements), ``"disk_write"``, ``"disk_read"``. How much slower several ranks
-are than one on the same cores is measured by two of them, ``"crowd/matmul"`` and ``"crowd/add"``, at each number of ranks.
+``"loop/ddp"``, ``"unit"``, ``"action"``, ``"host_copy"``, ``"adam"`` (by elements), ``"disk_write"``, ``"disk_read"``. How much slower
+several ranks are than one on the same cores is measured by two of them, ``"crowd/matmul"`` and ``"crowd/add"``, at each number of ranks.
 """
 
 from __future__ import annotations
@@ -137,6 +137,11 @@ class Calibrated(Rates):
         """What a step costs beside operations and collectives: the trainer's loop, the engine's hooks."""
         curve = self._curve(device_key(device), f"loop/{engine}") or self._curve(HOST, f"loop/{engine}")
         return self.otherwise.loop_seconds(device, engine) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
+
+    def action_seconds(self, device: Device) -> float:
+        """A rank of a pipeline's part of a micro-batch's forward or backward beside its operations."""
+        curve = self._curve(device_key(device), "action")
+        return self.otherwise.action_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def unit_seconds(self, device: Device) -> float:
         """The host's part of one FSDP unit in a step."""

@@ -60,6 +60,9 @@ class Rates(Protocol):
     def unit_seconds(self, device: Device) -> float:
         """What the hooks of one unit of FSDP cost the host in one step."""
 
+    def action_seconds(self, device: Device) -> float:
+        """What a micro-batch's forward or backward costs a rank of a pipeline beside its operations and the sending: on CPU devices."""
+
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         """One collective between ranks on these devices, its latency included.
 

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 #: What all operations of one device may take, and a limit for anything that hangs.
 _CPU_SECONDS, _GPU_SECONDS = 2.2, 4.0
 _LIMIT_SECONDS = 30.0
+#: Micro-batches of a step whose stages do next to nothing else than handing them on.
+_MANY = 8
 #: Of everything: a machine so busy that this isn't enough is calibrated another time.
 _MOST_SECONDS = {"cpu": 20.0, "cuda": 60.0}
 
@@ -121,6 +123,8 @@ def _measurements(inventory: Inventory, known: Calibration) -> list[Measurement]
                 found.append(Measurement(title=f"{ranks} ranks at once", run=partial(_ranks, chosen, share)))
         if group and not known.ranks_of(device_key(group[0]), "loop/single"):
             found.append(Measurement(title="the trainer's loop", run=partial(_engines, group, inventory)))
+        if kind == "cpu" and len(group) > 1 and not known.ranks_of(device_key(group[0]), "action"):
+            found.append(Measurement(title="a pipeline's stages", run=partial(_stages, group, inventory)))
     if devices and not known.ranks_of(HOST, "adam"):
         found.append(Measurement(title="the host", run=partial(_host, inventory)))
     return found
@@ -223,6 +227,25 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
         taken["loop/ddp"] = taken["loop/fsdp"] = max(single, replicas - collective("all_reduce"))
         waiting = 2 * collective("all_gather") + collective("reduce_scatter")
         taken["unit"] = max(single / 10, (shards - taken["loop/fsdp"]) / TINY_UNITS - waiting)
+    return [Curve(subject=subject, thing=thing, sizes=(1,), seconds=(seconds,)) for thing, seconds in taken.items()]
+
+
+def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
+    """What two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
+    from lightning_autopar.strategies.calibration_ranks import TINY_BYTES, plain_seconds, step_seconds, tiny_plan
+
+    chosen, subject = devices[:2], device_key(devices[0])
+    rates = Calibrated(known, DataSheet()).among(chosen, inventory)
+    plain = run_forked(plain_seconds, devices[0], timeout_seconds=_LIMIT_SECONDS)
+    sending = rates.collective_seconds("send", TINY_BYTES, chosen, inventory)
+
+    def besides(micro_batches: int) -> float:
+        """Without the module's own operations: each rank has half of them, and the longest path is a micro-batch longer than there are."""
+        return step_seconds(tiny_plan("pipeline", chosen, micro_batches), chosen) - (micro_batches + 1) / 2 * plain
+
+    few, many = besides(1), besides(_MANY)
+    action = max(plain / 10, (many - few) / (2 * (_MANY - 1)) - sending / 2)
+    taken = {"action": action, "loop/pipeline": max(plain / 10, few - 4 * action - 2 * sending)}
     return [Curve(subject=subject, thing=thing, sizes=(1,), seconds=(seconds,)) for thing, seconds in taken.items()]
 
 

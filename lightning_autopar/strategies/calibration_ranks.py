@@ -28,12 +28,14 @@ from lightning_autopar.memory.inventory import Device
 from lightning_autopar.planning.calibrate import device_key, group_key
 from lightning_autopar.planning.calibrate_curves import Curve
 from lightning_autopar.planning.rates import Collective
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.calibration_cases import cold_product
 from lightning_autopar.strategies.calibration_clock import Clock
 from lightning_autopar.strategies.engine import Assignment
 from lightning_autopar.strategies.generation import run_folder, run_generation
 from lightning_autopar.strategies.launcher import AutoLauncher, make_job
+from lightning_autopar.strategies.staged.record import record
+from lightning_autopar.strategies.staged.recording import Staging
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -225,7 +227,9 @@ class _Tiny(L.LightningModule):
         self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return torch.mean(self.layers(batch[0]).square())
+        loss = torch.mean(self.layers(batch[0]).square())
+        self.log("loss", loss)  # as nearly everybody's step does; of several ranks it takes them an exchange
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -261,7 +265,12 @@ def step_seconds(plan: Plan, devices: Sequence[Device]) -> float:
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
     strategy = AutoParallelStrategy(allow=[plan.engine], calibrate="off")
-    launcher = _Launcher(Assignment(plan=plan, devices=tuple(devices)))
+    size = max(2 * len(devices), 2 * plan.micro_batches)
+    staging = None
+    if plan.engine == "pipeline":
+        batch, blocks = [torch.zeros(2, _WIDTH)], [f"layers.{index}" for index in range(_LAYERS)]
+        staging = Staging(hooks={"training_step": record(_Tiny(), None, "training_step", batch, blocks, rows=2)})
+    launcher = _Launcher(Assignment(plan=plan, devices=tuple(devices), staging=staging))
     strategy._configure_launcher = lambda: setattr(strategy, "_launcher", launcher)  # type: ignore[method-assign]
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = L.Trainer(
@@ -272,16 +281,19 @@ def step_seconds(plan: Plan, devices: Sequence[Device]) -> float:
         limit_val_batches=0,
         **quiet,  # type: ignore[arg-type]
     )
-    samples = TensorDataset(torch.zeros(_STEPS * 2 * len(devices), _WIDTH))
+    samples = TensorDataset(torch.zeros(_STEPS * size, _WIDTH))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds"
-        trainer.fit(_Tiny(out), DataLoader(samples, batch_size=2 * len(devices)))
+        trainer.fit(_Tiny(out), DataLoader(samples, batch_size=size))
         return float(out.read_text(encoding="utf-8"))
 
 
-def tiny_plan(engine: str, devices: Sequence[Device]) -> Plan:
-    """A plan for the tiny module; under FSDP each of its layers is a unit."""
+def tiny_plan(engine: str, devices: Sequence[Device], micro_batches: int = 1) -> Plan:
+    """A plan for the tiny module; under FSDP each of its layers is a unit, a pipeline has two stages."""
     ids = tuple(device.id for device in devices)
+    if engine == "pipeline":
+        schedule: Schedule = "gpipe" if micro_batches == 1 else "1f1b"
+        return Plan(engine="pipeline", devices=ids, cuts=(f"layers.{_LAYERS // 2}",), schedule=schedule, micro_batches=micro_batches)
     if engine != "fsdp":
         return Plan(engine=engine, devices=ids)  # type: ignore[arg-type]
     return Plan(engine="fsdp", devices=ids, reshard_after_forward=True, shard=tuple(f"layers.{index}" for index in range(_LAYERS)))
@@ -302,7 +314,7 @@ def plain_seconds(device: Device) -> float:
     taken = []
     for _ in range(_STEPS):
         begun = time.perf_counter()
-        module.training_step(batch, 0).backward()
+        torch.mean(module.layers(batch[0]).square()).backward()
         optimizer.step()
         optimizer.zero_grad()
         wait()

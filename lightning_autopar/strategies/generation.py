@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 #: How long workers may take to leave once one has failed or the run was interrupted.
-GRACE_SECONDS = 4.0
+GRACE_SECONDS = 3.5
 #: How long a worker may take over the hooks of its exception (they may write a checkpoint) and over handing its state back.
 _HOOKS_SECONDS = 300.0
 #: A crash shows in no pipe while something that the worker started still holds it open, so we look ourselves so often.

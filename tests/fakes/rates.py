@@ -24,6 +24,7 @@ class PlainRates(Rates):
     issue: float = 0.0
     loop: float = 0.0
     unit: float = 0.0
+    action: float = 0.0
     hides: float = 1.0
 
     def work_seconds(self, device: Device, work: Work) -> float:
@@ -37,6 +38,9 @@ class PlainRates(Rates):
 
     def unit_seconds(self, device: Device) -> float:
         return self.unit
+
+    def action_seconds(self, device: Device) -> float:
+        return self.action
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         return self.latency + size_bytes / self.wire_bytes_per_second

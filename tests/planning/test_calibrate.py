@@ -38,6 +38,9 @@ class Fake(Rates):
     def unit_seconds(self, device: Device) -> float:
         return 1003.0
 
+    def action_seconds(self, device: Device) -> float:
+        return 1004.0
+
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         return 100.0 * (len(devices) - 1)
 
@@ -145,6 +148,7 @@ def test_what_was_not_measured_is_asked_of_the_data_sheet() -> None:
     assert empty.issue_seconds(CPU, "backward") == 1001.0
     assert empty.loop_seconds(CPU, "ddp") == 1002.0
     assert empty.unit_seconds(CPU) == 1003.0
+    assert empty.action_seconds(CPU) == 1004.0
     assert empty.collective_seconds("all_reduce", 8, inventory.devices, inventory) == 100.0
     assert empty.host_copy_seconds(CPU, 8) == 1005.0
     assert empty.host_adam_seconds(8) == 1006.0
@@ -226,6 +230,7 @@ CROWD = (
     curve("issue/forward", {1.0: 1.0}),
     curve("loop/ddp", {1.0: 3.0}),
     curve("unit", {1.0: 5.0}),
+    curve("action", {1.0: 7.0}),
     *(curve("crowd/matmul", {1.0: seconds}, dtype="fp32", ranks=ranks) for ranks, seconds in ((1, 1.0), (2, 1.1), (4, 2.2))),
     *(curve("crowd/add", {100.0: seconds}, dtype="fp32", ranks=ranks) for ranks, seconds in ((1, 1.0), (2, 1.5), (4, 3.0))),
 )
@@ -239,6 +244,7 @@ def test_ranks_slow_each_other_down(ranks: int, memory: float, compute: float) -
     assert known.issue_seconds(CPU) == pytest.approx(compute)
     assert known.loop_seconds(CPU, "ddp") == pytest.approx(3 * compute)
     assert known.unit_seconds(CPU) == pytest.approx(5 * compute)
+    assert known.action_seconds(CPU) == pytest.approx(7 * compute)
 
 
 def test_products_that_wait_for_memory_are_crowded_like_additions() -> None:

@@ -57,6 +57,8 @@ def test_what_is_known_is_not_measured_again() -> None:
     inventory = parse_spec("2xcpu:64MiB", cores=2)
     things = [("cpu/1", "matmul/64", 1), ("cpu/1", "crowd/matmul", 1), ("cpu/1", "loop/single", 1), (HOST, "adam", 1)]
     curves = [Curve(subject=subject, thing=thing, ranks=ranks, sizes=(1,), seconds=(1,)) for subject, thing, ranks in things]
+    assert titles(inventory, Calibration().with_curves(curves, day="d", took_seconds=1)) == ["2 ranks at once", "a pipeline's stages"]
+    curves.append(Curve(subject="cpu/1", thing="action", sizes=(1,), seconds=(1,)))
     assert titles(inventory, Calibration().with_curves(curves, day="d", took_seconds=1)) == ["2 ranks at once"]
 
 

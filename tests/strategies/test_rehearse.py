@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parity import BLOCKS, Fitted, numbers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -103,6 +107,25 @@ def test_a_step_that_fails_anyway_says_nothing_about_shards() -> None:
 
 def test_a_long_step_is_not_rehearsed() -> None:
     assert rehearse_fsdp(Regularised(), None, _first(), BLOCKS, flops=10**15) is None
+
+
+@pytest.mark.parametrize(("crashes", "passes"), [(1, True), (2, False)])
+def test_a_child_that_crashes_is_tried_once_more(crashes: int, passes: bool, tmp_path: Path) -> None:
+    class Aborted(Fitted):
+        """The rank that judges dies in its first sharded step, so often."""
+
+        def loss(self, batch: Any) -> Tensor:
+            if dist.is_initialized() and dist.get_rank() == 0:
+                with (tmp_path / "crashes").open("a+") as file:
+                    file.seek(0)
+                    if len(file.read()) < crashes:
+                        file.write("x")
+                        file.flush()
+                        os.kill(os.getpid(), signal.SIGABRT)
+            return super().loss(batch)
+
+    sentence = rehearse_fsdp(Aborted(), None, _first(), BLOCKS)
+    assert sentence is None if passes else "SIGABRT" in (sentence or "")
 
 
 def test_unshardable_passes_an_ordinary_module() -> None:
