@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,10 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from benchmarks.machine import machine  # noqa: E402
 from benchmarks.memory.job import Batches, Learner, adamw, hugging_face, own_loss  # noqa: E402
-from benchmarks.memory.stage_rank import GPT  # noqa: E402
+from benchmarks.memory.stage_rank import GPT, make_plan  # noqa: E402
 from lightning_autopar import AutoParallelStrategy, Plan  # noqa: E402
 from lightning_autopar.memory.footprint import Footprint  # noqa: E402
 from lightning_autopar.memory.trace import trace  # noqa: E402
-from lightning_autopar.plans import Schedule  # noqa: E402
 
 RESULTS = HERE / "results" / "memory_stages.json"
 #: What a rank may differ from its prediction.
@@ -106,42 +105,6 @@ ALL: dict[str, Model] = {
         **_T5,
     ),
 }
-
-
-def make_plan(
-    schedule: Schedule,
-    ranks: int,
-    micro_batches: int,
-    depth: int,
-    *,
-    cuts: tuple[int, ...] = (),
-    stages: int = 0,
-    recompute: int = 0,
-    replicas: int = 1,
-    shard: bool = False,
-    blocks: Sequence[str] = (),
-) -> Plan:
-    """A pipeline on CPU devices, cut evenly unless the cuts are given.
-
-    Args:
-        ranks: of a replica.
-        depth: how many blocks there are.
-        recompute: how many of them.
-        shard: whether the replicas share the parameters.
-        blocks: their FQNs; by default those of the models by hand.
-    """
-    stages, blocks = stages or ranks, blocks or [f"blocks.{index}" for index in range(depth)]
-    cuts = cuts or tuple(depth * stage // stages for stage in range(1, stages))
-    return Plan(
-        engine="pipeline",
-        devices=tuple(f"cpu:{index}" for index in range(ranks * replicas)),
-        replicas=replicas,
-        schedule=schedule,
-        micro_batches=micro_batches,
-        cuts=tuple(blocks[cut] for cut in cuts),
-        recompute=tuple(blocks[:recompute]),
-        shard=tuple(blocks) if shard else (),
-    )
 
 
 def cases(*, quick: bool) -> Iterator[tuple[str, Plan]]:

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Launcher",
-    "LightningOptimizer",
     "NoLoss",
     "RestartStage",
     "SIGTERMException",
     "TrainerFn",
     "TunerExit",
     "attach_data",
+    "bare_optimizer",
     "call_on_exception",
     "combined_loaders",
     "default_backend",
@@ -306,6 +306,11 @@ def loader_source(trainer: Trainer, stage: str) -> Any:
     if source.instance is None or (stage != "fit" and not source.is_defined()):
         return None  # without one for fit, Lightning's own default hook says so
     return _request_dataloader(source)
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """The user's own optimizer, of the one that Lightning may have put around it."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def combined_mode(combined: Any) -> str:

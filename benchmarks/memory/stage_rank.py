@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.staged.relay import Meta
 from lightning_autopar.strategies.staged.replicas import Replicas
 from lightning_autopar.strategies.staged.schedule import Stage, make_schedule
@@ -126,6 +126,42 @@ def _leave_alone(stage: Stage, between: Meta) -> None:
     for side in ("_before", "_after"):
         if getattr(stage, side) is not None:
             setattr(stage, side, SimpleNamespace(forward=_Told((between,)), backward=_Told((True,))))
+
+
+def make_plan(
+    schedule: Schedule,
+    ranks: int,
+    micro_batches: int,
+    depth: int,
+    *,
+    cuts: tuple[int, ...] = (),
+    stages: int = 0,
+    recompute: int = 0,
+    replicas: int = 1,
+    shard: bool = False,
+    blocks: Sequence[str] = (),
+) -> Plan:
+    """A pipeline on CPU devices, cut evenly unless the cuts are given.
+
+    Args:
+        ranks: of a replica.
+        depth: how many blocks there are.
+        recompute: how many of them.
+        shard: whether the replicas share the parameters.
+        blocks: their FQNs; by default those of the models by hand.
+    """
+    stages, blocks = stages or ranks, blocks or [f"blocks.{index}" for index in range(depth)]
+    cuts = cuts or tuple(depth * stage // stages for stage in range(1, stages))
+    return Plan(
+        engine="pipeline",
+        devices=tuple(f"cpu:{index}" for index in range(ranks * replicas)),
+        replicas=replicas,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        cuts=tuple(blocks[cut] for cut in cuts),
+        recompute=tuple(blocks[:recompute]),
+        shard=tuple(blocks) if shard else (),
+    )
 
 
 def measure_stage(model: GPT, plan: Plan, rank: int, batch: Tensor, *, device: torch.device, fake: bool = False) -> dict[str, int]:

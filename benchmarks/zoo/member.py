@@ -10,6 +10,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from benchmarks.memory.job import classification, own_loss
+
 #: Samples in a batch.
 ROWS = 8
 
@@ -54,22 +56,6 @@ class Learner(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def own_loss(net: nn.Module, batch: Any) -> Tensor:
-    """Hugging Face's models bring their loss."""
-    loss: Tensor = net(**batch).loss
-    return loss
-
-
-def classification(net: nn.Module, batch: Any) -> Tensor:
-    inputs, targets = batch
-    return nn.functional.cross_entropy(net(inputs), targets)
-
-
-def regression(net: nn.Module, batch: Any) -> Tensor:
-    inputs, targets = batch
-    return nn.functional.mse_loss(net(inputs), targets)
 
 
 def seeded(make: Callable[[], Any], seed: int) -> Any:

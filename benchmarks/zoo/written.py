@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.zoo.member import ROWS, Member, by_hand, classification, regression
+from benchmarks.memory.job import classification, regression
+from benchmarks.zoo.member import ROWS, Member, by_hand
 
 
 class Encoder(nn.Module):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
     """
     strategy: Any = trainer.strategy
     folder = Path(strategy.broadcast(str(path)))
-    module, optimizers = strategy.lightning_module, [_bare(optimizer) for optimizer in strategy.optimizers]
+    module, optimizers = strategy.lightning_module, [bare_optimizer(optimizer) for optimizer in strategy.optimizers]
     tensors = _weights(module)
     rest = _rest(trainer)
     rest[_OPTIMIZERS] = []
@@ -77,7 +78,7 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
         ValueError: if the snapshot has another number of optimizers than the run.
     """
     folder = Path(str(path))
-    module, optimizers = strategy.lightning_module, [_bare(optimizer) for optimizer in strategy.optimizers]
+    module, optimizers = strategy.lightning_module, [bare_optimizer(optimizer) for optimizer in strategy.optimizers]
     rest: dict[str, Any] = pickle.loads((folder / _REST).read_bytes())
     saved = rest.pop(_OPTIMIZERS)
     if optimizers and len(saved) != len(optimizers):
@@ -107,11 +108,6 @@ def _alone() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", message="Detected mismatched keys")
         yield
-
-
-def _bare(optimizer: Any) -> Optimizer:
-    bare: Optimizer = getattr(optimizer, "_optimizer", optimizer)
-    return bare
 
 
 def _weights(module: nn.Module) -> dict[str, Any]:

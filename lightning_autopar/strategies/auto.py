@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
-from lightning_autopar._lightning_compat import combined_loaders, requested_devices, restore_loaders
+from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders
 from lightning_autopar.memory.inventory import Inventory, probe
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning.candidates import check_allow
@@ -120,7 +120,7 @@ class AutoParallelStrategy(ParallelStrategy):
         self._lightning_module = engine.lightning_module
         self.model = engine.lightning_module
         self.precision_plugin = engine.precision_plugin
-        self.optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in engine.optimizers]
+        self.optimizers = [bare_optimizer(optimizer) for optimizer in engine.optimizers]
         self.lr_scheduler_configs = engine.lr_scheduler_configs
         assert self._lightning_module is not None
         trainer = self._lightning_module.trainer

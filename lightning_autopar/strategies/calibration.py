@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -209,7 +209,7 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
     """What the trainer's loop takes, and what two ranks of an engine add."""
     from lightning_autopar.strategies.calibration_ranks import TINY_BYTES, TINY_UNITS, plain_seconds, step_seconds, tiny_plan
 
-    subject, rates = device_key(devices[0]), Calibrated(known, DataSheet()).among(devices[:2], inventory)
+    rates = Calibrated(known, DataSheet()).among(devices[:2], inventory)
     plain = run_forked(plain_seconds, devices[0], timeout_seconds=_LIMIT_SECONDS)
 
     def around(engine: str, ranks: int) -> float:
@@ -227,14 +227,14 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
         taken["loop/ddp"] = taken["loop/fsdp"] = max(single, replicas - collective("all_reduce"))
         waiting = 2 * collective("all_gather") + collective("reduce_scatter")
         taken["unit"] = max(single / 10, (shards - taken["loop/fsdp"]) / TINY_UNITS - waiting)
-    return [Curve(subject=subject, thing=thing, sizes=(1,), seconds=(seconds,)) for thing, seconds in taken.items()]
+    return _curves(devices[0], taken)
 
 
 def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
     """What two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
     from lightning_autopar.strategies.calibration_ranks import TINY_BYTES, plain_seconds, step_seconds, tiny_plan
 
-    chosen, subject = devices[:2], device_key(devices[0])
+    chosen = devices[:2]
     rates = Calibrated(known, DataSheet()).among(chosen, inventory)
     plain = run_forked(plain_seconds, devices[0], timeout_seconds=_LIMIT_SECONDS)
     sending = rates.collective_seconds("send", TINY_BYTES, chosen, inventory)
@@ -246,7 +246,12 @@ def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration)
     few, many = besides(1), besides(_MANY)
     action = max(plain / 10, (many - few) / (2 * (_MANY - 1)) - sending / 2)
     taken = {"action": action, "loop/pipeline": max(plain / 10, few - 4 * action - 2 * sending)}
-    return [Curve(subject=subject, thing=thing, sizes=(1,), seconds=(seconds,)) for thing, seconds in taken.items()]
+    return _curves(devices[0], taken)
+
+
+def _curves(device: Device, taken: Mapping[str, float]) -> list[Curve]:
+    """What doesn't depend on a size."""
+    return [Curve(subject=device_key(device), thing=thing, sizes=(1,), seconds=(seconds,)) for thing, seconds in taken.items()]
 
 
 @contextmanager

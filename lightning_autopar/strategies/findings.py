@@ -118,21 +118,13 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
 def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
     """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split."""
     module = trainer.lightning_module
-    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    stage = _stage(trainer)
     try:
         batch = first_batch(module, trainer, stage)
     except Exception as error:  # the user's own code, which would raise it in the run as well
         return Failure.of(error)
     validation = _validation_batch(module, trainer) if stage == "fit" else None
-    footprint = trace(
-        module,
-        trainer,
-        batch,
-        stage=stage,
-        precision=str(trainer.precision),
-        target="cuda" if questions.gpu else "cpu",
-        validation=validation,
-    )
+    footprint = _traced(trainer, questions, batch, validation)
     room_bytes = questions.room_bytes
     probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
     # What follows changes the module in this process.
@@ -190,12 +182,30 @@ def confirm(trainer: Trainer, footprint: Footprint, cuts: Sequence[str]) -> Stag
 
 def _confirm(trainer: Trainer, footprint: Footprint, cuts: tuple[str, ...]) -> StagingFinding:
     module = trainer.lightning_module
-    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    stage = _stage(trainer)
     batches = {STEPS[stage]: first_batch(module, trainer, stage)}
     if stage == "fit" and (validation := _validation_batch(module, trainer)) is not None:
         batches[STEPS["validate"]] = validation
     precision = precision_of(str(trainer.precision))
     return confirm_stages(module, trainer, batches, stage, cuts, precision=precision, flops=footprint.flops)
+
+
+def _stage(trainer: Trainer) -> str:
+    """What the trainer is about to do; ``"fit"`` where it doesn't say."""
+    return str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+
+
+def _traced(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> Footprint:
+    """The step as it will run on the devices there are."""
+    return trace(
+        trainer.lightning_module,
+        trainer,
+        batch,
+        stage=_stage(trainer),
+        precision=str(trainer.precision),
+        target="cuda" if questions.gpu else "cpu",
+        validation=validation,
+    )
 
 
 def _step_bytes(footprint: Footprint) -> int:
@@ -215,20 +225,12 @@ def _find_here(trainer: Trainer, questions: Questions) -> Findings | Failure:
     What needs backward passes on real copies isn't looked at: how a split changes the loss, and whether the step survives shards.
     """
     module = trainer.lightning_module
-    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    stage = _stage(trainer)
     batches = run_forked(_batches, trainer, stage, timeout_seconds=_TRACE_SECONDS)
     if isinstance(batches, Failure):
         return batches
     batch, validation = batches
-    footprint = trace(
-        module,
-        trainer,
-        batch,
-        stage=stage,
-        precision=str(trainer.precision),
-        target="cuda" if questions.gpu else "cpu",
-        validation=validation,
-    )
+    footprint = _traced(trainer, questions, batch, validation)
     return Findings(
         footprint=footprint,
         split=SplitFinding(probed=False, reason=f"{_THREADS} before this run, so that no copy of the step could be run"),
@@ -291,7 +293,7 @@ def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trai
 def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
     """In another forked child: a footprint from the parameters and the first batch alone; nothing is known of a split or of draws."""
     module = trainer.lightning_module
-    stage = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+    stage = _stage(trainer)
     try:
         batch = first_batch(module, trainer, stage)
     except Exception as error:  # as above

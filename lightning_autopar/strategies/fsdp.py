@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_autopar._lightning_compat import (
-    LightningOptimizer,
     TrainerFn,
+    bare_optimizer,
     materialize_module,
     optimizers_to_device,
     update_properties,
@@ -230,8 +230,7 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's whole state on rank 0, nothing elsewhere; a collective."""
-        bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return whole.whole_optimizer_state(bare, keep=self.is_global_zero)
+        return whole.whole_optimizer_state(bare_optimizer(optimizer), keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes one ordinary ``.ckpt``."""

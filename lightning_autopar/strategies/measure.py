@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices
 from lightning_autopar.memory.recorder import Recorder
 from lightning_autopar.memory.storages import storage_sizes
@@ -257,7 +258,7 @@ def _held(strategy: Strategy) -> dict[str, dict[int, int]]:
     """Bytes by storage of all that a step finds there, by kind."""
     module = strategy.lightning_module
     assert module is not None
-    states = chain.from_iterable(_bare(optimizer).state.values() for optimizer in strategy.optimizers)
+    states = chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)
     tensors: dict[str, Any] = {
         "parameters": here(module.parameters()),
         "gradients": _gradients(strategy),
@@ -271,7 +272,7 @@ def _gradients(strategy: Strategy) -> Iterator[Tensor]:
     """The optimizers' parameters come first: under FSDP2 the module holds others while it is gathered."""
     module = strategy.lightning_module
     assert module is not None
-    groups = chain.from_iterable(_bare(optimizer).param_groups for optimizer in strategy.optimizers)
+    groups = chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers)
     for parameter in chain(chain.from_iterable(group["params"] for group in groups), module.parameters()):
         if not is_hole(parameter) and parameter.grad is not None:
             yield parameter.grad
@@ -280,10 +281,6 @@ def _gradients(strategy: Strategy) -> Iterator[Tensor]:
 def here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Those that this rank has, of a module whose stages lie on several."""
     return (tensor for tensor in tensors if not is_hole(tensor))
-
-
-def _bare(optimizer: Any) -> Any:
-    return getattr(optimizer, "_optimizer", optimizer)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

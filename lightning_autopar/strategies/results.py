@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_autopar._lightning_compat import (
-    LightningOptimizer,
     TrainerFn,
+    bare_optimizer,
     combined_loaders,
     is_overridden,
     loader_sources,
@@ -194,7 +194,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     if not apart and (engine.splits or in_stages):
         _merge_metrics(module)
     state = (own_state_dict if in_stages else whole_state_dict)(module, keep=keeps)
-    optimizers = [optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer for optimizer in trainer.optimizers]
+    optimizers = [bare_optimizer(optimizer) for optimizer in trainer.optimizers]
     affordable = fitting and _affordable(optimizers, results, everyones=in_stages and not apart)
     of_optimizer = own_optimizer_state if in_stages else whole_optimizer_state
     states = [of_optimizer(optimizer, keep=keeps) for optimizer in optimizers] if affordable else []

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.memory.stage_rank import GPT, measure_stage, rank_of_pipeline
+from benchmarks.memory.stage_rank import GPT, make_plan, measure_stage, rank_of_pipeline
 from lightning_autopar._fork import run_forked
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.parts import Size, parts_of
 from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.plans import Plan
-from tests.memory.stages import MODELS, ROWS, footprint_of, make_plan
+from tests.memory.stages import MODELS, ROWS, footprint_of
 from tests.ranks import run_ranks
 
 _TRACED: dict[str, Footprint] = {}

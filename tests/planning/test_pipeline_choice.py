@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.memory.stage_rank import GPT
+from benchmarks.memory.stage_rank import GPT, make_plan
 from lightning_autopar.memory.batch import FirstBatch
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.predict import predict
@@ -20,7 +20,7 @@ from lightning_autopar.planning.report import Report
 from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import Plan
 from tests.fakes.values import cpu, inventory
-from tests.memory.stages import ROWS, make_plan
+from tests.memory.stages import ROWS
 
 HERE = inventory(cpu(0), cpu(1))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.memory.stage_rank import make_plan
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
@@ -19,7 +20,7 @@ from lightning_autopar.planning.runnable import cannot_run
 from lightning_autopar.planning.stages import in_flight, stage_seconds, stage_tables
 from lightning_autopar.plans import Plan
 from tests.fakes.values import MIB, cpu, footprint, inventory
-from tests.memory.stages import MODELS, footprint_of, make_plan
+from tests.memory.stages import MODELS, footprint_of
 
 
 @pytest.fixture(scope="module")

@@ -55,21 +55,6 @@ def assign(module: nn.Module, staging: Staging, cuts: Sequence[str]) -> dict[str
     return {name: tuple(sorted(found[key])) or (0,) for name, key in names.items()}
 
 
-def names_of_stage(staging: Staging, cuts: Sequence[str], stage: int) -> frozenset[str]:
-    """FQNs of the parameters that a stage uses, tied ones under all of their names.
-
-    Args:
-        staging: the recordings of the module's hooks.
-        cuts: FQNs of the blocks with which the second and every later stage begins.
-        stage: which one.
-    """
-    users: dict[str, set[int]] = defaultdict(set)
-    for recording in staging.hooks.values():
-        for name, parts in recording.parameters.items():
-            users[name].update(recording.stage_of(part, cuts) for part in parts)
-    return frozenset(name for name, its in users.items() if stage in (its or {0}))
-
-
 def take_stages(module: nn.Module, staging: Staging, cuts: Sequence[str], stages: Sequence[int], device: torch.device) -> Owned:
     """Leave in a module what some stages use; everything else becomes holes, in place.
 

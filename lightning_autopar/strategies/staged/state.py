@@ -16,7 +16,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_autopar._lightning_compat import LightningOptimizer
+from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch
 from lightning_autopar.state.checkpoint import read_checkpoint
 from lightning_autopar.strategies.staged import building, weights
@@ -53,7 +53,7 @@ class StagedState(Strategy):
         self._replica = [tuple(ranks) for ranks in replicas].index(self._pipeline.ranks)
         self._shared = SharedParameters(module, self._pipeline, replicas)
         self._exit.callback(self._shared.close)
-        self._gradients = StageGradients(module, self._pipeline, [_bare(optimizer) for optimizer in self.optimizers])
+        self._gradients = StageGradients(module, self._pipeline, [bare_optimizer(optimizer) for optimizer in self.optimizers])
         self._exit.callback(self._gradients.close)
 
     def sum_shared(self, gradients: MutableMapping[Any, Tensor]) -> None:
@@ -139,7 +139,7 @@ class StagedState(Strategy):
         """The optimizer's whole state on rank 0, the rank's own part elsewhere; a collective."""
         assert self._pipeline is not None
         with scratch.Scratch(self._scratch_folder) as room:
-            return weights.whole_optimizer_state(_bare(optimizer), self._pipeline, keep=self._replica == 0, scratch=room)
+            return weights.whole_optimizer_state(bare_optimizer(optimizer), self._pipeline, keep=self._replica == 0, scratch=room)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes one ordinary ``.ckpt``: without a copy of it in memory, where Lightning's own plugin would write a local file."""
@@ -171,7 +171,3 @@ class StagedState(Strategy):
         assert self.lightning_module is not None
         assert self._pipeline is not None
         building.make_whole(self.lightning_module, self._pipeline)
-
-
-def _bare(optimizer: Any) -> Any:
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
