@@ -32,6 +32,8 @@ class Twice(torch.autograd.Function):
 class Block(nn.Module):
     """Hands on what it computes, a number that needs no gradient, and the first block's input as it is."""
 
+    common: nn.Parameter | None
+
     def __init__(self, kind: str, number: int) -> None:
         super().__init__()
         self.aside = kind == "aside" and number == 3
@@ -45,6 +47,8 @@ class Block(nn.Module):
         hidden = self.norm(torch.tanh(self.linear(hidden))) + hidden
         if self.kind == "python":
             hidden = Twice.apply(hidden)  # type: ignore[no-untyped-call]
+        if self.kind == "shared":  # sums keep nothing for backward, so that one that runs twice isn't noticed
+            hidden = hidden + (self.common + self.gain)
         if self.aside:  # a parameter's path that meets that of the inputs nowhere in this stage
             skip = skip.detach() + self.gain
         return hidden, count + 1, skip
@@ -52,7 +56,11 @@ class Block(nn.Module):
 
 def whole(blocks: int, kind: str) -> nn.ModuleList:
     torch.manual_seed(3)
-    return nn.ModuleList(Block(kind, number) for number in range(blocks))
+    made = [Block(kind, number) for number in range(blocks)]
+    for first, second in zip(made[::2], made[1::2], strict=True):  # the blocks of a stage, the second of which has the parameter
+        second.common = nn.Parameter(torch.ones(WIDTH)) if kind == "shared" else None
+        first.__dict__["common"] = second.common
+    return nn.ModuleList(made)
 
 
 def batches() -> list[Tensor]:
@@ -204,7 +212,7 @@ def test_every_schedule_with_three_ranks() -> None:
     check(3, [("gpipe", 4, "plain"), ("1f1b", 5, "plain"), ("interleaved_1f1b", 6, "plain"), ("zero_bubble", 6, "plain")])
 
 
-@pytest.mark.parametrize("kind", ["python", "aside"])
+@pytest.mark.parametrize("kind", ["python", "aside", "shared"])
 def test_zero_bubble_runs_a_backward_in_one_piece_where_its_halves_would_lose_gradients(kind: str) -> None:
     found = check(3, [("zero_bubble", 6, kind)])
     assert "weight" not in found[1][0][2]
