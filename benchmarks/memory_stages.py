@@ -158,8 +158,13 @@ def run(model: Model, plan: Plan) -> list[tuple[int, int, dict[str, int], dict[s
 def rows_of(name: str, plan: Plan) -> list[dict[str, Any]]:
     """A row for each rank."""
     began = time.monotonic()
-    rows = []
-    for rank, (measured, predicted, by_holder, by_category) in enumerate(run(ALL[name], plan)):
+    rows: list[dict[str, Any]] = []
+    try:
+        ranks = run(ALL[name], plan)
+    except ValueError as refusal:  # before any process starts
+        print(f"{name:8} {plan.title():52} {refusal}", flush=True)
+        return [{"model": name, "title": plan.title(), "refused": str(refusal)}]
+    for rank, (measured, predicted, by_holder, by_category) in enumerate(ranks):
         row = {
             "model": name,
             "plan": {field: value for field, value in plan.to_dict().items() if value},
@@ -184,9 +189,11 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         within = sum(error <= GOAL for error in errors) / len(errors)
         return {"ranks": len(errors), "median_error": statistics.median(errors), "largest_error": max(errors), "within_goal": within}
 
+    refused = sum("refused" in row for row in rows)
+    rows = [row for row in rows if "refused" not in row]
     schedules = sorted({row["plan"]["schedule"] for row in rows})
     by_schedule = {kind: one([abs(row["error"]) for row in rows if row["plan"]["schedule"] == kind]) for kind in schedules}
-    return {"goal": GOAL, **one([abs(row["error"]) for row in rows]), "by_schedule": by_schedule}
+    return {"goal": GOAL, "refused": refused, **one([abs(row["error"]) for row in rows]), "by_schedule": by_schedule}
 
 
 def main() -> int:

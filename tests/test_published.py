@@ -17,6 +17,8 @@ from rows.planned import has_first_flash  # noqa: E402
 from rows.row import Fields, NotBuilt, number, whole  # noqa: E402
 from rows.score import kendall, summarise  # noqa: E402
 
+from lightning_autopar.memory.tape import MARKS  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def rows():
@@ -117,8 +119,7 @@ def events(tape):
     for event in tape:
         if event.action in ("allocate", "resize"):
             sizes[event.storage] = event.size_bytes
-        marks = event.kind is None and event.action not in ("input", "output", "unsaved")
-        yield event.action, event.kind, event.storage if marks else sizes[event.storage]
+        yield event.action, event.kind, event.storage if event.action in MARKS else sizes[event.storage]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_autopar.memory.footprint import Moment
@@ -31,21 +31,31 @@ class Places:
             return 2 * self.blocks[candidate] + (1 if part % 2 else 2)
         return 2 * sum(index < candidate for index in self.blocks)
 
-    def settled(self, tape: Tape, arrived: Collection[int], last_uses: Mapping[int, int]) -> Tape:
+    def settled(
+        self,
+        tape: Tape,
+        arrived: Collection[int],
+        last_uses: Mapping[int, int],
+        sources: Mapping[int, tuple[int, Sequence[tuple[int, int]]]] | None = None,
+    ) -> Tape:
         """The tape with the marks of the kept parts, and with what was found out after the fact.
 
         Args:
             tape: as recorded.
             arrived: numbers of the storages in which gradients of parameters arrived: they were fixed from the start.
             last_uses: positions on the tape after which forward doesn't use a storage any more, by its number.
+            sources: of what operations of backward made, by the storage's number: the position on the tape after the operation, and the
+                gradients of activations that it has read, each with its version.
         """
         result = Tape(batches=tape.batches)
         last: tuple[Action, int] | None = None
         inside = False
-        unsaved = self._unsaved(tape, last_uses)
+        unsaved, read = self._unsaved(tape, last_uses), self._read(arrived, sources or {})
         for position, (action, storage, size_bytes, kind) in enumerate(tape):
             for number in unsaved.get(position, ()):
                 result.add("unsaved", number)
+            for number in read.get(position, ()):
+                result.add("source", number)
             if action not in MARKS:
                 if action not in NOTES:
                     result.add(action, storage, size_bytes, "fixed" if kind == "temporary" and storage in arrived else kind)
@@ -63,6 +73,16 @@ class Places:
                 result.add(*mark)
                 last = mark
         return result
+
+    @staticmethod
+    def _read(arrived: Collection[int], sources: Mapping[int, tuple[int, Sequence[tuple[int, int]]]]) -> dict[int, list[int]]:
+        """Storages that parameters' gradients were made from, by position; once for each version of what they hold."""
+        found: dict[int, list[int]] = {}
+        seen: set[tuple[int, int]] = set()
+        for position, read in sorted(sources[number] for number in arrived if number in sources):
+            found.setdefault(position, []).extend(number for number, version in read if (number, version) not in seen)
+            seen.update(read)
+        return found
 
     def _unsaved(self, tape: Tape, last_uses: Mapping[int, int]) -> dict[int, list[int]]:
         """Storages that blocks make and leave behind, by the position at which their forward has done with them."""
@@ -189,7 +209,7 @@ def account(tape: Tape, blocks: int) -> Account:
             reader.leave(storage)
         elif action == "unsaved":
             reader.let_go(storage)
-        else:
+        elif action in MARKS:
             reader.mark(action, storage)
     reader.end()
     return reader.account

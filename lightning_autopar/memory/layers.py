@@ -56,10 +56,10 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     assert tape is not None
     tape.batches = batches
     candidates = [record for record in watcher.order if record.calls == 1]
-    first = account(Places(tape, _indices(candidates)).settled(tape, tracker.arrived, tracker.last_uses), len(candidates))
+    first = account(Places(tape, _indices(candidates)).settled(tape, tracker.arrived, tracker.last_uses, tracker.sources), len(candidates))
     kept = _large_enough(module, candidates, tape, first)
     places = Places(tape, kept)
-    settled = places.settled(tape, tracker.arrived, tracker.last_uses)
+    settled = places.settled(tape, tracker.arrived, tracker.last_uses, tracker.sources)
     found = account(settled, len(places.blocks))
     counts = tracker.tally.works(tracker.arrived)
     costs = _costs(counts, places, batches)
@@ -69,13 +69,14 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     draws = [0] * len(owners)
     for index, size in tracker.draws.items():
         draws[places.part(index)] = max(draws[places.part(index)], size)
+    holding = _holding(module)
     parts: list[LayerFootprint] = []
     for part, own in enumerate(owners):
         record = records[part // 2] if part % 2 else None
         figures: dict[str, Any] = asdict(found.parts[part]) | costs[part] | {"draw_bytes": draws[part]}
         if record is not None:
             figures |= {"fqn": record.fqn, "recomputable": record.recomputable}
-        parts.append(replace(_held(own, bytes_of), **figures))
+        parts.append(replace(_held(own, bytes_of, holding), **figures))
     return Layers(
         tape=settled,
         blocks=tuple(parts[1::2]),
@@ -103,7 +104,7 @@ def forward_bytes(tracker: MemoryTracker, watcher: BlockWatcher, blocks: Sequenc
     places = Places(tape, _indices(record for record in watcher.order if record.calls == 1 and record.fqn in blocks))
     if [watcher.order[index].fqn for index in places.blocks] != list(blocks):
         return ()
-    settled = places.settled(tape, tracker.arrived, tracker.last_uses)
+    settled = places.settled(tape, tracker.arrived, tracker.last_uses, tracker.sources)
     return tuple(part.forward_given.at(1.0) for part in parts_of(settled, len(blocks)))
 
 
@@ -179,7 +180,16 @@ def _owners(
     return owners, tuple(also_uses), holders
 
 
-def _held(own: Collection[tuple[Tensor, bool]], bytes_of: BytesOf) -> LayerFootprint:
+def _holding(module: nn.Module) -> dict[int, tuple[int, bool]]:
+    """By the id of each parameter the module that holds it directly: its number, and whether it has others in it."""
+    found: dict[int, tuple[int, bool]] = {}
+    for number, child in enumerate(module.modules()):
+        for parameter in child.parameters(recurse=False):
+            found.setdefault(id(parameter), (number, bool(child._modules)))
+    return found
+
+
+def _held(own: Collection[tuple[Tensor, bool]], bytes_of: BytesOf, holding: Mapping[int, tuple[int, bool]]) -> LayerFootprint:
     """The figures of a part that follow from its parameters and buffers."""
     parameters = [cast(nn.Parameter, tensor) for tensor, is_parameter in own if is_parameter]
     sizes = [bytes_of(parameter) for parameter in parameters]
@@ -192,6 +202,7 @@ def _held(own: Collection[tuple[Tensor, bool]], bytes_of: BytesOf) -> LayerFootp
         optimizer_bytes=sum(size[2] for size in sizes),
         buffer_bytes=sum(_bytes(tensor) for tensor, is_parameter in own if not is_parameter),
         parameter_rows=tuple(_rows(parameter) for parameter in parameters),
+        parameter_modules=tuple(holding[id(parameter)] for parameter in parameters),
     )
 
 

@@ -80,7 +80,7 @@ class Part:
         anew: of a block: what enters it and was made before the first block (masks, rotary embeddings), kept for backward: what must be
             made anew where a pipeline is cut here.
         returns: what its backward leaves to the parts before it: the gradients of its inputs.
-        flow: all gradients of activations that its backward makes, one after the other.
+        flow: the gradients of activations that its backward makes gradients of parameters from.
         active: whether its backward makes anything.
     """
 
@@ -218,7 +218,7 @@ class _Reader:
                 peaks.see(size)
                 self.parts[part].first[with_given, with_lent].see(size + gradients)
 
-        for (action, storage, size_bytes, kind), following in zip(events, [*events[1:], Event("optimizer", -1, 0, None)], strict=True):
+        for action, storage, size_bytes, kind in events:
             if action in MARKS:
                 self.parts[part].returns = temporary + given
                 part = self._number(action, storage)
@@ -234,8 +234,6 @@ class _Reader:
                 else:
                     made[storage] = _Storage(size, part)
                     temporary += size
-                    if kind == "temporary" and following.action != "free":
-                        self.parts[part].flow += size
                 self.parts[part].active = True
                 see()
                 if storage in pending:
@@ -253,6 +251,8 @@ class _Reader:
                     temporary, given = (temporary - one.size, given) if one.made == part else (temporary, given - one.size)
                 elif storage in self._storages and (kept := self._storages[storage]).freed == part:
                     own, lent = (own - kept.size, lent) if kept.made == part else (own, lent - kept.size)
+            elif action == "source" and storage in made:
+                self.parts[part].flow += made[storage].size
         self.parts[part].returns = temporary + given
 
     @staticmethod

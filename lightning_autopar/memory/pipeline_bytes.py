@@ -10,9 +10,8 @@ As ``torch.distributed.pipelining`` runs stages that replay the user's own ``tra
 - What was sent stays until the schedule lets go of the operation: to the end of the step under GPipe and the schedules that run action by
   action; under 1F1B the last gradient, and the last activation but one that was sent before the first backward. gloo's operations hold
   their tensor for as long as they exist; NCCL's let go of it at ``wait`` (``ProcessGroupNCCL.cpp``).
-- Where backward is in two halves, the first frees nothing, and what it makes is counted as kept for the second. That is an estimate, of a
-  few per cent: only gradients that reach a parameter's operation are kept (``_backward.py``, ``stage_backward_input``). The first stage
-  does it all in the second half.
+- Where backward is in two halves, the first frees nothing, and keeps the gradients that reach a parameter's operation
+  (``_backward.py``, ``stage_backward_input``). The first stage does it all in the second half.
 - No gradients of the step before are there when the schedule begins, as it runs its own backwards; of batches before it that are
   accumulated they lie aside.
 - Replicas average a stage's gradients after its last backward, small ones in flat copies (``strategies/staged/replicas.py``).
@@ -141,7 +140,7 @@ class _Stage:
         forward: at the fullest moment of a forward.
         backward: at the fullest moment of a backward, the gradients that it got included; complete gradients aren't counted.
         first: the same of a step's first backward, with the gradients that are complete by then.
-        flow: all that a backward makes, gradients of parameters excepted.
+        flow: the gradients that a backward's first half keeps for the second.
     """
 
     parameters: int

@@ -85,6 +85,8 @@ def read_script(tape: Tape) -> Script:
                 part = Part(action, storage)
                 parts.append(part)
             continue
+        if action == "source":
+            continue
         if action == "input" or action == "output":
             assert part is not None, "notes follow marks"
             (part.inputs if action == "input" else part.outputs).append(storage)

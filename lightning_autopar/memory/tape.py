@@ -11,7 +11,7 @@ Kind = Literal["parameters", "buffers", "input", "optimizer", "gradients", "acti
 KINDS: tuple[Kind, ...] = ("parameters", "buffers", "input", "optimizer", "gradients", "activations", "temporary", "fixed")
 
 Action = Literal[
-    "allocate", "free", "become", "resize", "forward", "leave", "backward", "return", "optimizer", "input", "output", "unsaved"
+    "allocate", "free", "become", "resize", "forward", "leave", "backward", "return", "optimizer", "input", "output", "unsaved", "source"
 ]
 ACTIONS: tuple[Action, ...] = (
     "allocate",
@@ -26,9 +26,10 @@ ACTIONS: tuple[Action, ...] = (
     "input",
     "output",
     "unsaved",
+    "source",
 )
 #: The actions that change nothing and mark nothing.
-NOTES = frozenset({"input", "output", "unsaved"})
+NOTES = frozenset({"input", "output", "unsaved", "source"})
 #: The actions that say which part of the step runs from there on.
 MARKS = frozenset({"forward", "leave", "backward", "return", "optimizer"})
 
@@ -61,7 +62,8 @@ class Event(NamedTuple):
     Notes change nothing. Right after ``forward`` i an ``"input"`` for each storage of the block's arguments, made by whatever part;
     right before ``leave`` i an ``"output"`` for each storage of what the block returns, one that was passed through or belongs to a
     parameter included. An ``"unsaved"`` comes after the last operation of the forward that uses a storage which was made in it and is kept
-    for backward alone: where nothing is saved (recomputation), it is free from here on.
+    for backward alone: where nothing is saved (recomputation), it is free from here on. Right after an operation of backward that makes
+    a parameter's gradient a ``"source"`` for each gradient of activations that it reads and that none before it has read as it is now.
 
     Args:
         action: see above.

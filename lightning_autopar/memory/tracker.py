@@ -37,6 +37,7 @@ _CURRENT = -1
 _SCRATCH_KINDS: tuple[Kind, Kind] = ("temporary", "fixed")
 _DEVICE = torch.ops.prim.device.default
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_CAST = torch.ops.aten._to_copy.default
 
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 
@@ -90,6 +91,8 @@ class MemoryTracker(TorchDispatchMode):
         self.arrived: set[int] = set()
         #: Position on the tape after the last operation of a block's forward that used a storage, by its number.
         self.last_uses: dict[int, int] = {}
+        #: Of what operations of backward made: position on the tape after it, and the gradients that it was made from, with their versions.
+        self.sources: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         self._scratch = scratch or {}
         self._hidden = hidden or {}
         self._dependence = Dependence(batch_size)
@@ -171,7 +174,7 @@ class MemoryTracker(TorchDispatchMode):
     def record(self) -> None:
         """Start the tape: what is alive now, then all that happens."""
         self.tape = Tape()
-        self.tally, self.last_uses = Tally(), {}
+        self.tally, self.last_uses, self.sources = Tally(), {}, {}
         for uses in self.uses.values():
             uses.clear()
         for cell in sorted(self._cells.values(), key=lambda cell: cell.number):
@@ -278,6 +281,8 @@ class MemoryTracker(TorchDispatchMode):
         inputs = self._inputs(args, kwargs)
         before = self._number
         made = self._account(func, known, node, args, kwargs, inputs, output)
+        if node >= 0 and self.tape is not None:
+            self._note_sources(func, inputs, made)
         scratch = self._scratch.get(func)
         if scratch is not None:
             self._add_scratch(scratch(args, kwargs, output))
@@ -351,6 +356,16 @@ class MemoryTracker(TorchDispatchMode):
                 cell.node = node
             made.append(Input(tensor, False, 0) if cell is None else Input(tensor, cell.kind in _SCALED, cell.size_bytes, (cell.number,)))
         return made
+
+    def _note_sources(self, function: Any, inputs: list[Input], made: list[Input]) -> None:
+        """Of an operation of backward: which gradients of activations it has read, each as it is now, until something is added to it."""
+        held = [(item.tensor, cell) for item in inputs for cell in self._cells_of((item.tensor,))]
+        read = [(cell.number, int(tensor._version)) for tensor, cell in held if cell.kind == "temporary"]
+        source = (len(self.tape or ()), read)
+        if function is _CAST:  # autocast's, of a gradient that was made from something else
+            source = next((self.sources[cell.number] for _, cell in held if cell.number in self.sources), source)
+        if source[1]:
+            self.sources.update((number, source) for one in made for number in one.storages)
 
     def _add_scratch(self, scratch: Scratch | None) -> None:
         """Something that is there for a moment."""

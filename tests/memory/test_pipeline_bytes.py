@@ -41,15 +41,17 @@ def quiet_rank(rank: int, world_size: int, *arguments: Any) -> dict[str, int]:
         ("narrow", make_plan("1f1b", 2, 4, 8)),
         ("narrow", make_plan("1f1b", 2, 8, 8, cuts=(3,), recompute=8)),
         ("narrow", make_plan("interleaved_1f1b", 2, 4, 8, stages=4)),
+        ("narrow", make_plan("zero_bubble", 2, 4, 8)),
         ("tied", make_plan("gpipe", 2, 4, 9)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.title(),
 )
 def test_a_stage_takes_what_was_predicted(name: str, plan: Plan) -> None:
     measured = run_ranks(quiet_rank, plan.world_size, MODELS[name], plan, ROWS, timeout_seconds=90)
+    closeness = 0.03 if plan.splits_backward else 0.01  # what a first half keeps is known by the gradient, not by the node
     for rank, real in enumerate(measured):
         predicted = pipeline_bytes(traced(name), plan, rank, on_cpu=True)
-        assert predicted.allocated == pytest.approx(real["allocated"], rel=0.01)
+        assert predicted.allocated == pytest.approx(real["allocated"], rel=closeness)
 
 
 SHARDED = replace(make_plan("1f1b", 2, 4, 8, replicas=2), shard=tuple(f"blocks.{index}" for index in range(8)))

@@ -9,7 +9,7 @@ how a batch is cut.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,16 +17,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-    reverse_closure,
-)
 
 from lightning_autopar.plans import INTERLEAVED, Schedule
+from lightning_autopar.strategies.staged.halves import splittable
 from lightning_autopar.strategies.staged.relay import Meta, Relay, as_told
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
@@ -280,20 +274,14 @@ class Stage(PipelineStage):
             self._stage_meta.inputs = (None,) * inputs  # type: ignore[assignment]
 
     def _can_split(self, chunk: int, loss: Tensor | None) -> bool:
-        """Whether torch's halves of a backward find every parameter that the whole one would reach.
-
-        The second half starts at the operations where a parameter's path meets that of the stage's inputs (``_backward.py``,
-        ``get_param_groups``): parameters whose paths never meet one are left without a gradient, silently. Where a parameter's paths meet
-        theirs in several blocks (T5's position bias), all between those blocks would run backward again, which other parameters need, too.
-        Operations in Python (``torch.autograd.Function``) may not run twice, and views can't be detached, as torch does between the halves.
-        """
+        """Whether torch's halves of a backward do what the whole one would; found out once for each signature."""
         if self.stage_index == 0:
             return self._splits_backward  # all of it is the second half
         signature = self._signature(chunk)
         if signature is None or signature not in self._splittable:
             outputs, inputs = self.fwd_cache[chunk]
-            self._splittable[signature] = self._splits_backward and _splittable(
-                (loss,) if loss is not None else outputs, inputs, self.submod
+            self._splittable[signature] = self._splits_backward and splittable(
+                (loss,) if loss is not None else outputs, inputs, self.submod.parameters()
             )
         return self._splittable[signature]
 
@@ -309,56 +297,6 @@ class _Boundary:
     def to(cls, peer: int, group: dist.ProcessGroup, number: int) -> _Boundary:
         """Of the boundary after the stage of that number."""
         return cls(forward=Relay(peer, group, 2 * number), backward=Relay(peer, group, 2 * number + 1))
-
-
-def _splittable(outputs: Sequence[Tensor], inputs: Sequence[Any], module: nn.Module) -> bool:
-    outputs = [output for output in outputs if output.requires_grad]
-    if any(output._is_view() for output in outputs):
-        return False
-    roots = _nodes(outputs)
-    reverse = construct_reverse_graph(roots)
-    if any(isinstance(node, BackwardCFunction) for node in (*roots, *reverse)):
-        return False
-    starts = _nodes(tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.requires_grad)
-    weights = _nodes(parameter for parameter in module.parameters() if parameter.requires_grad)
-    reached = [weight for weight in weights if weight in reverse]  # torch's search makes keys of the others
-    groups = get_param_groups(starts, reached, reverse)
-    found: set[Any] = set().union(*(group["params"] for group in groups))
-    return _apart(groups, starts, reverse) and all(weight in found for weight in reached) and not any(start in roots for start in starts)
-
-
-def _apart(groups: Sequence[dict[str, Any]], starts: list[Any], reverse: Any) -> bool:
-    """Whether no operation is run by the second half of two groups of parameters."""
-    ahead, _ = reverse_closure(starts, set(), reverse)
-    seen: set[Any] = set()
-    for group in groups:
-        own = _between(group, ahead, reverse)
-        if seen & own:
-            return False
-        seen |= own
-    return True
-
-
-def _between(group: dict[str, Any], ahead: set[Any], reverse: Any) -> set[Any]:
-    """The operations from where a group's paths meet the inputs' to its parameters.
-
-    Where they meet in one place there is no way but the parameters' own; else there may be others, over what lies between the places.
-    """
-    parameters, meeting = list(group["params"]), set(group["intermediates"])
-    if len(meeting) == 1:
-        return reverse_closure(parameters, ahead, reverse)[0] | meeting
-    above, _ = reverse_closure(parameters, set(), reverse)
-    below, waiting = set(meeting), list(meeting)
-    while waiting:
-        following = {node for node, _ in waiting.pop().next_functions if node is not None and node not in below}
-        below |= following
-        waiting += following
-    return above & below
-
-
-def _nodes(tensors: Iterable[Tensor]) -> list[Any]:
-    """Where each tensor's gradient arrives."""
-    return [_get_grad_fn_or_grad_acc(tensor) for tensor in tensors]
 
 
 # -- schedules -------------------------------------------------------------------------------------------------------------------------
