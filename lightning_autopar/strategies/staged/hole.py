@@ -197,16 +197,6 @@ def name_of(hole: Tensor) -> str:
     return inner._what if isinstance(inner, Hole) else "a tensor"
 
 
-@contextmanager
-def strictly() -> Iterator[None]:
-    """While open, no operation on an unfilled hole is allowed: the code that runs is the stage's own."""
-    before, _state.strict = _state.strict, True
-    try:
-        yield
-    finally:
-        _state.strict = before
-
-
 def set_strict(value: bool) -> bool:
     """Whether operations on unfilled holes are errors; returns what it was."""
     before, _state.strict = _state.strict, value

@@ -94,28 +94,5 @@ def take_stages(module: nn.Module, staging: Staging, cuts: Sequence[str], stages
     return Owned(names=here, shared=shared, primary={name: its[0] for name, its in users.items()})
 
 
-def set_tensor(module: nn.Module, fqn: str, tensor: Tensor) -> None:
-    """Put a tensor in a hole's place, under all names of a tied one.
-
-    Args:
-        module: the root.
-        fqn: one of the names.
-        tensor: a parameter is made of it where the hole is one.
-    """
-    path, _, name = fqn.rpartition(".")
-    owner = module.get_submodule(path)
-    parameter = name in owner._parameters
-    old = owner._parameters[name] if parameter else owner._buffers[name]
-    assert old is not None
-    new: Tensor = tensor
-    if parameter and not isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(tensor, requires_grad=old.requires_grad)
-    for child in module.modules():
-        kind: dict[str, Any] = child._parameters if parameter else child._buffers
-        for each, value in kind.items():
-            if value is old:
-                kind[each] = new
-
-
 def _is_written(staging: Staging, name: str) -> bool:
     return any(name in recording.written for recording in staging.hooks.values())

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.strategies.staged.caught import Caught
@@ -21,7 +20,7 @@ from lightning_autopar.strategies.staged.outer import Inside, Watch, is_marked, 
 from lightning_autopar.strategies.staged.outputs import describe, flattened, places
 from lightning_autopar.strategies.staged.recording import EXTRA, Carried, Output, StepRecording
 from lightning_autopar.strategies.staged.skip import computed_from_shapes
-from lightning_autopar.strategies.staged.sources import Draws, Sources, host_generators
+from lightning_autopar.strategies.staged.sources import Sources, host_generators
 
 _DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 _END = 1 << 30
@@ -65,15 +64,12 @@ class Recorder:
         self._sources = sources
         self._blocks = {fqn: find_block(module, fqn) for fqn in blocks}
         self._watch = Watch(sources.ids, self._outer_call, self.use)
-        self._draws = Draws()
-        self._counts = not any(is_fake(parameter) for parameter in module.parameters())  # a fake draws nothing
         self._part = 0
         self._order: list[str] = []
         self._numbers: list[_Number] = []
         self._firsts = [0]
         self._operations: list[list[str]] = [[]]
         self._outputs: dict[str, tuple[Output, ...]] = {}
-        self._drawn: list[int] = []
         self._users: dict[str, set[int]] = defaultdict(set)
         #: Memory that is written to in place, and in which part.
         self._writes: list[tuple[int, int]] = []
@@ -92,14 +88,12 @@ class Recorder:
         with ExitStack() as stack:
             for fqn, block in self._blocks.items():
                 stack.enter_context(replaced_forward(block, self._block(fqn, block.forward)))
-            stack.enter_context(self._draws)
             stack.enter_context(self._watch.watching(opaque_methods(self._module)))
             yield
 
     def finish(self, result: Any) -> None:
         """The step is over: what it returns is used by its last part."""
         self.use(tree_leaves(result))
-        self._drawn.append(self._draws.count)
         for index, fqn in enumerate(self._order):
             block = self._blocks[fqn]
             for tensor in (*block.parameters(), *block.buffers()):
@@ -261,7 +255,6 @@ class Recorder:
                     caught.append(Caught.of(value, given, module=name, attribute=attribute))
 
     def _begin(self, fqn: str) -> None:
-        self._drawn.append(self._draws.count)
         self._order.append(fqn)
         self._running = fqn
         self._next_part()
@@ -347,7 +340,6 @@ class Recorder:
             uncuttable=uncuttable,
             parameters=parameters,
             buffers=buffers,
-            draws=tuple(self._drawn) if self._counts else (),
             rows=rows,
             outputs=outputs,
             operations=tuple(map(tuple, self._operations)),

@@ -96,7 +96,6 @@ class StepRecording:
         uncuttable: blocks that no stage may begin with, with the reason in a sentence.
         parameters: FQN of each parameter (tied ones under each of their names) → the parts that use it.
         buffers: the same of buffers.
-        draws: how many random draws were made before each block, and last, how many in all; as :class:`.observe.Observation` counts them.
         rows: samples of the recorded batch.
         outputs: of each block what it returns, then what else leaves it.
         operations: of each part the operations outside of blocks that gave tainted tensors, by name; their numbers follow one another.
@@ -113,7 +112,6 @@ class StepRecording:
     uncuttable: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, frozenset[int]] = field(default_factory=dict)
     buffers: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    draws: tuple[int, ...] = ()
     rows: int = 0
     outputs: Mapping[str, tuple[Output, ...]] = field(default_factory=dict)
     operations: tuple[tuple[str, ...], ...] = ()

@@ -1,4 +1,4 @@
-"""The state that a step uses: parameters, buffers, which of them it writes to, and how many random numbers it draws. Knows modules only."""
+"""The state that a step uses: parameters, buffers, which of them it writes to, and generators. Knows modules only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.state import rng
-from lightning_autopar.strategies.draws import Choice, GlobalDraws
-from lightning_autopar.strategies.observe import everything
 
 
 @dataclass
@@ -143,20 +141,6 @@ def _is_same(before: tuple[Tensor, int] | None, value: Tensor) -> bool:
 def buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """All buffers under all of their names."""
     return list(module.named_buffers(remove_duplicate=False))
-
-
-class Draws(GlobalDraws):
-    """Counts the random draws of a step, as :class:`.observe.Observation` does; changes none of them."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: everything(1))
-        self.count = 0
-
-    def choose(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
-        """One more."""
-        if torch._C._current_graph_task_id() == -1:  # recomputation isn't a draw of its own
-            self.count += 1
-        return None
 
 
 def host_generators() -> Any:

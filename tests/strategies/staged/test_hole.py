@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from lightning_autopar.strategies.staged.hole import (
     hole_parameter,
     hollowing,
     is_hole,
-    strictly,
+    set_strict,
 )
 
 CPU = torch.device("cpu")
@@ -100,6 +101,16 @@ def test_a_hole_describes_itself() -> None:
     assert repr(x) == str(x) == "Hole((3, 4), torch.float32, 'cpu': the tensor)"
     assert (len(x), x.ndim, x.numel(), x.size(1), x.stride(), x.is_contiguous(), x.element_size()) == (3, 2, 12, 4, (4, 1), True, 4)
     assert hole_like(torch.ones(2, 3).t(), "it").stride() == (1, 3)
+
+
+@contextmanager
+def strictly() -> Iterator[None]:
+    """As where the code that runs is a stage's own."""
+    before = set_strict(True)
+    try:
+        yield
+    finally:
+        set_strict(before)
 
 
 def test_a_filled_hole_stands_for_its_tensor() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar.strategies.staged.hole import is_hole
-from lightning_autopar.strategies.staged.own import assign, set_tensor, take_stages
+from lightning_autopar.strategies.staged.own import assign, take_stages
 from lightning_autopar.strategies.staged.recording import Staging
 from tests.strategies.staged.chained import CPU, Block, Chained, Stacked, numbers, recorded
 
@@ -89,24 +89,6 @@ def test_the_names_of_a_stages_parameters(staged: tuple[Model, Staging]) -> None
         "blocks.2.layer.weight",
         "blocks.2.layer.bias",
     }
-
-
-def test_real_tensors_are_put_back_under_all_names(staged: tuple[Model, Staging]) -> None:
-    module, staging = staged
-    part = copy.deepcopy(module)
-    take_stages(part, staging, CUTS, [1], CPU)
-    value = module.stem.weight.detach().clone()
-    set_tensor(part, "out.weight", value)
-    assert part.stem.weight is part.out.weight
-    assert isinstance(part.out.weight, nn.Parameter)
-    assert part.out.weight.requires_grad
-    set_tensor(part, "blocks.0.seen", torch.ones(()))
-    assert part.blocks[0].seen.item() == 1
-    assert not isinstance(part.blocks[0].seen, nn.Parameter)
-    for name, tensor in (*part.named_parameters(), *part.named_buffers()):
-        if is_hole(tensor):
-            set_tensor(part, name, module.state_dict()[name].clone())
-    torch.testing.assert_close(part.run(numbers()[0]), copy.deepcopy(module).run(numbers()[0]))
 
 
 def test_meta_parameters_make_way_for_holes_and_the_own_ones_stay_meta(staged: tuple[Model, Staging]) -> None:

@@ -6,7 +6,6 @@ import copy
 import pickle
 import random
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,18 +79,6 @@ def test_tied_parameters_are_used_under_all_of_their_names_and_buffers_where_the
     assert recording.parameters["stem.weight"] == recording.parameters["out.weight"] == {0, 8}
     assert recording.parameters["unused.weight"] == set()
     assert recording.buffers["scale"] == {0}
-
-
-def test_random_draws_are_counted_before_each_block() -> None:
-    class Drops(Stacked):
-        def run(self, x: Tensor) -> Tensor:
-            x = F.dropout(self.stem(x))
-            for block in self.blocks:
-                x = F.dropout(block(x))
-            return self.head(x)
-
-    recording = recorded(Drops())
-    assert recording.draws == (1, 2, 3, 4, 5)
 
 
 def test_the_module_and_the_generators_are_left_as_they_were() -> None:
@@ -410,7 +397,7 @@ def test_a_large_step_is_recorded_under_fake_tensors() -> None:
     fake, batch = fake_copy(module, mode, shadow), fake_copy(numbers(), mode, shadow)
     with drawing_nothing(), as_if_real(shadow, "cpu"), mode, shadow:
         recording = record(fake, None, "training_step", batch, blocks_of(fake), rows=4)
-    assert recording == replace(real, draws=())
+    assert recording == real
 
 
 def test_other_hooks_run_without_gradients_and_in_their_own_mode() -> None:
