@@ -173,6 +173,7 @@ class _Stage:
         begin, end = starts[stage], starts[stage + 1]
         layers = [_layer(footprint, number) for number in range(begin, end)]
         shared = footprint.shared_uses(begin, end)
+        twice = _twice(footprint, begin, end)
         received = sum(one.size.at(share) for one in parts[begin].crossing) if begin else 0
         crossing = parts[end].crossing if end < len(parts) else []
         output = sum(one.size.at(share) for one in crossing if one.made >= begin)
@@ -211,8 +212,9 @@ class _Stage:
                 kept = before[number - begin]
                 again = kept + part.forward.at(share) + (inside if given else 0)
                 most, most_first = max(most + kept, again), max(most_first + kept, again)
-            backward = max(backward, passing + below + most)
-            first = max(first, passing + below + most_first + complete)
+            waiting = passing + below + sum(size_bytes for low, high, size_bytes in twice if low <= number < high)
+            backward = max(backward, waiting + most)
+            first = max(first, waiting + most_first + complete)
             inside = part.returns.at(share)
             complete += _layer(footprint, number).gradient_bytes
         rows = [length * size_bytes for layer in layers for length, size_bytes, _ in layer.parameter_rows]
@@ -235,6 +237,20 @@ class _Stage:
             first=received + sent + first,
             flow=sum(parts[number].flow.at(share) for number in range(begin, end)),
         )
+
+
+def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """Of each parameter that several parts of a stage use: the first and the last of them, and the bytes of its gradient.
+
+    What the later one's backward makes of it waits for what the earlier one's adds.
+    """
+    users: dict[str, list[int]] = {}
+    size_bytes: dict[str, int] = {}
+    for index, name, _, gradient_bytes, _ in footprint.also_uses:
+        users.setdefault(name, [footprint.holders.get(name, 0)]).append(2 * index)
+        size_bytes[name] = gradient_bytes
+    within = {name: [part for part in parts if begin <= part < end] for name, parts in users.items()}
+    return [(min(parts), max(parts), size_bytes[name]) for name, parts in within.items() if len(set(parts)) > 1]
 
 
 def _layer(footprint: Footprint, number: int) -> LayerFootprint:

@@ -177,6 +177,9 @@ def test_a_parameter_counts_once_a_stage_however_many_of_its_parts_use_it() -> N
     assert first.parameters == pipeline_bytes(alone, plan, 0).parameters
     assert last.parameters == pipeline_bytes(alone, plan, 1).parameters + 7
     assert last.optimizer == pipeline_bytes(alone, plan, 1).optimizer + 14
+    # Parts 0 and 4 are the first stage's: what the later one makes of the gradient waits for the other.
+    assert first.temporary == pipeline_bytes(alone, plan, 0).temporary + 7
+    assert last.temporary == pipeline_bytes(alone, plan, 1).temporary
 
 
 def test_gradients_that_are_accumulated_lie_aside_while_the_schedule_runs() -> None:
