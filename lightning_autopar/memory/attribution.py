@@ -36,7 +36,7 @@ class Places:
         tape: Tape,
         arrived: Collection[int],
         last_uses: Mapping[int, int],
-        sources: Mapping[int, tuple[int, Sequence[tuple[int, int]]]] | None = None,
+        sources: Mapping[int, Sequence[tuple[int, Sequence[tuple[int, int]]]]] | None = None,
     ) -> Tape:
         """The tape with the marks of the kept parts, and with what was found out after the fact.
 
@@ -44,8 +44,8 @@ class Places:
             tape: as recorded.
             arrived: numbers of the storages in which gradients of parameters arrived: they were fixed from the start.
             last_uses: positions on the tape after which forward doesn't use a storage any more, by its number.
-            sources: of what operations of backward made, by the storage's number: the position on the tape after the operation, and the
-                gradients of activations that it has read, each with its version.
+            sources: of what backward made, by the storage's number: positions on the tape after the operations that it comes from, each
+                with the gradients of activations that the operation has read, and their versions.
         """
         result = Tape(batches=tape.batches)
         last: tuple[Action, int] | None = None
@@ -75,11 +75,11 @@ class Places:
         return result
 
     @staticmethod
-    def _read(arrived: Collection[int], sources: Mapping[int, tuple[int, Sequence[tuple[int, int]]]]) -> dict[int, list[int]]:
+    def _read(arrived: Collection[int], sources: Mapping[int, Sequence[tuple[int, Sequence[tuple[int, int]]]]]) -> dict[int, list[int]]:
         """Storages that parameters' gradients were made from, by position; once for each version of what they hold."""
         found: dict[int, list[int]] = {}
         seen: set[tuple[int, int]] = set()
-        for position, read in sorted(sources[number] for number in arrived if number in sources):
+        for position, read in sorted(each for number in arrived for each in sources.get(number, ())):
             found.setdefault(position, []).extend(number for number, version in read if (number, version) not in seen)
             seen.update(read)
         return found

@@ -91,8 +91,8 @@ class MemoryTracker(TorchDispatchMode):
         self.arrived: set[int] = set()
         #: Position on the tape after the last operation of a block's forward that used a storage, by its number.
         self.last_uses: dict[int, int] = {}
-        #: Of what operations of backward made: position on the tape after it, and the gradients that it was made from, with their versions.
-        self.sources: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        #: Of what backward made: positions on the tape after operations, and the gradients that each of these read, with their versions.
+        self.sources: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
         self._scratch = scratch or {}
         self._hidden = hidden or {}
         self._dependence = Dependence(batch_size)
@@ -361,11 +361,11 @@ class MemoryTracker(TorchDispatchMode):
         """Of an operation of backward: which gradients of activations it has read, each as it is now, until something is added to it."""
         held = [(item.tensor, cell) for item in inputs for cell in self._cells_of((item.tensor,))]
         read = [(cell.number, int(tensor._version)) for tensor, cell in held if cell.kind == "temporary"]
-        source = (len(self.tape or ()), read)
-        if function is _CAST:  # autocast's, of a gradient that was made from something else
-            source = next((self.sources[cell.number] for _, cell in held if cell.number in self.sources), source)
-        if source[1]:
-            self.sources.update((number, source) for one in made for number in one.storages)
+        found = [(len(self.tape or ()), read)]
+        if function is _CAST or not read:  # a parameter's gradient is cast by autocast, or added to another one
+            found = [each for _, cell in held for each in self.sources.get(cell.number, ())] or found
+        if any(read for _, read in found):
+            self.sources.update((number, found) for one in made for number in one.storages)
 
     def _add_scratch(self, scratch: Scratch | None) -> None:
         """Something that is there for a moment."""
