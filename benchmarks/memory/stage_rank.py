@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.plans import Plan, Schedule
-from lightning_autopar.strategies.staged.relay import Meta
+from lightning_autopar.strategies.staged.relay import Meta, Signature
 from lightning_autopar.strategies.staged.replicas import Replicas
 from lightning_autopar.strategies.staged.schedule import Stage, make_schedule
 
@@ -208,7 +208,7 @@ def measure_stage(model: GPT, plan: Plan, rank: int, batch: Tensor, *, device: t
     def step() -> None:
         tokens = batch.to(device, copy=True)
         for stage in stages:
-            stage.begin(list(range(plan.micro_batches)))
+            stage.begin(list(map(Signature, range(plan.micro_batches))))
         with replicas.step():
             schedule.step(tokens=tokens, target=target, return_outputs=False)
         for stage in stages:

@@ -2,8 +2,9 @@
 
 Whoever receives a tensor must have a buffer of its shape. Shapes change with sequence lengths and short last batches, and only the stage
 that sends knows them. What they follow from is the same on both sides: a batch's *signature*, which all stages see. The first time that a
-signature comes by, the sender's word goes ahead of the tensors; from then on both remember. Knows tensors and a process group; no schedule
-and no module.
+signature comes by, the sender's word goes ahead of the tensors; from then on both remember. A step may go by the batch's index as well (two
+networks that train in turns), so that a signature is told anew for a few batches until it is clear that its word doesn't change. Knows
+tensors and a process group; no schedule and no module.
 """
 
 from __future__ import annotations
@@ -23,8 +24,73 @@ try:
 except ImportError:  # torch runs without it
     numpy = None  # type: ignore[assignment]
 
+#: After so many batches whose words were all the same, the batch's index doesn't matter.
+TRIALS = 4
 #: As many signatures are remembered. Both sides of a boundary see the same ones in the same order, and so forget the same.
 KEPT = 512
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that the shapes and gradients of what crosses a boundary may depend on; hashable.
+
+    Args:
+        shapes: of a micro-batch and of the step.
+        index: of the batch.
+    """
+
+    shapes: Any
+    index: Any = None
+
+
+@dataclass
+class _Fact:
+    """What is known of shapes.
+
+    Args:
+        value: the last one.
+        index: of the batch that it was about.
+        times: of how many batches it was the same, one after the other.
+        by_index: whether it changed once; each index is known by itself then.
+    """
+
+    value: Any
+    index: Any
+    times: int = 1
+    by_index: bool = False
+
+
+class Known:
+    """What follows from a signature, and until it is clear that it does, from the batch's index as well."""
+
+    def __init__(self) -> None:
+        self._facts: OrderedDict[Any, _Fact] = OrderedDict()
+
+    def recall(self, signature: Signature | None) -> Any:
+        """What is known of it; None where it has to be found out."""
+        if signature is None:
+            return None
+        for key in (signature, signature.shapes):
+            fact = self._facts.get(key)
+            if fact is not None and (fact.index == signature.index or (fact.times >= TRIALS and not fact.by_index)):
+                self._facts.move_to_end(key)
+                return fact.value
+        return None
+
+    def remember(self, signature: Signature | None, value: Any) -> None:
+        """What was found out."""
+        if signature is None:
+            return
+        fact = self._facts.get(signature.shapes)
+        if fact is None:
+            self._facts[signature.shapes] = _Fact(value, signature.index)
+        elif fact.by_index or fact.value != value:
+            fact.by_index = True
+            self._facts[signature] = _Fact(value, signature.index)
+        else:
+            fact.index, fact.times = signature.index, fact.times + 1
+        while len(self._facts) > KEPT:
+            self._facts.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -52,10 +118,10 @@ class Relay:
 
     def __init__(self, peer: int, group: dist.ProcessGroup, tag: int) -> None:
         self._peer, self._group, self._tag = peer, group, tag
-        self._known: OrderedDict[Any, Any] = OrderedDict()
+        self._known = Known()
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
-    def tell(self, signature: Any, word: Any) -> Any:
+    def tell(self, signature: Signature | None, word: Any) -> Any:
         """The sender's side: tell the other one about what is to be sent, unless it knows.
 
         Args:
@@ -63,9 +129,9 @@ class Relay:
             word: anything that can be pickled.
 
         Returns:
-            What the other side takes it for: what was told of this signature at first.
+            What the other side takes it for: what was told of this signature before.
         """
-        known = self._recall(signature)
+        known = self._known.recall(signature)
         if known is not None:
             return known
         message = torch.frombuffer(bytearray(pickle.dumps(word)), dtype=torch.uint8)
@@ -73,19 +139,19 @@ class Relay:
             work = dist.isend(piece, self._peer, group=self._group, tag=self._tag)
             assert work is not None, "the peer is in the group"
             self._sending.append((work, piece))
-        self._remember(signature, word)
+        self._known.remember(signature, word)
         return word
 
-    def hear(self, signature: Any) -> Any:
+    def hear(self, signature: Signature | None) -> Any:
         """The receiver's side: what is about to come. Waits for the other side's word where the signature is new."""
-        word = self._recall(signature)
+        word = self._known.recall(signature)
         if word is None:
             size = torch.zeros(1, dtype=torch.int64)
             dist.recv(size, self._peer, group=self._group, tag=self._tag)
             message = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(message, self._peer, group=self._group, tag=self._tag)
             word = pickle.loads(message.numpy().tobytes())
-            self._remember(signature, word)
+            self._known.remember(signature, word)
         return word
 
     def settle(self) -> None:
@@ -93,19 +159,6 @@ class Relay:
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
-
-    def _recall(self, signature: Any) -> Any:
-        if signature is None or signature not in self._known:
-            return None
-        self._known.move_to_end(signature)
-        return self._known[signature]
-
-    def _remember(self, signature: Any, word: Any) -> None:
-        if signature is None:
-            return
-        self._known[signature] = word
-        while len(self._known) > KEPT:
-            self._known.popitem(last=False)
 
 
 def signature_of(batch: Any) -> Any:

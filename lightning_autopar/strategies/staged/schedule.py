@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from lightning_autopar.plans import INTERLEAVED, Schedule
 from lightning_autopar.strategies.staged.halves import splittable
-from lightning_autopar.strategies.staged.relay import Meta, Relay, as_told
+from lightning_autopar.strategies.staged.relay import Known, Meta, Relay, Signature, as_told
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 
@@ -67,16 +67,16 @@ class Stage(PipelineStage):
         #: Words about activations and, back again, about gradients.
         self._before = None if index == 0 else _Boundary.to(self._rank_of(index - 1), host_group, index - 1)
         self._after = None if index == stages - 1 else _Boundary.to(self._rank_of(index + 1), host_group, index)
-        self._signatures: Sequence[Any] = ()
+        self._signatures: Sequence[Signature | None] = ()
         self._idle: frozenset[int] = frozenset()
         self._metas: dict[int, tuple[Meta, ...]] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
-        self._splittable: dict[Any, bool] = {}
+        self._splittable = Known()
         self._whole: set[int] = set()
         self._error: Exception | None = None
 
-    def begin(self, signatures: Sequence[Any], *, idle: frozenset[int] = frozenset()) -> None:
+    def begin(self, signatures: Sequence[Signature | None], *, idle: frozenset[int] = frozenset()) -> None:
         """A schedule is about to run.
 
         Args:
@@ -176,9 +176,9 @@ class Stage(PipelineStage):
                 sent.append(gradient.contiguous())
         return self._ops(dist.isend, sent, self._rank_of(self.stage_index - 1))
 
-    def _signature(self, chunk: int) -> Any:
+    def _signature(self, chunk: int) -> Signature | None:
         signature = self._signatures[chunk]
-        return None if signature is None else (signature, self.has_backward, chunk in self._idle)
+        return None if signature is None else replace(signature, shapes=(signature.shapes, self.has_backward, chunk in self._idle))
 
     # -- work --------------------------------------------------------------------------------------------------------------------------
 
@@ -278,12 +278,13 @@ class Stage(PipelineStage):
         if self.stage_index == 0:
             return self._splits_backward  # all of it is the second half
         signature = self._signature(chunk)
-        if signature is None or signature not in self._splittable:
+        found: bool | None = self._splittable.recall(signature)
+        if found is None:
             outputs, inputs = self.fwd_cache[chunk]
-            self._splittable[signature] = self._splits_backward and splittable(
-                (loss,) if loss is not None else outputs, inputs, self.submod.parameters()
-            )
-        return self._splittable[signature]
+            ends = (loss,) if loss is not None else outputs
+            found = self._splits_backward and splittable(ends, inputs, self.submod.parameters())
+            self._splittable.remember(signature, found)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.state.share import BatchShare
 from lightning_autopar.strategies.logged import GlobalLogging
 from lightning_autopar.strategies.micro import detached, joined, several_loaders, take_part, uncut
-from lightning_autopar.strategies.staged.relay import signature_of
+from lightning_autopar.strategies.staged.relay import Signature, signature_of
 from lightning_autopar.strategies.staged.replay import StageModule
 from lightning_autopar.strategies.staged.same import SameBatch
 from lightning_autopar.strategies.staged.schedule import Stage, count_parts, make_schedule
@@ -205,15 +205,16 @@ class StagedStep:
             self._schedules[number] = make_schedule(self._plan.schedule, self._stages, number, self._weigh)
         return self._schedules[number]
 
-    def _signatures(self, run: _Run) -> list[Any]:
+    def _signatures(self, run: _Run) -> list[Signature | None]:
         """Of the micro-batches: all that the shapes and gradients of what crosses a boundary depend on."""
-        batch = signature_of((run.args, run.kwargs))
-        if batch is None:
+        index, *others = run.args[1:] or (None,)  # of the batch, where the step asks for it
+        if (batch := signature_of((run.args[:1], others, run.kwargs))) is None:
             return [None] * run.number
         with torch._C.DisableTorchFunctionSubclass():  # asking a hole takes its time
             tables = (table.values() for table in self._tables)
             trained = hash(tuple(parameter.requires_grad for table in tables for parameter in table if parameter is not None))
-        return [(run.hook, batch, trained, run.number, run.share.part(index, run.number).rows) for index in range(run.number)]
+        rows = (run.share.part(chunk, run.number).rows for chunk in range(run.number))
+        return [Signature((run.hook, batch, trained, run.number, each), index) for each in rows]
 
     # -- in the schedule ---------------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autopar.plans import SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.staged import replicas
+from lightning_autopar.strategies.staged.relay import Signature
 from lightning_autopar.strategies.staged.replicas import Replicas
 from lightning_autopar.strategies.staged.schedule import Stage, make_schedule
 from tests.ranks import run_ranks
@@ -144,7 +145,7 @@ def train(rank: int, world_size: int, plan: Plan, shares: bool) -> dict[str, Any
     found: dict[str, Any] = {"gradients": []}
     for _ in range(2):
         for stage in stages:
-            stage.begin(["alike"] * MICRO_BATCHES)
+            stage.begin([Signature("alike")] * MICRO_BATCHES)
         with several.step():
             schedule.step(target=torch.arange(MICRO_BATCHES) if ends else None, return_outputs=False)
         for stage in stages:

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from lightning_autopar.plans import SCHEDULES, Schedule
+from lightning_autopar.strategies.staged.relay import Signature
 from lightning_autopar.strategies.staged.schedule import Stage, count_parts, make_schedule
 
 WIDTH = 6
@@ -137,7 +138,7 @@ def _rank(rank: int, ranks: int, cases: list[tuple[Schedule, int, str]], idle: b
         made = make_schedule(schedule, stages, parts, weigh)
         for _ in range(2):  # the second time all shapes are known
             for stage in stages:
-                stage.begin([("batch", LENGTHS[chunk]) for chunk in range(parts)], idle=frozenset({parts - 1} if idle else ()))
+                stage.begin([Signature(("batch", LENGTHS[chunk])) for chunk in range(parts)], idle=frozenset({parts - 1} if idle else ()))
             made.step(target=torch.arange(parts) if stages[-1].is_last else None, return_outputs=False)
             for stage in stages:
                 stage.finish()
@@ -248,7 +249,7 @@ def _lies(rank: int, ranks: int) -> str:
     host = dist.new_group(backend="gloo")
     stage = Stage(Part(whole(4, "plain"), rank, 2), rank, 2, torch.device("cpu"), group=dist.group.WORLD, host_group=host, around=Around())
     schedule = make_schedule("gpipe", [stage], 2, lambda loss, chunk: loss)
-    stage.begin(["one", "one"])  # of two micro-batches of lengths 3 and 5
+    stage.begin([Signature("one")] * 2)  # of two micro-batches of lengths 3 and 5
     if rank == 1:
         stage.get_fwd_recv_ops(0)
     try:
