@@ -34,7 +34,7 @@ from rich.table import Table  # noqa: E402
 from rows.hardware import host_slowness  # noqa: E402
 from rows.judged import judge, unbuilt  # noqa: E402
 from rows.pictures import Picture  # noqa: E402
-from rows.planned import Layout, has_first_flash, layout  # noqa: E402
+from rows.planned import Layout, has_first_flash, layout, narrow_products  # noqa: E402
 from rows.question import Question, question, recompute  # noqa: E402
 from rows.row import Fields, NotBuilt, Row  # noqa: E402
 from rows.score import summarise  # noqa: E402
@@ -118,6 +118,16 @@ def grouped(rows: list[Row]) -> tuple[list[list[tuple[int, Asked]]], dict[int, d
                 host_update=laid.engine == "single" and asked.optimizer.startswith("cpu "),
                 fused_update="fused" in fields.text("optimizer"),
                 slow_host=host_slowness(fields),
+                narrow=narrow_products(fields),
+                all_kernels=fields.loads_all_kernels,
+                # torchtune's ``OffloadActivations`` (training/_activation_offloading.py); torch's ``save_on_cpu`` waits for its copies.
+                copies_aside=fields.family == "torchtune",
+                # ``max_grad_norm`` of transformers' TrainingArguments, ``max_norm`` of torchtitan and litgpt, llm-foundry's and nanotron's
+                # configurations: 1.0 each.
+                clips=fields.family in ("hf", "torchtitan", "litgpt", "composer", "nanotron"),
+                tensor_by_tensor=fields.is_old,
+                # torch 2.0 was the first for Python 3.11, which runs 1.25 times as fast as 3.10 (docs.python.org, "What's New In 3.11").
+                slow_python=1.25 if fields.is_old else 1.0,
                 # DeepSpeed's own default (``reduce_bucket_size``); Hugging Face's and ms-swift's configurations have Lightning's.
                 bucket_elements=500_000_000 if fields.family in ("megatron", "plain") else None,
             )

@@ -13,7 +13,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import published  # noqa: E402
 from rows.hardware import host_slowness, inventory  # noqa: E402
 from rows.pictures import picture  # noqa: E402
-from rows.planned import has_first_flash  # noqa: E402
+from rows.planned import has_first_flash, narrow_products  # noqa: E402
+from rows.question import transformer  # noqa: E402
 from rows.row import Fields, NotBuilt, number, whole  # noqa: E402
 from rows.score import kendall, summarise  # noqa: E402
 
@@ -243,3 +244,50 @@ def test_fused_attention_is_as_old_as_its_torch(attention, framework, first):
     fields = Fields({"attention": attention, "framework": framework})
     assert has_first_flash(fields) is first
     assert bool(fields.assumptions) is first
+
+
+def test_products_of_few_bits_are_faster_and_kept_as_their_policy_knows_them(rows):
+    known = one(rows, "torchao-nocompile-04")
+
+    def fields(compute):
+        return Fields(known | {"precision": known["precision"] | {"compute": compute}})
+
+    assert [narrow_products(fields(name)) for name in ("bf16", "rowwise with bfloat16 all-gather", "NVFP4 (bf16 tail)")] == [
+        "",
+        "fp8",
+        "fp4",
+    ]
+    assert [transformer(fields(name)).recompute for name in ("bf16", "float8", "nvfp4")] == ["operations", "operations", "attention"]
+    wide, narrow = published.run([small(known), small(known, precision=known["precision"] | {"compute": "nvfp4"})])
+    assert narrow["predicted"]["bytes"]["activations"] < wide["predicted"]["bytes"]["activations"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "old", "all_kernels"),
+    [
+        ("HF trainer 4.17, torch 1.10", True, True),
+        ("torch 1.13", True, False),
+        ("Megatron-LM v1.1.5", True, True),
+        ("NeMo, Megatron-Bridge", False, False),
+        ("torchtitan (FSDP2)", False, False),
+    ],
+)
+def test_what_is_old_is_read_off_the_framework(framework, old, all_kernels):
+    fields = Fields({"framework": framework})
+    assert (fields.is_old, fields.loads_all_kernels) == (old, all_kernels)
+
+
+def test_gradients_that_stay_lie_where_activations_were(rows):
+    kept = one(rows, "hf-bert-vanilla")
+    (result,) = published.run([small(kept)])
+    (freed,) = published.run([small(kept, framework="HF trainer, torch 2.4")])
+    assert result["predicted"]["bytes"]["rounding"] > 0
+    assert result["predicted"]["bytes"]["context"] - freed["predicted"]["bytes"]["context"] == 688 << 20
+
+
+def test_gpt2_has_its_own_gelu_in_transformers(rows):
+    gpt2 = one(rows, "hf-gpt2-ddp-nvlink")
+    assert transformer(Fields(gpt2)).act == "new gelu"
+    assert transformer(Fields(gpt2 | {"framework": "Composer"})).act == "gelu"
+    assert transformer(Fields(one(rows, "hf-bert-vanilla"))).act == "gelu"
+    assert published.run([small(gpt2)])[0]["built"]

@@ -8,20 +8,26 @@ from typing import Any
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
-from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.predict import predict
 from lightning_autopar.memory.replay import REPLAYED_ENGINES, replay
 from lightning_autopar.memory.sharded import Widths
 from lightning_autopar.memory.work import Work
 from lightning_autopar.memory.zero_bytes import ZeroSettings
 from lightning_autopar.planning.data_sheet import DataSheet
+from lightning_autopar.planning.rates import Phase
 from lightning_autopar.planning.scaling import scaled
 from lightning_autopar.planning.timing import Wire, predict_seconds
 from lightning_autopar.plans import Plan
+from rows.kept_gradients import played
 from rows.planned import Layout
 from rows.question import Question
 from rows.shape import Shape
 
+#: All of torch's kernels in the CUDA context, before the driver loaded them one by one: torch 1.3's first tensor on a Titan V took
+#: 1,008 MiB of the device where PyCUDA's took 320 (pytorch/pytorch#28394); ">1000 MB" before CUDA 11.7, some 300 since
+#: (pytorch/pytorch#107667).
+_ALL_KERNELS_BYTES = (1008 - 320) << 20
 #: A tape of more events isn't replayed: it would take a minute.
 _MOST_EVENTS = 250_000
 
@@ -86,6 +92,8 @@ def foresee_bytes(footprint: Footprint, asked: Question, laid: Layout, inventory
     kept = _held_by_graph(asked) if laid.holds_loss else 0
     if kept:
         fullest = replace(fullest, activations=fullest.activations + kept)
+    if laid.all_kernels:
+        fullest = replace(fullest, context=fullest.context + _ALL_KERNELS_BYTES)
     return fullest, plan
 
 
@@ -93,7 +101,7 @@ def _fullest(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, in
     """Of the devices, that which holds most."""
     widths = _widths(asked, laid)
     buckets = laid.bucket_elements
-    zero = None if buckets is None else ZeroSettings(reduce_bucket_elements=buckets, overlap_comm=False)
+    zero = ZeroSettings() if buckets is None else ZeroSettings(reduce_bucket_elements=buckets, overlap_comm=False)
     shares = laid.optimizer_shards if laid.engine == "pipeline" else 1
     if shares > 1:
         # ZeRO-1 beside a pipeline: each replica updates its share, and the scratch is that share's.
@@ -102,9 +110,14 @@ def _fullest(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, in
     held = predict(footprint, plan, inventory, precision=asked.precision, widths=widths, zero=zero)
     found = [_shared(one, asked, shares) for one in held.values()]
     fullest = max(found, key=lambda held: held.reserved)
-    if _can_replay(footprint, laid, plan):
-        played = replay(footprint, plan, found.index(fullest), workspace_bytes=fullest.workspace, widths=widths)
-        fullest = replace(fullest, rounding=max(0, played.reserved_peak_bytes - played.allocated_peak_bytes))
+    if _can_replay(footprint, plan) and laid.keeps_gradients:
+        # DDP's buckets come on top; they are as large as the gradients, and stay as they do.
+        kept = played(footprint, plan, workspace_bytes=fullest.workspace)
+        assert kept is not None, "without a limit there is room"
+        fullest = replace(fullest, rounding=max(0, kept.peak_reserved_bytes - kept.peak_allocated_bytes))
+    elif _can_replay(footprint, plan):
+        found_peak = replay(footprint, plan, found.index(fullest), workspace_bytes=fullest.workspace, widths=widths)
+        fullest = replace(fullest, rounding=max(0, found_peak.reserved_peak_bytes - found_peak.allocated_peak_bytes))
     return fullest
 
 
@@ -137,9 +150,9 @@ def _held_by_graph(asked: Question) -> int:
     return asked.rows * shape.length * total * element
 
 
-def _can_replay(footprint: Footprint, laid: Layout, plan: Plan) -> bool:
-    """Whether the tape tells the step as it was: whole, short enough, and with gradients that come and go."""
-    if plan.engine not in REPLAYED_ENGINES or plan.replicas > 1 or plan.offload or laid.keeps_gradients:
+def _can_replay(footprint: Footprint, plan: Plan) -> bool:
+    """Whether the tape tells the step as it was: whole and short enough."""
+    if plan.engine not in REPLAYED_ENGINES or plan.replicas > 1 or plan.offload:
         return False
     tape = footprint.tape
     return tape is not None and 2 * len(tape) * min(plan.micro_batches, 2) <= _MOST_EVENTS
@@ -163,9 +176,9 @@ def foresee_fit(footprint: Footprint, held: DeviceBytes, laid: Layout, plan: Pla
     tape = footprint.tape
     if held.reserved <= total_bytes or tape is None or plan.engine != "single" or plan.micro_batches > 1 or len(tape) > _MOST_EVENTS // 2:
         return True
-    # Gradients that stay are no part of the tape; they take room from the start.
-    beside = footprint.gradient_bytes if laid.keeps_gradients else 0
-    limit = total_bytes - held.context - beside
+    limit = total_bytes - held.context
+    if laid.keeps_gradients:
+        return played(footprint, plan, workspace_bytes=held.workspace, limit_bytes=limit) is not None
     return replay(footprint, plan, 0, limit_bytes=limit, workspace_bytes=held.workspace).fits
 
 
@@ -201,40 +214,95 @@ def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: P
         footprint = _with_work(footprint, _first_flash)
     if laid.host_update:  # gradients down, CPU-Adam, parameters up: as ZeRO's offload on one rank
         plan = replace(plan, engine="zero", zero_stage=2, offload=("optimizer",))
+    if laid.clips and not plan.offload:
+        footprint = replace(footprint, optimizer_work=(*footprint.optimizer_work, *_clipping(footprint, laid)))
     if laid.fused_update and plan.offload:
         footprint = replace(footprint, optimizer_work=(Work(kind="pointwise", name="_fused_adamw_", dtype="fp32"),))
+    if laid.narrow:
+        footprint = _narrow(footprint, laid.narrow)
     wire = Wire(parameter_bytes=2, gradient_bytes=laid.reduce_bytes) if asked.wide_storage and laid.engine == "fsdp" else None
     # Adam's pass is bound by memory: 28 bytes an element in fp32, half of that where parameters and states are of 16 bits.
-    rates = HostRates(laid.slow_host * (0.5 if asked.optimizer == "cpu kernel same" else 1.0))
-    seconds = predict_seconds(footprint, plan, inventory, precision=asked.precision, rates=rates, wire=wire)
+    rates = HostRates(laid.slow_host * (0.5 if asked.optimizer == "cpu kernel same" else 1.0), laid.slow_python)
+    seconds = predict_seconds(footprint, plan, inventory, precision=asked.precision, rates=rates, wire=wire, zero=ZeroSettings())
+    if laid.inputs_on_host and not laid.copies_aside:
+        # ``save_on_cpu`` copies each input down and up again in the stream that computes (torch/autograd/graph.py).
+        copied = 2 * laid.accumulate * rates.host_copy_seconds(inventory.devices[0], _inputs_kept(asked))
+        seconds = replace(seconds, offload=seconds.offload + copied)
     return {**seconds.to_dict(), "step": seconds.step}
 
 
 class HostRates(DataSheet):
-    """The data sheet's, with another host's memory.
+    """The data sheet's, with another host.
 
     Args:
-        slower: how many times.
+        slower: how many times its memory is.
+        slow_python: how many times its interpreter is.
     """
 
-    def __init__(self, slower: float, crowded: float = 1.0) -> None:
-        super().__init__(crowded)
-        self._slower = slower
+    def __init__(self, slower: float, slow_python: float) -> None:
+        super().__init__()
+        self._slower, self._slow_python = slower, slow_python
 
     @property
     def token(self) -> Hashable:
         """By what differs."""
-        return super().token, self._slower
+        return super().token, self._slower, self._slow_python
 
-    def host_adam_seconds(self, elements: int) -> float:
+    def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
+        """Of one operation; in backward there is no Python."""
+        return super().issue_seconds(device, phase) * (1.0 if phase == "backward" else self._slow_python)
+
+    def host_adam_seconds(self, elements: int, device: Device) -> float:
         """AdamW's update of so many fp32 elements."""
-        return super().host_adam_seconds(elements) * self._slower
+        return super().host_adam_seconds(elements, device) * self._slower
+
+
+def _clipping(footprint: Footprint, laid: Layout) -> tuple[Work, ...]:
+    """Gradients read for their norm, then read and written (``torch.nn.utils.clip_grad_norm_``): two kernels a parameter, or a list."""
+    tensors = sum(learns for part in (*footprint.blocks, *footprint.outer) for *_, learns in part.parameter_rows)
+    count = max(1, tensors if laid.tensor_by_tensor else tensors // 100)  # a kernel takes some hundred tensors at once
+    each = footprint.gradient_bytes // count
+    return tuple(
+        Work(kind="pointwise", name="clip", dtype="fp32", count=count, moved_bytes=passes * each, fixed_bytes=passes * each)
+        for passes in (1, 2)
+    )
 
 
 def _in_tf32(footprint: Footprint) -> Footprint:
     """Products of fp32 matrices by the tensor cores' own type."""
     products = ("matmul", "convolution")
     return _with_work(footprint, lambda one: replace(one, dtype="tf32") if one.kind in products and one.dtype == "fp32" else one)
+
+
+def _narrow(footprint: Footprint, name: str) -> Footprint:
+    """The blocks' products of weights in eight or four bits, with the casts that these take; the rest, head included, as it was.
+
+    Both factors are read for their largest values, read again and written in fewer bits ("dynamic scaling", torchao/float8/README.md):
+    five bytes an element where they had two. Tensor cores do twice as many operations of eight bits as of sixteen, Blackwell's four times
+    as many of four bits, which count as two products of eight here (data sheets of H100, B200).
+    """
+
+    def works(found: tuple[Work, ...]) -> tuple[Work, ...]:
+        made: list[Work] = []
+        for one in found:
+            if one.kind != "matmul" or one.name not in ("mm", "addmm") or one.dtype not in ("bf16", "fp16") or len(one.shape) != 4:
+                made.append(one)
+                continue
+            _, m, n, k = one.shape
+            if name == "fp4":
+                made.append(replace(one, dtype="fp8", shape=(1, m, n, max(1, k // 2))))
+            else:
+                made.append(replace(one, dtype="fp8"))
+            fixed = 5 * ((0 if one.growing in (1, 3) else m * k) + (0 if one.growing in (2, 3) else n * k))
+            moved = 5 * (m * k + n * k)
+            casts = Work(
+                kind="pointwise", name="cast", dtype=one.dtype, count=2 * one.count, moved_bytes=moved // 2, fixed_bytes=fixed // 2
+            )
+            made.append(casts)
+        return tuple(made)
+
+    blocks = tuple(replace(one, work=works(one.work), backward_work=works(one.backward_work)) for one in footprint.blocks)
+    return replace(footprint, blocks=blocks)
 
 
 def _first_flash(one: Work) -> Work:

@@ -42,6 +42,12 @@ class Layout:
         fused_update: that step is one vectorised pass.
         slow_host: how many times slower than a server's two sockets the host's memory is.
         bucket_elements: of DeepSpeed's buckets of gradients; None for Lightning's.
+        copies_aside: what goes to the host's memory goes in a stream of its own, beside what computes.
+        clips: gradients are clipped by their norm.
+        tensor_by_tensor: the update, clipping included, takes a kernel for each parameter.
+        slow_python: how many times slower the interpreter is than Python 3.11.
+        all_kernels: all of torch's kernels are loaded into the CUDA context.
+        narrow: in which type of fewer than 16 bits the blocks' products run: ``"fp8"``, ``"fp4"``; empty for none.
         optimizer_shards: over how many ranks the optimizer's state is shared beside what the engine does (ZeRO-1 beside a pipeline).
     """
 
@@ -70,6 +76,12 @@ class Layout:
     fused_update: bool = False
     slow_host: float = 1.0
     bucket_elements: int | None = None
+    copies_aside: bool = False
+    clips: bool = False
+    tensor_by_tensor: bool = False
+    slow_python: float = 1.0
+    all_kernels: bool = False
+    narrow: str = ""
 
     def plan(self, footprint: Footprint, inventory: Inventory) -> Plan:
         """The plan for a footprint on these devices."""
@@ -150,6 +162,14 @@ def has_first_flash(fields: Fields) -> bool:
         return False
     fields.assume("the attention's version isn't published: FlashAttention's first, as of its torch")
     return True
+
+
+def narrow_products(fields: Fields) -> str:
+    """The type of fewer than 16 bits in which the blocks' products run."""
+    said = str(fields.precision.get("compute") or "").casefold()
+    if "fp4" in said:
+        return "fp4"
+    return "fp8" if any(word in said for word in ("fp8", "float8", "rowwise", "tensorwise")) else ""
 
 
 def layout(fields: Fields) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,7 +158,7 @@ def transformer(fields: Fields) -> Shape:
         act=act,
         positions=_positions(position, kind, act),
         rotary_share=0.5 if "partial" in position else 1.0,
-        norm=_norm_style(family, compiled) if rms else "layernorm",
+        norm=_norm_style(fields, compiled) if rms else "layernorm",
         embedding_norm="embedding" in norm,
         sandwich=gemma2,
         head_norm=bool(arch.get("qk_norm")),
@@ -168,7 +169,7 @@ def transformer(fields: Fields) -> Shape:
         qkv_bias=rms and "qwen" in fields.text("model") and "qwen3" not in fields.text("model"),
         dropout=_dropout(fields),
         parallel=bool(arch.get("parallel_residual")),
-        recompute=recompute(fields),
+        recompute=_kept_operations(fields),
         targets=targets,
         rank=rank,
         fused_heads=family in ("litgpt", "megatron", "nanotron", "composer", "timm") or "c_attn" in fields.text("trainable"),
@@ -194,11 +195,16 @@ def _is_t5(fields: Fields) -> bool:
     return "t5" in fields.text("model")
 
 
+def _is_gpt2(fields: Fields) -> bool:
+    return bool(re.search(r"gpt-?2", fields.text("model")))
+
+
 def _act(fields: Fields) -> str:
     said = str(fields.arch.get("act") or "").casefold()
     for word, act in (("swiglu", "swiglu"), ("silu", "swiglu"), ("geglu", "geglu"), ("relu", "relu"), ("gelu", "gelu")):
         if word in said:
-            return act
+            # ``activation_function`` in the configuration of every GPT-2 is "gelu_new"; MLP blocks of BERT and ViT call torch's own.
+            return "new gelu" if act == "gelu" and _is_gpt2(fields) and fields.family == "hf" else act
     rms = "rms" in str(fields.arch.get("norm") or "").casefold()
     act = "swiglu" if rms else "relu" if fields.kind == "encoder-decoder" else "gelu"
     fields.assume(f"the activation isn't published: {act}")
@@ -214,12 +220,16 @@ def _positions(said: str, kind: str, act: str) -> str:
     return "rope" if kind == "decoder" and act in ("swiglu", "geglu") else "learned"
 
 
-def _norm_style(family: str, compiled: bool) -> str:
+def _norm_style(fields: Fields, compiled: bool) -> str:
     """How a library computes the root mean square norm."""
+    family, version = fields.family, fields.torch_version
     if compiled or family in ("nanotron", "automodel"):
         return "fused"
-    # litgpt and torch's own (before its kernel) keep fp32 to the end.
-    return "float" if family in ("litgpt", "torchtitan") else "hf"
+    # torchtitan had its own, which comes back to 16 bits before the weight, and has torch's since March 2025 (3b39d7ab0); that is one
+    # kernel since torch 2.8.
+    if family == "torchtitan" and version is not None and version >= (2, 8):
+        return "fused"
+    return "float" if family == "litgpt" else "hf"  # litgpt keeps fp32 to the end
 
 
 def _attention(fields: Fields) -> str:
@@ -257,6 +267,16 @@ def _dropout(fields: Fields) -> float:
     old = fields.kind in ("encoder", "encoder-decoder") or fields.family == "megatron"
     gpt2 = "gpt" in fields.text("model") and fields.kind == "decoder" and fields.family == "hf"
     return 0.1 if old or gpt2 else 0.0
+
+
+def _kept_operations(fields: Fields) -> str:
+    """The same, with what a policy by operation keeps of products in low precision.
+
+    torchtitan's keeps those of ATen's operations (``distributed/activation_checkpoint.py``, ``_get_default_save_ops``, b5bcd76), float8's
+    and MXFP8's ``_scaled_mm`` among them. NVFP4's products are a Triton kernel of torchao's, which isn't among them.
+    """
+    how = recompute(fields)
+    return "attention" if how == "operations" and "nvfp4" in str(fields.precision.get("compute")).casefold() else how
 
 
 def recompute(fields: Fields) -> str:

@@ -94,7 +94,16 @@ class Fields:
         version = self.torch_version
         if version is not None:
             return version < (2, 0)
-        return bool(re.search(r"20(1\d|20|21|22)\b|torch eager|trainer 4\.|apex|megatron", self.text("framework")))
+        said = self.text("framework")
+        if re.search(r"megatron.?(bridge|core)|mcore|nemo", said):
+            return False  # these came with torch 2
+        return bool(re.search(r"20(1\d|20|21|22)\b|torch eager|trainer 4\.|apex|megatron", said))
+
+    @property
+    def loads_all_kernels(self) -> bool:
+        """Whether torch was older than 1.13, which has the driver load kernels when they are first called (pytorch/pytorch#86509)."""
+        version = self.torch_version
+        return version < (1, 13) if version is not None else self.is_old
 
 
 #: Words of a framework's name, and what it is called here; the first match counts.

@@ -13,7 +13,7 @@ class Shape:
         kind: ``"decoder"``, ``"encoder"``, ``"vit"`` or ``"encoder-decoder"``.
         layers: of the stack; of an encoder-decoder those of its decoder.
         encoder_layers: of an encoder-decoder.
-        act: ``"gelu"``, ``"relu"``, ``"swiglu"``, ``"geglu"``.
+        act: ``"gelu"``, ``"new gelu"`` (the approximation by tanh, written out), ``"relu"``, ``"swiglu"``, ``"geglu"``.
         positions: ``"learned"``, ``"rope"``, ``"alibi"``, ``"none"``.
         rotary_share: the part of each head that is rotated.
         norm: ``"layernorm"``, or a style of :class:`rows.layers.RMSNorm`.
@@ -32,7 +32,8 @@ class Shape:
         qkv_bias: in those of query, key and value.
         dropout: after attention and MLP, and on attention's weights.
         parallel: attention and MLP both read the block's input.
-        recompute: ``"none"``, ``"full"``, ``"every 2nd"`` block, or ``"operations"``: all but the products' outputs (torchtitan).
+        recompute: ``"none"``, ``"full"``, ``"every 2nd"`` block, ``"operations"``: all but attention and every other product, or
+            ``"attention"``: all but that (torchtitan).
         targets: which linear layers get an adapter: of q, k, v, o, up, gate, down, head.
         rank: of the adapters; 0 for none.
         fused_heads: query, key and value are one layer; of litgpt's their adapters are padded.

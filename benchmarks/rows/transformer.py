@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +84,11 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
+def _new_gelu(x: Tensor) -> Tensor:
+    """transformers' ``NewGELUActivation``, operation by operation."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
 class MLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -98,6 +105,8 @@ class MLP(nn.Module):
             return self.down(fused(lambda gate, up: act(gate) * up, self.gate(x), self.up(x)))
         if self.gated:
             return self.down(act(self.gate(x)) * self.up(x))
+        if self.shape.act == "new gelu" and not self.shape.fused:
+            act = _new_gelu
         return self.down(fused(act, self.up(x)) if self.shape.fused else act(self.up(x)))
 
 
@@ -139,14 +148,21 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm_2(x)))
 
 
-def _contexts() -> Any:
-    """torchtitan's selective checkpointing by operation: attention and every other product of matrices are kept, all else is recomputed."""
+def _contexts(shape: Shape) -> Any:
+    """torchtitan's selective checkpointing by operation: attention and every other product of matrices are kept, all else is recomputed.
+
+    A compiler keeps of these what backward needs: not the block's last product, whose sum with the block's input nobody reads again.
+    Without one it is kept, too. Products by kernels of their own, of which the policy doesn't know, are recomputed (``"attention"``).
+    """
     seen = {False: 0, True: 0}
+    last = (1 if shape.fused_heads else 3) + 1 + (3 if shape.act in ("swiglu", "geglu") else 2)
 
     def policy(ctx: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         if operation is torch.ops.aten.mm.default:
             seen[ctx.is_recompute] += 1
-            return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+            number = seen[ctx.is_recompute]
+            kept = number % 2 and shape.recompute == "operations" and not (shape.fused and number == last)
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
         name = str(operation)
         kept = "attention" in name and "backward" not in name
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -210,8 +226,8 @@ class Transformer(nn.Module):
         how = self.shape.recompute
         if not self.training or how == "none" or (how == "every 2nd" and index % 2):
             return block(h, *others)  # type: ignore[no-any-return]
-        if how == "operations":
-            return checkpoint(block, h, *others, use_reentrant=False, context_fn=_contexts)  # type: ignore[no-any-return]
+        if how in ("operations", "attention"):
+            return checkpoint(block, h, *others, use_reentrant=False, context_fn=partial(_contexts, self.shape))  # type: ignore[no-any-return]
         return checkpoint(block, h, *others, use_reentrant=False)  # type: ignore[no-any-return]
 
     def _embedded(self, x: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ A GPU that the catalogue doesn't know counts as a slow one. Of CPU devices only 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+from statistics import NormalDist
 
 from lightning_autopar.memory import catalogue
 from lightning_autopar.memory.inventory import Device, Inventory
@@ -17,9 +19,12 @@ from lightning_autopar.plans import Engine
 
 #: About a T4, so that a GPU of which nothing is known, a MIG instance, say, isn't preferred to a known one.
 UNKNOWN_GPU = catalogue.KNOWN_DEVICES["T4-16GB"]
-#: Eager PyTorch: an operation's Python, autograd's record of it, dispatch, allocation and launch take 5 to 25 µs, by the layers' own times;
-#: views, which a footprint doesn't count, come on top. In backward there is no Python. A rough rule: hosts differ by a factor of two.
-_GPU_ISSUE_SECONDS: Mapping[Phase, float] = {"forward": 12e-6, "backward": 10e-6, "optimizer": 10e-6}
+#: Eager PyTorch, by the operation that a footprint counts: its own Python, dispatch, allocation and autograd's record, and its part of what
+#: isn't counted, views and the modules' Python. Measured with tensors so small that nothing is computed, torch 2.13 on one core of an AMD
+#: EPYC: BERT, GPT-2 and Llama of Hugging Face and two plain transformers take 18 to 28 µs in forward, 8 to 15 in backward, where there is
+#: no Python, and 4 in an update. ``cudaLaunchKernel`` takes 3 more. A rough rule: hosts differ by a factor of two, and SAM 2 on an A6000's
+#: host needs 45 µs a kernel (facebookresearch/sam2#768).
+_GPU_ISSUE_SECONDS: Mapping[Phase, float] = {"forward": 26e-6, "backward": 15e-6, "optimizer": 10e-6}
 _CPU_ISSUE_SECONDS = 5e-6
 _CPU_FLOPS_PER_THREAD = 30e9  # fp32 matrix products of one core with AVX2
 _CPU_FLOPS_SHARE = {"fp64": 0.5, "bf16": 0.25, "fp16": 0.1, "int8": 0.5}  # beside fp32, without units for them
@@ -41,7 +46,19 @@ _CPU_OVERLAP = 0.0  # gloo's copies run on the cores that compute
 _LOOP_SECONDS = 1e-3  # the trainer's loop, callbacks and loggers
 _RANK_SECONDS = 0.5e-3  # hooks, sampler and the wait for the slowest, in every rank of a plan with several
 _ACTION_SECONDS = 0.9e-3  # replaying the step up to its stage, meeting the neighbour: measured as calibration does, two cores, AMD EPYC
+_ADAM_BYTES = 28  # of an element: parameter and two moments both ways, and the gradient
+_CALL_SECONDS = 0.5e-6  # of the trainer's loop, by how many it makes: measured as calibration does, AMD EPYC
 _UNIT_SECONDS = 0.2e-3  # two hooks forward, two backward, and the collectives that they issue
+#: GPUs of one model differ by their power and heat: products take 8 % longer on the slow than on the fast ones of a cluster, in the mean
+#: over five clusters ("Not All GPUs Are Created Equal", https://arxiv.org/abs/2208.11035). That is taken for the range between the whiskers
+#: of a box plot, outliers left out, which of a normal distribution is 5.4 standard deviations.
+_DEVICE_SPREAD = 0.08 / 5.4
+
+
+@lru_cache(maxsize=1024)
+def _expected_largest(count: int) -> float:
+    """Of so many draws from a normal distribution the largest, in standard deviations (Blom, "Statistical Estimates", 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 class DataSheet(Rates):
@@ -87,6 +104,14 @@ class DataSheet(Rates):
         """What the hooks of one unit of FSDP cost the host in one step."""
         return _UNIT_SECONDS
 
+    def slowest_of(self, device: Device, count: int) -> float:
+        """How much longer the slowest of so many GPUs of one model takes than the one in the middle."""
+        return 1.0 if device.kind == "cpu" else 1.0 + _DEVICE_SPREAD * _expected_largest(count)
+
+    def call_seconds(self, device: Device) -> float:
+        """A call in a framework's Python."""
+        return _CALL_SECONDS
+
     def action_seconds(self, device: Device) -> float:
         """Of a CPU device; a GPU's host runs ahead, by how much wasn't measured."""
         return _ACTION_SECONDS if device.kind == "cpu" else 0.0
@@ -102,8 +127,13 @@ class DataSheet(Rates):
         model = known_model(device) or UNKNOWN_GPU
         return _COPY_LATENCY_SECONDS + size_bytes / (model.pcie_bytes_per_second * _PINNED_SHARE)
 
-    def host_adam_seconds(self, elements: int) -> float:
-        """AdamW's update of so many fp32 elements on the host's cores."""
+    def host_adam_seconds(self, elements: int, device: Device) -> float:
+        """AdamW's update of so many fp32 elements on the host's cores; a CPU device has its threads, and is bound by what it goes over."""
+        if device.kind == "cpu":
+            moved = _ADAM_BYTES * elements
+            return self.work_seconds(
+                device, Work(kind="pointwise", name="_fused_adamw_", dtype="fp32", moved_bytes=moved, fixed_bytes=moved)
+            )
         return elements * _HOST_ADAM_SECONDS
 
     def overlap(self, device: Device) -> float:

@@ -60,6 +60,13 @@ class Rates(Protocol):
     def unit_seconds(self, device: Device) -> float:
         """What the hooks of one unit of FSDP cost the host in one step."""
 
+    def slowest_of(self, device: Device, count: int) -> float:
+        """How much longer the slowest of so many devices takes than what these rates say of one, where they don't know each by itself."""
+        return 1.0
+
+    def call_seconds(self, device: Device) -> float:
+        """What a call costs the host in a framework's own Python, one of a builtin included: engines are known by how many they make."""
+
     def action_seconds(self, device: Device) -> float:
         """What a micro-batch's forward or backward costs a rank of a pipeline beside its operations and the sending: on CPU devices."""
 
@@ -76,8 +83,12 @@ class Rates(Protocol):
     def host_copy_seconds(self, device: Device, size_bytes: int) -> float:
         """Between pinned host memory and the device, in one direction; 0 on a CPU device."""
 
-    def host_adam_seconds(self, elements: int) -> float:
-        """AdamW's update of so many fp32 elements on the host's cores."""
+    def host_adam_seconds(self, elements: int, device: Device) -> float:
+        """AdamW's update of so many fp32 elements by torch's fused kernel: on all of a GPU's host's cores, on a CPU device's threads."""
+
+    def disk_seconds(self, size_bytes: int, *, write: bool) -> float | None:
+        """Writing so many bytes through to the disk, or reading them from there; None where it wasn't measured."""
+        return None
 
     def overlap(self, device: Device) -> float:
         """Which share of computing can hide communication: 0 where the same cores do both (gloo), near 1 with copy engines and NCCL."""

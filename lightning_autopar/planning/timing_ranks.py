@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device
 from lightning_autopar.memory.work import Work
-from lightning_autopar.planning.rates import Rates
+from lightning_autopar.planning.rates import Phase, Rates
 from lightning_autopar.planning.roofline import Layout, Load, idle_share, part_load, update_load
 from lightning_autopar.plans import Plan
 
@@ -120,24 +120,23 @@ def run_of(
     """
     own = layers if layers is not None else range(len(layout.layers))
     again = frozenset(plan.recompute) if footprint.training else frozenset()
+    # All wait for the slowest, in every collective; the update is bound by memory, in which devices don't differ.
+    pace = rates.slowest_of(device, plan.world_size)
     idle = idle_share(device)
     on_cpu = device.kind == "cpu"
     each = share / parts
-    forwards: list[Load] = []
-    backwards: list[Load] = []
     seconds: dict[tuple[int, str], Load] = {}
 
-    def load(index: int, phase: str) -> Load:
+    def load(index: int, phase: Phase) -> Load:
         found = seconds.get((index, phase))
         if found is None:
-            found = part_load(layout, index, each, device, rates, "backward" if phase == "backward" else "forward")
-            found = seconds[index, phase] = Load(found.stream / idle + (found.issue if on_cpu else 0.0), 0.0 if on_cpu else found.issue)
+            found = part_load(layout, index, each, device, rates, phase)
+            stream = pace * found.stream / idle
+            found = seconds[index, phase] = Load(stream + found.issue, 0.0) if on_cpu else Load(stream, found.issue)
         return found
 
-    for number in own:
-        layer = layout.layers[number]
-        forwards.append(load(layer.forward, "forward"))
-        backwards.append(load(layer.backward, "backward"))
+    forwards = [load(layout.layers[number].forward, "forward") for number in own]
+    backwards = [load(layout.layers[number].backward, "backward") for number in own]
     repeated = [layout.layers[number].fqn in again for number in own]
     second = tuple(load.stream if twice else 0.0 for load, twice in zip(forwards, repeated, strict=True))
     whole = update_load(layout, held, device, rates) if updates and layout.optimizer else Load(0.0, 0.0)

@@ -24,6 +24,7 @@ class PlainRates(Rates):
     issue: float = 0.0
     loop: float = 0.0
     unit: float = 0.0
+    call: float = 0.0
     action: float = 0.0
     hides: float = 1.0
 
@@ -39,6 +40,9 @@ class PlainRates(Rates):
     def unit_seconds(self, device: Device) -> float:
         return self.unit
 
+    def call_seconds(self, device: Device) -> float:
+        return self.call
+
     def action_seconds(self, device: Device) -> float:
         return self.action
 
@@ -48,7 +52,7 @@ class PlainRates(Rates):
     def host_copy_seconds(self, device: Device, size_bytes: int) -> float:
         return 0.0 if device.kind == "cpu" else size_bytes / self.copy_bytes_per_second
 
-    def host_adam_seconds(self, elements: int) -> float:
+    def host_adam_seconds(self, elements: int, device: Device) -> float:
         return elements * self.adam_seconds
 
     def overlap(self, device: Device) -> float:

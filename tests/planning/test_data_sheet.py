@@ -219,3 +219,11 @@ def test_an_unknown_gpu_is_a_slow_one() -> None:
 def test_devices_of_a_class_are_alike() -> None:
     assert SHEET.device_class(gpu(0)) == SHEET.device_class(gpu(1)) != SHEET.device_class(cpu(0))
     assert DataSheet().token == DataSheet().token
+
+
+def test_all_wait_for_the_slowest_of_many_gpus() -> None:
+    paces = [SHEET.slowest_of(gpu(0), count) for count in (1, 2, 8, 64, 1024)]
+    assert paces[0] == 1.0 == SHEET.slowest_of(cpu(0), 8)
+    assert paces == sorted(paces)
+    assert paces[2] == pytest.approx(1.021, abs=0.001)  # the largest of eight draws lies 1.42 standard deviations above their middle
+    assert paces[-1] < 1.06
