@@ -19,7 +19,7 @@ class Block:
 
     __slots__ = ("address", "allocated", "expandable", "mapped", "next", "pool", "prev", "searches", "size_bytes", "stream")
 
-    def __init__(self, address: int, size_bytes: int, pool: Pool, stream: int, *, expandable: bool = False, mapped: bool = True) -> None:
+    def __init__(self, address: int, size_bytes: int, pool: Pool, stream: int, expandable: bool = False, mapped: bool = True) -> None:
         self.address = address
         self.size_bytes = size_bytes
         self.pool = pool
@@ -33,17 +33,12 @@ class Block:
 
     def cut(self, size_bytes: int) -> Block:
         """Shorten it to that size; what follows it there is the new block that comes back."""
-        rest = Block(
-            self.address + size_bytes,
-            self.size_bytes - size_bytes,
-            self.pool,
-            self.stream,
-            expandable=self.expandable,
-            mapped=self.mapped,
-        )
-        rest.prev, rest.next = self, self.next
-        if self.next is not None:
-            self.next.prev = rest
+        rest = Block(self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self.stream, self.expandable, self.mapped)
+        rest.prev = self
+        following = self.next
+        if following is not None:
+            rest.next = following
+            following.prev = rest
         self.size_bytes, self.next = size_bytes, rest
         return rest
 
@@ -71,6 +66,7 @@ class Pool:
 
     Args:
         is_small: which of the two.
+        least_rest_bytes: what is left of a block is split off where it is more than this, by torch's settings.
 
     Attributes:
         heads: the first block of each segment, by address.
@@ -79,10 +75,11 @@ class Pool:
         searches: how often a free block was looked for; each block remembers at what count it became free.
     """
 
-    __slots__ = ("free", "heads", "is_small", "searches", "unmapped")
+    __slots__ = ("free", "heads", "is_small", "least_rest_bytes", "searches", "unmapped")
 
-    def __init__(self, *, is_small: bool) -> None:
+    def __init__(self, *, is_small: bool, least_rest_bytes: int) -> None:
         self.is_small = is_small
+        self.least_rest_bytes = least_rest_bytes
         self.heads: dict[int, Block] = {}
         self.free: dict[int, list[tuple[int, int, Block]]] = {}
         self.unmapped: dict[int, list[tuple[int, Block]]] = {}
@@ -92,7 +89,10 @@ class Pool:
         """Put a block into the list that it belongs to."""
         if block.mapped:
             block.searches = self.searches
-            insort(self.free.setdefault(block.stream, []), (block.size_bytes, block.address, block))
+            free = self.free.get(block.stream)
+            if free is None:
+                free = self.free[block.stream] = []
+            insort(free, (block.size_bytes, block.address, block))
         else:
             insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
 

@@ -78,3 +78,44 @@ class Machine:
     def keys(self) -> list[Hashable]:
         """Everything that is held, in the order in which it came."""
         return list(self._held)
+
+
+class Uncounted(Machine):
+    """A machine that doesn't say what kind of thing took the room: for whoever wants to know only whether there is enough."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        super().__init__(allocator)
+        self._blocks: dict[Hashable, Block | None] = {}
+        self._allocate, self._free = allocator.allocate, allocator.free
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._blocks
+
+    def hold(self, key: Hashable, size_bytes: int, category: Category, stream: int = COMPUTE) -> None:
+        """Allocate something. Nothing is allocated for 0 bytes.
+
+        Raises:
+            OutOfDeviceMemory: if there is no room.
+        """
+        assert key not in self._blocks, f"{key} is held already"
+        self._blocks[key] = self._allocate(size_bytes, stream) if size_bytes > 0 else None
+
+    def drop(self, key: Hashable) -> bool:
+        """Free it, if it is held; whether it was."""
+        if key not in self._blocks:
+            return False
+        if (block := self._blocks.pop(key)) is not None:
+            self._free(block)
+        return True
+
+    def become(self, key: Hashable, category: Category) -> None:
+        """What is held under the key counts as something else from now on: to no purpose here."""
+
+    def rename(self, key: Hashable, new: Hashable) -> None:
+        """Call it something else."""
+        assert new not in self._blocks, f"{new} is held already"
+        self._blocks[new] = self._blocks.pop(key)
+
+    def keys(self) -> list[Hashable]:
+        """Everything that is held, in the order in which it came."""
+        return list(self._blocks)

@@ -6,7 +6,6 @@ Knows the tape alone: no plan, no engine, no torch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,6 +41,7 @@ class Peaks:
     """The fullest moments of something: which of them is the fullest depends on the share of the batch."""
 
     sizes: list[Size] = field(default_factory=lambda: [_NOTHING])
+    _at: dict[float, int] = field(default_factory=dict, compare=False, repr=False)
 
     def see(self, size: Size) -> None:
         """Remember it unless a fuller one is known."""
@@ -49,10 +49,24 @@ class Peaks:
             return
         self.sizes = [one for one in self.sizes if one.scaled > size.scaled or one.fixed > size.fixed]
         self.sizes.append(size)
+        self._at.clear()
 
     def at(self, share: float) -> int:
-        """Bytes at the fullest of them."""
-        return max(size.at(share) for size in self.sizes)
+        """Bytes at the fullest of them; parts alike share their peaks, so that it is asked for again and again."""
+        found = self._at.get(share)
+        if found is None:
+            found = self._at[share] = max(size.at(share) for size in self.sizes)
+        return found
+
+
+def _both(peaks: Peaks, more: Peaks) -> Peaks:
+    """The fullest moments of two; neither is changed."""
+    if peaks.sizes == [_NOTHING]:
+        return more
+    found = Peaks(list(peaks.sizes))
+    for size in more.sizes:
+        found.see(size)
+    return found
 
 
 class Crossing(NamedTuple):
@@ -140,6 +154,7 @@ class _Reader:
         end = next((index for index in range(turn, len(events)) if events[index].action == "optimizer"), len(events))
         self._before = {event.storage for event in events[:begin] if event.action == "allocate"}
         self._storages: dict[int, _Storage] = {}
+        self._peaks: dict[tuple[tuple[int, ...], ...], list[Peaks]] = {}
         self._kept(events[begin:turn], events[turn:end])
         self._forward(events[begin:turn])
         if turn < end:  # A step without gradients ends here.
@@ -173,13 +188,17 @@ class _Reader:
 
     def _forward(self, events: list[Event]) -> None:
         """Peaks of the forward, what is kept, and what crosses where."""
-        part, own, given = 0, _NOTHING, _NOTHING
+        part = 0
+        # Bytes that grow and bytes that don't: of what this part made; of what isn't kept for backward, and of that what parts before made.
+        own = own_fixed = loose = loose_fixed = given = given_fixed = 0
+        seen: list[tuple[int, ...]] = []
         alive: dict[int, _Storage] = {}
         for action, storage, _, _ in events:
             if action in MARKS:
-                part = self._number(action, storage)
-                own = _NOTHING
-                given = _sum(one.size for one in alive.values() if one.freed is None)
+                self._see_forward(part, seen)
+                part, seen = self._number(action, storage), []
+                own = own_fixed = 0
+                given, given_fixed = loose, loose_fixed
             elif action == "input" and (one := alive.get(storage)) is not None:
                 if one.made:
                     self.parts[part].crossing.append(Crossing(one.size, one.made, one.freed is not None))
@@ -187,15 +206,21 @@ class _Reader:
                     self.parts[part].anew += one.size
             elif action == "allocate" and storage in self._storages:
                 one = alive[storage] = self._storages[storage]
-                own += one.size
-                self.parts[part].forward.see(own)
-                self.parts[part].forward_given.see(own + given)
+                scaled, fixed = one.size.scaled, one.size.fixed
+                own, own_fixed = own + scaled, own_fixed + fixed
+                if one.freed is None:
+                    loose, loose_fixed = loose + scaled, loose_fixed + fixed
+                seen.append((own, own_fixed, given, given_fixed))
             elif action == "free" and storage in alive:
                 one = alive.pop(storage)
+                scaled, fixed = one.size.scaled, one.size.fixed
+                if one.freed is None:
+                    loose, loose_fixed = loose - scaled, loose_fixed - fixed
                 if one.made == part:
-                    own = own - one.size
+                    own, own_fixed = own - scaled, own_fixed - fixed
                 else:
-                    given = given - one.size
+                    given, given_fixed = given - scaled, given_fixed - fixed
+        self._see_forward(part, seen)
         for one in self._storages.values():
             if one.freed is None:
                 continue
@@ -205,55 +230,94 @@ class _Reader:
             else:
                 maker.lent[one.freed] = maker.lent.get(one.freed, _NOTHING) + one.size
 
+    def _see_forward(self, part: int, seen: list[tuple[int, ...]]) -> None:
+        """Peaks of a part's forward, by what it had made and was given at each moment, in pairs of bytes that grow and bytes that don't."""
+        if not seen:
+            return
+        known = self._peaks.get(key := tuple(seen))
+        if known is None:  # most parts are alike
+            known = self._peaks[key] = [Peaks(), Peaks()]
+            for own, own_fixed, given, given_fixed in seen:
+                known[0].see(Size(own, own_fixed))
+                known[1].see(Size(own + given, own_fixed + given_fixed))
+        one = self.parts[part]
+        one.forward, one.forward_given = (_both(peaks, more) for peaks, more in zip((one.forward, one.forward_given), known, strict=True))
+
+    def _see_backward(self, part: int, seen: list[tuple[int, ...]]) -> None:
+        """The same of a part's backward: what it holds itself, what was given and lent to it, and gradients that are complete."""
+        if not seen:
+            return
+        ways = list(self.parts[part].backward)
+        known = self._peaks.get(key := tuple(seen))
+        if known is None:
+            known = self._peaks[key] = [Peaks() for _ in (*ways, *ways)]
+            for own, own_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed in seen:
+                for number, (with_given, with_lent) in enumerate(ways):
+                    scaled = own + (given if with_given else 0) + (lent if with_lent else 0)
+                    fixed = own_fixed + (given_fixed if with_given else 0) + (lent_fixed if with_lent else 0)
+                    known[number].see(Size(scaled, fixed))
+                    known[number + len(ways)].see(Size(scaled + done, fixed + done_fixed))
+        one = self.parts[part]
+        one.backward = {way: _both(one.backward[way], more) for way, more in zip(ways, known, strict=False)}
+        one.first = {way: _both(one.first[way], more) for way, more in zip(ways, known[len(ways) :], strict=True)}
+
     def _backward(self, events: list[Event]) -> None:
         """Peaks of the backward."""
         part = len(self.parts) - 1
-        own = lent = temporary = given = gradients = _NOTHING
-        made: dict[int, _Storage] = {}
+        lent_to = [_NOTHING] * len(self.parts)
+        for number, maker in enumerate(self.parts):
+            for until, size in maker.lent.items():
+                if number <= until:
+                    lent_to[until] += size
+        # Bytes that grow and bytes that don't.
+        own = own_fixed = lent = lent_fixed = running = running_fixed = given = given_fixed = done = done_fixed = 0
+        made: dict[int, tuple[int, int, int]] = {}  # and the part
         pending, sums = self._pending(events)
-
-        def see() -> None:
-            for (with_given, with_lent), peaks in self.parts[part].backward.items():
-                size = own + temporary + (given if with_given else _NOTHING) + (lent if with_lent else _NOTHING)
-                peaks.see(size)
-                self.parts[part].first[with_given, with_lent].see(size + gradients)
-
+        seen: list[tuple[int, ...]] = []
         for action, storage, size_bytes, kind in events:
             if action in MARKS:
-                self.parts[part].returns = temporary + given
-                part = self._number(action, storage)
-                gradients, temporary = _NOTHING, _NOTHING
-                given = _sum(one.size for one in made.values())
-                own = self.parts[part].inner
-                lent = _sum(maker.lent.get(part, _NOTHING) for maker in self.parts[: part + 1])
-                see()
-            elif action == "allocate" and kind in (*_MADE, "gradients"):
-                size = _NOTHING if storage in sums else _size(size_bytes, kind)
+                self._see_backward(part, seen)
+                self.parts[part].returns = Size(running + given, running_fixed + given_fixed)
+                part, seen = self._number(action, storage), []
+                done = done_fixed = running = running_fixed = 0
+                given, given_fixed = sum(one[0] for one in made.values()), sum(one[1] for one in made.values())
+                own, own_fixed = self.parts[part].inner.scaled, self.parts[part].inner.fixed
+                lent, lent_fixed = lent_to[part].scaled, lent_to[part].fixed
+                seen.append((own, own_fixed, given, given_fixed, lent, lent_fixed, 0, 0))
+            elif action == "allocate" and (kind in _MADE or kind == "gradients"):
+                scaled, fixed = (0, 0) if storage in sums else (size_bytes, 0) if kind in _SCALED else (0, size_bytes)
                 if kind == "gradients":
-                    gradients += size
+                    done, done_fixed = done + scaled, done_fixed + fixed
                 else:
-                    made[storage] = _Storage(size, part)
-                    temporary += size
+                    made[storage] = scaled, fixed, part
+                    running, running_fixed = running + scaled, running_fixed + fixed
                 self.parts[part].active = True
-                see()
+                held, held_fixed = own + running, own_fixed + running_fixed
+                seen.append((held, held_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed))
                 if storage in pending:
-                    temporary -= made.pop(storage).size
-                    gradients += size
+                    del made[storage]
+                    running, running_fixed = running - scaled, running_fixed - fixed
+                    done, done_fixed = done + scaled, done_fixed + fixed
             elif action == "become" and kind == "gradients" and storage in pending:
-                gradients += Size(0, size_bytes)
-            elif action == "become" and kind == "gradients" and storage in made:
-                one = made.pop(storage)
-                temporary, given = (temporary - one.size, given) if one.made == part else (temporary, given - one.size)
-                gradients += Size(0, size_bytes or one.size.at(1.0))
+                done_fixed += size_bytes
+            elif storage in made and (action == "free" or (action == "become" and kind == "gradients")):
+                scaled, fixed, maker_part = made.pop(storage)
+                if maker_part == part:
+                    running, running_fixed = running - scaled, running_fixed - fixed
+                else:
+                    given, given_fixed = given - scaled, given_fixed - fixed
+                if action == "become":
+                    done_fixed += size_bytes or scaled + fixed
             elif action == "free":
-                if storage in made:
-                    one = made.pop(storage)
-                    temporary, given = (temporary - one.size, given) if one.made == part else (temporary, given - one.size)
-                elif storage in self._storages and (kept := self._storages[storage]).freed == part:
-                    own, lent = (own - kept.size, lent) if kept.made == part else (own, lent - kept.size)
+                if storage in self._storages and (kept := self._storages[storage]).freed == part:
+                    if kept.made == part:
+                        own, own_fixed = own - kept.size.scaled, own_fixed - kept.size.fixed
+                    else:
+                        lent, lent_fixed = lent - kept.size.scaled, lent_fixed - kept.size.fixed
             elif action == "source" and storage in made:
-                self.parts[part].flow += made[storage].size
-        self.parts[part].returns = temporary + given
+                self.parts[part].flow += Size(*made[storage][:2])
+        self._see_backward(part, seen)
+        self.parts[part].returns = Size(running + given, running_fixed + given_fixed)
 
     @staticmethod
     def _pending(events: list[Event]) -> tuple[set[int], set[int]]:
@@ -283,7 +347,3 @@ class _Reader:
 
 def _size(size_bytes: int, kind: Kind | None) -> Size:
     return Size(size_bytes, 0) if kind in _SCALED else Size(0, size_bytes)
-
-
-def _sum(sizes: Iterable[Size]) -> Size:
-    return sum(sizes, _NOTHING)

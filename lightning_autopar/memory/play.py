@@ -56,6 +56,7 @@ class Whole:
         self._pins: dict[Hashable, int] = {}
         self._unpinned_late: set[Hashable] = set()
         self._gone: set[Hashable] = set()
+        self._sizes: dict[tuple[int, Kind, bool, int, bool], int] = {}
 
     # -- what engines change ---------------------------------------------------------------------------------------------------------------
 
@@ -179,17 +180,22 @@ class Whole:
 
     def _apply(self, changes: Sequence[Change], *, updating: bool, saves: bool = True) -> None:
         """Play changes; ``saves``: what is used no more is kept for backward."""
-        machine = self.machine
+        machine, micro, before = self.machine, self.micro, self._before
+        hold, sizes = machine.hold, self._sizes
         for change in changes:
-            action = change.action
-            key = self.key(change.storage)
+            action, storage, size_bytes, kind, grows = change
+            key = storage if micro == 0 or storage in before else self.key(storage)
             if action == "allocate":
-                machine.hold(key, self.size_of(change, updating=updating), CATEGORY[change.kind])
-                if change.kind == "gradients":
+                asked = size_bytes, kind, grows, micro, updating
+                size = sizes.get(asked)
+                if size is None:
+                    size = sizes[asked] = self.size_of(change, updating=updating)
+                hold(key, size, CATEGORY[kind])
+                if kind == "gradients":
                     self.complete(key, change)
             elif action == "free":
-                if change.kind == "gradients":
-                    if self.micro == 0 or updating:  # between micro-batches gradients stay
+                if kind == "gradients":
+                    if micro == 0 or updating:  # between micro-batches gradients stay
                         self.clear(change)
                 elif self._pins.get(key):
                     self._unpinned_late.add(key)
@@ -201,12 +207,12 @@ class Whole:
             elif key not in machine:
                 continue
             elif action == "become":
-                if change.kind == "gradients":
+                if kind == "gradients":
                     self.complete(key, change)
                 else:
-                    machine.become(key, CATEGORY[change.kind])
+                    machine.become(key, CATEGORY[kind])
             else:
-                machine.hold((key, "resized"), self.size_of(change, updating=updating), CATEGORY[change.kind])
+                hold((key, "resized"), self.size_of(change, updating=updating), CATEGORY[kind])
                 machine.drop(key)
                 machine.rename((key, "resized"), key)
 

@@ -17,9 +17,10 @@ from lightning_autopar.memory.moments import Moments, moments_of
 from lightning_autopar.memory.occasions import checkpoint_bytes, start_bytes, validation_bytes
 from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
 from lightning_autopar.memory.remembered import Remembered
-from lightning_autopar.memory.sharded import Widths, fsdp_bytes
+from lightning_autopar.memory.sharded import Widths, fsdp_bytes, sharding_of
 from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
-from lightning_autopar.memory.zero_bytes import ZeroSettings, zero_bytes
+from lightning_autopar.memory.zero_bytes import zero_bytes
+from lightning_autopar.memory.zero_settings import ZeroSettings
 from lightning_autopar.plans import Plan
 
 __all__ = ["DeviceBytes", "predict"]
@@ -65,11 +66,12 @@ def predict(
             )
     recomputed = frozenset(known[fqn] for fqn in plan.recompute)
     rows = [count or _least(footprint) for count in plan.rows(footprint.batch_size)]
+    padded = plan.engine == "fsdp" and plan.world_size > 1 and _padded(footprint, plan)
     found: dict[tuple[int, str, int], DeviceBytes] = {}
     result = {}
     for rank, device_id in enumerate(plan.devices):
         device = inventory.device(device_id)
-        key = rows[rank], "cpu" if device.kind == "cpu" else device.name, _alike(plan, rank)
+        key = rows[rank], "cpu" if device.kind == "cpu" else device.name, _alike(plan, rank, padded)
         if key not in found:
             held = _fullest(footprint, plan, rank, rows[rank], recomputed, device, precision, widths or Widths(), zero)
             found[key] = _on_device(held, footprint, plan, device)
@@ -82,13 +84,19 @@ def _least(footprint: Footprint) -> int:
     return 1 if footprint.batch_size else 0
 
 
-def _alike(plan: Plan, rank: int) -> int:
+def _alike(plan: Plan, rank: int, padded: bool) -> int:
     """Ranks with one number hold the same of as many samples: those in one place of their pipelines; of FSDP's all but the first, whose
     shards may be padded less; otherwise all.
     """
     if plan.engine == "pipeline":
         return rank % plan.devices_per_replica
-    return min(rank, 1) if plan.engine == "fsdp" else 0
+    return min(rank, 1) if padded else 0
+
+
+def _padded(footprint: Footprint, plan: Plan) -> bool:
+    """Whether the last rank has less of a parameter than the first: nobody has more of any than the first, nor less than the last."""
+    last = plan.devices_per_replica - 1
+    return sharding_of(footprint, plan, 0).total.own != sharding_of(footprint, plan, last).total.own
 
 
 def _fullest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,10 +67,22 @@ class Script:
     storages: int
 
 
+_KNOWN: dict[int, tuple[weakref.ref[Tape], Script]] = {}
+
+
+def script_of(tape: Tape) -> Script:
+    """A tape taken apart; once for each tape."""
+    key = id(tape)
+    known = _KNOWN.get(key)
+    if known is None or known[0]() is not tape:
+        known = _KNOWN[key] = weakref.ref(tape, lambda _: _KNOWN.pop(key, None)), read_script(tape)
+    return known[1]
+
+
 def read_script(tape: Tape) -> Script:
     """Take a tape apart."""
-    events = list(tape)
-    fixed = {event.storage for event in events if event.kind in _FIXED_KINDS}
+    events = list(tape.rows())
+    fixed = {storage for _, storage, _, kind in events if kind in _FIXED_KINDS}
     before: list[Change] = []
     update = Part("optimizer", -1)
     parts: list[Part] = []
@@ -77,38 +90,38 @@ def read_script(tape: Tape) -> Script:
     alive: dict[int, tuple[Kind, int]] = {}
     freed: dict[int, tuple[Kind, int]] = {}
     there: set[int] = set()
+    # The changes of the part that is read.
+    changes = before
     for action, storage, size_bytes, kind in events:
-        if action in MARKS:
-            if action == "optimizer":
-                part = update
-            else:
-                part = Part(action, storage)
-                parts.append(part)
-            continue
-        if action == "source":
-            continue
-        if action == "input" or action == "output":
-            assert part is not None, "notes follow marks"
-            (part.inputs if action == "input" else part.outputs).append(storage)
-            continue
-        if action == "free":
+        if action == "allocate":
+            assert kind is not None, "a storage is of some kind"
+            alive[storage] = kind, size_bytes
+            changes.append(Change(action, storage, size_bytes, kind, storage not in fixed))
+            if part is None:
+                there.add(storage)
+        elif action == "free":
             held = alive.pop(storage)
             if storage in there:
                 freed[storage] = held
-            change = Change(action, storage, 0, held[0], grows=False)
+            changes.append(Change(action, storage, 0, held[0], False))
+        elif action in MARKS:
+            part = update if action == "optimizer" else Part(action, storage)
+            changes = part.changes
+            if action != "optimizer":
+                parts.append(part)
         elif action == "unsaved":
-            change = Change(action, storage, 0, alive[storage][0], grows=False)
-        else:
+            changes.append(Change(action, storage, 0, alive[storage][0], False))
+        elif action == "input" or action == "output":
+            assert part is not None, "notes follow marks"
+            (part.inputs if action == "input" else part.outputs).append(storage)
+        elif action != "source":
             held_kind = kind if kind is not None else alive[storage][0]
-            alive[storage] = held_kind, size_bytes if action in ("allocate", "resize") else alive[storage][1]
-            change = Change(action, storage, alive[storage][1], held_kind, grows=storage not in fixed)
-        if part is None:
-            before.append(change)
-            there.add(storage)
-        else:
-            part.changes.append(change)
+            alive[storage] = held_kind, size_bytes if action == "resize" else alive[storage][1]
+            changes.append(Change(action, storage, alive[storage][1], held_kind, storage not in fixed))
+            if part is None:
+                there.add(storage)
     vacant: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)
     for storage, held in reversed(freed.items()):
         vacant[held].append(storage)
     heirs = {storage: vacant[held].pop() for storage, held in alive.items() if storage not in there and vacant.get(held)}
-    return Script(before, parts, update, heirs, frozenset(freed), 1 + max((event.storage for event in events), default=0))
+    return Script(before, parts, update, heirs, frozenset(freed), 1 + max(tape.storages, default=0))

@@ -109,8 +109,13 @@ class Tape:
         return len(self.actions)
 
     def __iter__(self) -> Iterator[Event]:
-        for action, storage, size_bytes, kind in zip(self.actions, self.storages, self.sizes, self.kinds, strict=True):
-            yield Event(ACTIONS[action], storage, size_bytes, None if kind < 0 else KINDS[kind])
+        return map(Event._make, self.rows())
+
+    def rows(self) -> Iterator[tuple[Action, int, int, Kind | None]]:
+        """The events as plain tuples, without a step of Python for each: a plan waits for ten thousands of them."""
+        # The kind of number -1 is the last one, None.
+        columns = map(ACTIONS.__getitem__, self.actions), self.storages, self.sizes, map((*KINDS, None).__getitem__, self.kinds)
+        return zip(*columns, strict=True)
 
 
 _ACTION_NUMBERS = {action: number for number, action in enumerate(ACTIONS)}

@@ -16,7 +16,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.replay import Replayed, replay
-from lightning_autopar.memory.script import Script, read_script
+from lightning_autopar.memory.script import script_of
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Engine
@@ -50,7 +50,6 @@ class Finalists:
         self.inventory = inventory
         self.constraints = constraints
         self.budget = budget
-        self._script: Script | None = None
         self._played: dict[tuple[object, ...], Replayed] = {}
         self._events = 0
 
@@ -83,10 +82,13 @@ class Finalists:
         return ordered if chosen is None else [chosen, *(one for one in ordered if one is not chosen)]
 
     def can_replay(self, candidate: Candidate) -> bool:
-        """Whether its step was taped, one rank speaks for all, and its devices have an allocator that keeps what is freed."""
+        """Whether its step was taped, one rank speaks for all and keeps everything on its device, which has an allocator that keeps what is
+        freed.
+        """
         return (
             self.footprint.tape is not None
             and candidate.plan.engine in _ALIKE
+            and not candidate.plan.offload
             and all(isinstance(size, DeviceBytes) for size in candidate.bytes.values())
             and all(self.inventory.device(device).kind != "cpu" for device in candidate.plan.devices)
         )
@@ -174,8 +176,6 @@ class Finalists:
             assert self.footprint.tape is not None, "asked before"
             self._events += 2 * len(self.footprint.tape) * candidate.plan.micro_batches
             with _no_collection():
-                if self._script is None:
-                    self._script = read_script(self.footprint.tape)
                 self._played[key] = replay(
                     self.footprint,
                     candidate.plan,
@@ -184,7 +184,8 @@ class Finalists:
                     options=self.constraints.allocator,
                     rows=None if self.constraints.split_batch else self.footprint.batch_size,
                     workspace_bytes=workspace_bytes,
-                    script=self._script,
+                    script=script_of(self.footprint.tape),
+                    by_category=False,
                 )
         return self._played[key]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.planning.data_sheet import DataSheet
-from lightning_autopar.planning.rates import Rates
+from lightning_autopar.planning.rates import Phase, Rates
 from lightning_autopar.planning.roofline import idle_share, layout_of, part_load
 
 _DATA_SHEET = DataSheet()
@@ -27,9 +27,15 @@ def part_seconds(
     layout = layout_of(footprint, precision)
     idle = idle_share(device)
 
-    def seconds(index: int, phase: str) -> float:
-        load = part_load(layout, index, share, device, source, "backward" if phase == "backward" else "forward")
-        return load.stream / idle + load.issue if device.kind == "cpu" else max(load.stream / idle, load.issue)
+    known: dict[tuple[int, Phase], float] = {}  # most parts are alike
+
+    def seconds(index: int, phase: Phase) -> float:
+        found = known.get((index, phase))
+        if found is None:
+            load = part_load(layout, index, share, device, source, phase)
+            found = load.stream / idle + load.issue if device.kind == "cpu" else max(load.stream / idle, load.issue)
+            known[index, phase] = found
+        return found
 
     return [(layer.fqn, seconds(layer.forward, "forward"), seconds(layer.backward, "backward")) for layer in layout.layers]
 

@@ -45,7 +45,8 @@ def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) 
         allowed[1:blocks] = np.asarray(cuttable, dtype=bool)[1:]
     barred = np.where(allowed, 0.0, np.inf)
     later = np.where(np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1), 0.0, np.inf)
-    tables = [table + later for table in seconds]
+    added = {id(table): table + later for table in seconds}  # stages alike share a table
+    tables = [added[id(table)] for table in seconds]
     slowest = np.full(blocks + 1, np.inf)
     slowest[0] = 0.0
     for table in tables:

@@ -21,7 +21,7 @@ from lightning_autopar.planning.partition import Partition, Table, partition
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.refusals import micro_batch_refusal, multi_refusal, recompute_refusal
 from lightning_autopar.planning.remedies import without_recompute
-from lightning_autopar.planning.stages import StageTables, stage_seconds, stage_tables
+from lightning_autopar.planning.stages import StageTables, in_flight, stage_seconds, stage_tables
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 
 #: Stages beyond these are all bubble.
@@ -85,7 +85,7 @@ def pipeline_plans(
         # On CPU devices backward in halves was measured to gain nothing: 206 ms a step beside 1F1B's 200, on a machine that others used.
         on_cpu = any(device.kind == "cpu" for device in devices)
         for schedule in SCHEDULES:
-            if on_cpu and schedule == "zero_bubble":
+            if schedule == "zero_bubble" and (on_cpu or schedule in appraiser.constraints.excluded):
                 continue
             plan = maker.best(schedule, limit)
             if plan is not None:
@@ -114,6 +114,8 @@ class _Maker:
         self._tables: dict[tuple[float, float, bool], StageTables] = {}
         self._seconds: dict[tuple[object, ...], Table] = {}
         self._of_parts: dict[tuple[float, float, bool], list[float]] = {}
+        self._totals: dict[tuple[float, bool], float] = {}
+        self.fastest = max(devices, key=lambda device: (speed[device.id], device.id))
 
     def best(self, schedule: Schedule, limit: float = math.inf) -> Plan | None:
         """The fastest by the tables, made to fit by the exact prediction; None where there is none, or all are slower than the limit.
@@ -141,8 +143,11 @@ class _Maker:
 
     def _total_seconds(self, shape: _Shape) -> float:
         """Of all of a micro-batch's forwards and backwards, on the fastest device."""
-        fastest = max(self.devices, key=lambda device: (self.speed[device.id], device.id))
-        return sum(self._seconds_of_parts(fastest, self._share(shape), shape.recompute))
+        share = self._share(shape)
+        key = share, shape.recompute
+        if key not in self._totals:
+            self._totals[key] = sum(self._seconds_of_parts(self.fastest, share, shape.recompute))
+        return self._totals[key]
 
     def _shapes(self, schedule: Schedule) -> Iterator[_Shape]:
         """Ranks by replicas that use all devices, and micro-batches; with all that saves memory last.
@@ -196,13 +201,17 @@ class _Maker:
         costs = []
         local = shape.stages // shape.ranks
         shards = shape.replicas if shape.sharded else 1
+        slowest = [group[0] if self.alike else min(group, key=lambda device: self.speed[device.id]) for group in groups]
+        known: dict[tuple[int, int, float, int], Table] = {}  # most stages are like others of theirs
         for stage in range(shape.stages):
             rank = stage % shape.ranks
-            needs = tables.needs(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches, shards)
-            slowest = min(groups[rank], key=lambda device: self.speed[device.id])
-            following = groups[(rank + 1) % shape.ranks][0]
-            seconds = self._stage_seconds(slowest, following, share, shape.recompute)
-            costs.append(np.where(needs <= caps[rank] / local, seconds, np.inf))
+            flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
+            later = min(stage + 1, shape.micro_batches) if shape.schedule == "zero_bubble" else 0
+            seconds = self._stage_seconds(slowest[rank], groups[(rank + 1) % shape.ranks][0], share, shape.recompute)
+            key = flight, later, caps[rank], id(seconds)
+            if key not in known:
+                known[key] = np.where(tables.needs(flight, later, shards) <= caps[rank] / local, seconds, np.inf)
+            costs.append(known[key])
         return partition(costs, self.cuttable)
 
     def _share(self, shape: _Shape) -> float:

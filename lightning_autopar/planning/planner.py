@@ -16,7 +16,14 @@ from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.finalists import Finalists
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.reasons import explained
-from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal, multi_refusal, recompute_refusal
+from lightning_autopar.planning.refusals import (
+    engine_refusal,
+    feature_refusal,
+    micro_batch_refusal,
+    multi_refusal,
+    own_refusal,
+    recompute_refusal,
+)
 from lightning_autopar.planning.report import Candidate, NothingFits, Report
 from lightning_autopar.planning.runnable import cannot_run
 from lightning_autopar.planning.search import Search
@@ -115,7 +122,7 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
     known = {device.id: device for device in inventory.devices}
     if missing := [device for device in plan.devices if device not in known]:
         raise ValueError(f"the pinned plan names {', '.join(map(repr, missing))}, which isn't there; there are: {', '.join(known)}")
-    if (unbuilt := cannot_run(plan)) is not None:
+    if (unbuilt := cannot_run(plan, pinned=True)) is not None:
         instead = f"choose one of {', '.join(BUILT_ENGINES)}" if plan.engine not in BUILT_ENGINES else "leave it out"
         raise ValueError(f"the pinned plan {plan.title()!r} can be predicted, but not run by this version yet ({unbuilt}); {instead}")
     if (refusal := _refusal(plan, footprint, inventory, constraints)) is not None:
@@ -150,10 +157,19 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
 
 def _refusal(plan: Plan, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
     """The sentence against its engine, or against something that it does besides."""
-    # One rank of DDP or FSDP needs none of what several do.
-    engine = "single" if plan.world_size == 1 and plan.engine in constraints.allow else plan.engine
-    allowed = constraints if engine == plan.engine else replace(constraints, allow=("single", plan.engine))
-    refusal = constraints.excluded.get(plan.engine) or engine_refusal(engine, footprint, inventory, allowed)
+    refusal = constraints.excluded.get(plan.engine)
+    if refusal is None and plan.zero_stage == 3:
+        refusal = constraints.excluded.get("zero_3")
+    if refusal is None:
+        # One rank needs none of what several do.
+        ask = own_refusal if plan.world_size == 1 else engine_refusal
+        refusal = ask(plan.engine, footprint, inventory, constraints)
+    if refusal is None and plan.schedule == "zero_bubble" and footprint.training:
+        refusal = constraints.excluded.get("zero_bubble")
+    if refusal is None and plan.offload:
+        refusal = constraints.excluded.get("offload")
+    if refusal is None and plan.optimizer_on_disk:
+        refusal = constraints.excluded.get("disk")
     if refusal is None and plan.micro_batches > 1 and footprint.training:
         refusal = micro_batch_refusal(footprint, constraints)
     if refusal is None and plan.recompute:

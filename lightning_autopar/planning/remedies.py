@@ -5,6 +5,7 @@ It asks for predictions through an :class:`~appraisal.Appraiser`, and knows noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -221,21 +222,25 @@ class Remedies:
 
         if self.appraiser.step_seconds(recomputing(1)) >= limit() or not self.appraiser.holds(recomputing(len(order))):
             return None
-        missing = self.appraiser.lack(self.appraiser.needs(plan))
         low, high = 0, len(order)
-        probe = self._guess(plan, order, missing)
-        step = 1
+        lacks = {count: self.appraiser.lack(self.appraiser.needs(recomputing(count) if count else plan)) for count in (low, high)}
+        probe = self._guess(plan, order, lacks[low])
+        halve = False
         while high - low > 1:
-            probe = min(high - 1, max(low + 1, probe))
+            if not low < probe < high or halve:
+                probe = (low + high) // 2
+            width = high - low
+            lacks[probe] = self.appraiser.lack(self.appraiser.needs(recomputing(probe)))
             if self.appraiser.holds(recomputing(probe)):
-                high, probe = probe, probe - step
+                high = probe
             else:
-                low, probe = probe, probe + step
+                low = probe
                 if self.appraiser.step_seconds(recomputing(low)) >= limit():
                     return None
-            step *= 2
-            if not low < probe < high:
-                probe, step = (low + high) // 2, 1
+            # Where a straight line between what is known says that just enough is saved; by halves where that gets nowhere.
+            slope = (lacks[low] - lacks[high]) / (high - low)
+            probe = max(low + 1, min(high - 1, low + math.ceil(lacks[low] / slope))) if slope > 0 else 0
+            halve = 2 * (high - low) > width and not halve
         if len(order) <= _FEW_BLOCKS:
             return self.cheaper_blocks(recomputing(high))
         return recomputing(high)

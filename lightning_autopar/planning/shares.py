@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import floor
+
+import numpy as np
+
+#: Ranks from which on arrays are faster than lists.
+_MANY_RANKS = 32
 
 
 def share_out(
@@ -32,9 +37,10 @@ def share_out(
         return None
     # By a deadline that all but the last few samples keep; those go one by one to whoever is done first with one more.
     low, high = 0.0, max(start + rows * each for start, each in zip(fixed, row_seconds, strict=True))
+    through = _all_through(fixed, row_seconds, most_rows, least_rows)
     for _ in range(60):
         deadline = (low + high) / 2
-        low, high = (low, deadline) if sum(_until(deadline, fixed, row_seconds, most_rows, least_rows)) >= rows else (deadline, high)
+        low, high = (low, deadline) if through(deadline) >= rows else (deadline, high)
     given = _until(low, fixed, row_seconds, most_rows, least_rows)
     waiting = [(fixed[rank] + (given[rank] + 1) * row_seconds[rank], rank) for rank in range(ranks) if given[rank] < most_rows[rank]]
     heapq.heapify(waiting)
@@ -44,6 +50,16 @@ def share_out(
         if given[rank] < most_rows[rank]:
             heapq.heappush(waiting, (fixed[rank] + (given[rank] + 1) * row_seconds[rank], rank))
     return tuple(given)
+
+
+def _all_through(
+    fixed: Sequence[float], row_seconds: Sequence[float], most_rows: Sequence[int], least_rows: int
+) -> Callable[[float], float]:
+    """How many samples all ranks get through by a deadline."""
+    if len(row_seconds) < _MANY_RANKS:
+        return lambda deadline: sum(_until(deadline, fixed, row_seconds, most_rows, least_rows))
+    start, each, most = (np.asarray(values, dtype=np.float64) for values in (fixed, row_seconds, most_rows))
+    return lambda deadline: float(np.maximum(least_rows, np.minimum(most, np.floor((deadline - start) / each))).sum())
 
 
 def _until(deadline: float, fixed: Sequence[float], row_seconds: Sequence[float], most_rows: Sequence[int], least_rows: int) -> list[int]:

@@ -65,21 +65,18 @@ class StageTables:
     passed: Table
     input: float
 
-    def needs(self, schedule: Schedule, stage: int, stages: int, ranks: int, micro_batches: int, shards: int = 1) -> Table:
-        """Bytes of a stage in that place.
+    def needs(self, flight: int, later: int = 0, shards: int = 1) -> Table:
+        """Bytes of a stage in a place of a schedule.
 
         Args:
-            schedule: of the pipeline.
-            stage: counted from the front.
-            stages: of the pipeline.
-            ranks: of the pipeline.
-            micro_batches: of a step.
+            flight: how many micro-batches it holds at once (:func:`in_flight`).
+            later: under the zero-bubble schedule how many first halves of backwards wait for their second ones: a stage does its weights'
+                halves as many micro-batches later as there are stages before it.
             shards: over how many replicas its states are cut.
         """
-        flight = in_flight(schedule, stage, stages, ranks, micro_batches)
         running = (flight - 1) * self.held + np.maximum(self.peak, self.held)
-        if schedule == "zero_bubble":  # a stage does its weights' halves as many micro-batches later as there are stages before it
-            running = running + min(stage + 1, micro_batches) * self.flow
+        if later:
+            running = running + later * self.flow
         found: Table = self.states / shards + self.gradients + self.buffers + running + self.passed + self.input
         return found if shards == 1 else found + self.states  # gathered through the step
 
@@ -108,10 +105,10 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
         sums = np.concatenate([[0.0], np.cumsum(values)])[edges]
         return np.asarray(sums[None, :] - sums[:, None], dtype=np.float64)
 
+    # Of each block a row: the fullest moment from there on up to each part.
+    later = np.where(np.arange(len(parts)) >= edges[:-1, None], before[:-1] - before[edges[:-1], None] + running, -np.inf)
     peak = np.zeros((blocks + 1, blocks + 1))
-    for row, begin in enumerate(edges[:-1]):
-        most = np.maximum.accumulate(before[begin:-1] - before[begin] + running[begin:])
-        peak[row, row + 1 :] = most[edges[row + 1 :] - 1 - begin]
+    peak[:-1, 1:] = np.triu(np.maximum.accumulate(later, axis=1)[:, edges[1:] - 1])
     received = np.array([0.0, *(sum(one.size.at(share) for one in parts[edge].crossing) for edge in edges[1:-1]), 0.0])
     anew = np.array([0.0, *(parts[edge].anew.at(share) for edge in edges[1:-1]), 0.0])
     states = np.array([layer.parameter_bytes + layer.optimizer_bytes for layer in layers]) + also[0] + also[2]

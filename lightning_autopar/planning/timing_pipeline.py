@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_autopar.memory.schedules import Action, rank_actions
@@ -25,6 +26,8 @@ class Stages:
         backward: of its backward, a second forward included.
         sends: of handing on what it made, stage to stage: one less than there are stages. Gradients take as long.
         splits: whether a zero-bubble schedule's backward is in two halves; else its first one is all of it.
+        held: how long each of ``sends`` keeps its sender from computing, and its receiver as long, which is part of its seconds; not at all
+            unless given.
     """
 
     schedule: Schedule
@@ -34,6 +37,7 @@ class Stages:
     backward: tuple[float, ...]
     sends: tuple[float, ...]
     splits: bool = True
+    held: tuple[float, ...] = ()
 
 
 class Done(NamedTuple):
@@ -71,14 +75,17 @@ def _pace(stages: Stages) -> float:
     as many others as there are stages between them, and itself, are under way: the longest such round by their number.
     """
     both = [forward + backward for forward, backward in zip(stages.forward, stages.backward, strict=True)]
+    held = [0.0, *(stages.held or (0.0,) * len(stages.sends)), 0.0]  # by what is before each stage, and behind it
     if stages.schedule == "gpipe":
-        return max(stages.forward) + max(stages.backward)
+        each = [before + behind for before, behind in pairwise(held)]
+        slowest = (max(map(sum, zip(seconds, each, strict=True))) for seconds in (stages.forward, stages.backward))
+        return sum(slowest)
     pace = 0.0
     for first in range(len(both)):
         round_trip = 0.0
         for last in range(first, len(both)):
             round_trip += both[last] + (2 * stages.sends[last - 1] if last > first else 0.0)
-            pace = max(pace, round_trip / (last - first + 1))
+            pace = max(pace, (round_trip + 2 * held[first] + 2 * held[last + 1]) / (last - first + 1))
     return pace
 
 
@@ -116,6 +123,8 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
     forward, backward, sends = stages.forward, stages.backward, stages.sends
     portion = {"backward": 1.0, "input": 0.5, "weight": 0.5} if stages.splits else {"backward": 1.0, "input": 1.0, "weight": 0.0}
     last = count - 1
+    held = stages.held or (0.0,) * len(sends)
+    crosses = [index % ranks != (index + 1) % ranks for index in range(last)]
     queues = [rank_actions(stages.schedule, rank, ranks, count, stages.micro_batches) for rank in range(ranks)]
     places, clocks = [0] * ranks, [0.0] * ranks
     arrived: dict[tuple[bool, int, int], float] = {(False, 0, index): 0.0 for index in range(stages.micro_batches)}
@@ -135,20 +144,22 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
                 if there is None:
                     waiting[need] = rank
                     break
-                start = max(clock, there)
+                edge = stage - 1 if work == "forward" else stage
+                start = max(clock + held[edge] if 0 <= edge < last and crosses[edge] else clock, there)
             seconds = forward[stage] if work == "forward" else backward[stage] * portion[work]
             clock = start + seconds
             place += 1
             out.append((rank, action, start, clock))
             made: tuple[bool, int, int] | None = None
+            edge = stage if work == "forward" else stage - 1
             if work == "forward":
                 made = (False, stage + 1, index) if stage < last else (True, stage, index)
-                delay = sends[stage] if stage < last and (stage + 1) % ranks != stage % ranks else 0.0
             elif work != "weight" and stage:
                 made = True, stage - 1, index
-                delay = sends[stage - 1] if (stage - 1) % ranks != stage % ranks else 0.0
             if made is not None:
-                arrived[made] = clock + delay
+                sent = 0 <= edge < last and crosses[edge]
+                arrived[made] = clock + (sends[edge] if sent else 0.0)
+                clock += held[edge] if sent else 0.0
                 if made in waiting:
                     ready.append(waiting.pop(made))
         places[rank], clocks[rank] = place, clock

@@ -40,7 +40,7 @@ def report(
     step: Footprint, here: Inventory, budget_bytes: int = 80 * GIB, *, allocator: AllocatorOptions | None = None, pinned: Plan | None = None
 ) -> Report:
     options = allocator or AllocatorOptions()
-    excluded = {"micro_batches": "the tests look at recomputation"}
+    excluded = dict.fromkeys(("micro_batches", "offload"), "the tests look at recomputation")
     constraints = Constraints(memory_margin=0, memory_limit_bytes=budget_bytes, allocator=options, pinned=pinned, excluded=excluded)
     try:
         return make_report(step, here, constraints)

@@ -6,16 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from benchmarks.memory.stage_rank import make_plan
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
-from lightning_autopar.planning.appraisal import Appraiser
+from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser
 from lightning_autopar.planning.blocks import cuttable
 from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.part_seconds import device_speeds, part_seconds
 from lightning_autopar.planning.pipelines import pipeline_plans
+from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.report import NothingFits, Report
 from lightning_autopar.planning.runnable import cannot_run
 from lightning_autopar.planning.stages import in_flight, stage_seconds, stage_tables
 from lightning_autopar.plans import Plan
@@ -46,7 +50,12 @@ def test_tables_say_what_stages_take(gpt: Footprint, schedule: Any, most: float,
     tables = stage_tables(gpt, 2 / gpt.batch_size, 1.0, recompute=recompute)
     starts = [8 * stage // stages for stage in range(stages + 1)]
     for rank in range(4):
-        told = sum(tables.needs(schedule, stage, stages, 4, 8)[starts[stage], starts[stage + 1]] for stage in range(rank, stages, 4))
+        told = sum(
+            tables.needs(in_flight(schedule, stage, stages, 4, 8), stage + 1 if schedule == "zero_bubble" else 0)[
+                starts[stage], starts[stage + 1]
+            ]
+            for stage in range(rank, stages, 4)
+        )
         assert told == pytest.approx(pipeline_bytes(gpt, plan, rank).allocated, rel=most)
 
 
@@ -150,3 +159,37 @@ def test_what_promises_to_be_slower_than_the_limit_is_not_looked_at(gpt: Footpri
     fastest = min(appraiser.step_seconds(plan) for plan in plans)
     assert list(pipeline_plans(appraiser, [here.devices], speed, limit=fastest / 2)) == []
     assert list(pipeline_plans(appraiser, [here.devices], speed, limit=fastest * 100)) == plans
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(
+    percents=st.lists(st.integers(20, 110), min_size=2, max_size=4),
+    which=st.integers(0, 3),
+    more=st.integers(1, 90),
+    order=st.randoms(use_true_random=False),
+)
+def test_pipelines_keep_to_memory_and_gain_by_more_of_it_and_devices_have_no_order(
+    gpt: Footprint, percents: list[int], which: int, more: int, order: Any
+) -> None:
+    whole = Appraiser(gpt, inventory(cpu(0)), Constraints()).needs(Plan(engine="single", devices=("cpu:0",)))["cpu:0"]
+
+    def planned(devices: list[tuple[int, int]]) -> Report:
+        here = inventory(*(cpu(index, whole * percent // 100) for index, percent in devices))
+        try:
+            return make_report(gpt, here, Constraints(memory_margin=0.0, allow=("single", "pipeline")))
+        except NothingFits as nothing:
+            return nothing.report
+
+    def seconds(found: Report) -> float:
+        return found.best_candidate.step_seconds if found.best_candidate is not None else float("inf")
+
+    devices = list(enumerate(percents))
+    found = planned(devices)
+    for candidate in found.candidates:
+        for device in candidate.plan.devices if candidate.fits else ():
+            assert candidate.bytes[device].allocated * (1 + gpt.margin) <= found.inventory.device(device).free_bytes
+    which %= len(devices)
+    larger = [(index, percent + more * (index == which)) for index, percent in devices]
+    assert seconds(planned(larger)) <= seconds(found) * (1 + WORTHWHILE)
+    order.shuffle(devices)
+    assert seconds(planned(devices)) == pytest.approx(seconds(found))

@@ -14,9 +14,16 @@ from lightning_autopar.plans import Schedule
 
 
 def stages(
-    schedule: Schedule, ranks: int, micro_batches: int, forward: tuple[float, ...], backward: tuple[float, ...], send: float = 0.0
+    schedule: Schedule,
+    ranks: int,
+    micro_batches: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    send: float = 0.0,
+    held: float = 0.0,
 ) -> Stages:
-    return Stages(schedule, ranks, micro_batches, forward, backward, (send,) * (len(forward) - 1))
+    between = len(forward) - 1
+    return Stages(schedule, ranks, micro_batches, forward, backward, (send,) * between, held=(held,) * between)
 
 
 def test_one_forward_one_backward_of_two_stages_and_four_micro_batches() -> None:
@@ -43,6 +50,25 @@ def test_gpipe_does_all_forwards_first() -> None:
 
 def test_sending_takes_as_long_as_it_does_forward_and_back() -> None:
     assert max(pipeline_ends(stages("gpipe", 2, 1, (1, 1), (2, 2), send=0.5))) == 6 + 1
+
+
+def test_messages_take_time_of_who_computes_where_nothing_hides_them() -> None:
+    asked = stages("1f1b", 2, 4, (1, 2), (2, 4), send=0.5)
+    # The second stage begins when the first forward has come, and has no pause; its last gradients go back to the first.
+    assert pipeline_ends(asked) == (1.5 + 4 * 6 + 0.5 + 2, 1.5 + 4 * 6)
+    # Between two micro-batches it sends one's gradients, and receives the next one's activations.
+    assert pipeline_ends(replace(asked, held=(0.25,))) == (1.5 + 4 * 6 + 3 * 0.5 + 0.5 + 2, 1.5 + 4 * 6 + 3 * 0.5)
+
+
+def test_interleaving_pays_for_more_messages() -> None:
+    """Where sending is hidden two stages a rank wait less; where it isn't, there is more of it than they save."""
+
+    def seconds(schedule: Schedule, local: int, held: float) -> float:
+        count = 2 * local
+        return max(pipeline_ends(stages(schedule, 2, 8, (2 / local,) * count, (4 / local,) * count, 0.5, held)))
+
+    assert seconds("interleaved_1f1b", 2, 0.0) < seconds("1f1b", 1, 0.0)
+    assert seconds("interleaved_1f1b", 2, 0.25) > seconds("1f1b", 1, 0.25)
 
 
 @pytest.mark.parametrize("micro_batches", [4, 8])
@@ -89,9 +115,10 @@ def test_no_rank_does_two_things_at_once_or_before_they_can_be_done(
     schedule=st.sampled_from(["gpipe", "1f1b"]),
     forward=st.lists(st.floats(0.5, 2), min_size=8, max_size=8),
     send=st.floats(0, 0.5),
+    held=st.floats(0, 0.5),
 )
-def test_many_micro_batches_go_on_at_the_pace_of_a_few(schedule: Schedule, forward: list[float], send: float) -> None:
-    asked = stages(schedule, 8, 400, tuple(forward), tuple(2 * seconds for seconds in forward), send)
+def test_many_micro_batches_go_on_at_the_pace_of_a_few(schedule: Schedule, forward: list[float], send: float, held: float) -> None:
+    asked = stages(schedule, 8, 400, tuple(forward), tuple(2 * seconds for seconds in forward), send, held * send)
     ends = [0.0] * 8
     for done in play(asked):
         ends[done.rank] = done.end
