@@ -56,17 +56,23 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
         if v2_limits:
             yield min(v2_limits), _used(folder, "memory.current", "inactive_file")
         elif (limit := _number(folder / "memory.limit_in_bytes")) is not None:
-            yield limit, _used(folder, "memory.usage_in_bytes", "total_inactive_file")
+            # A container doesn't see the groups that its own is in, but that counts the narrowest of their limits.
+            above = _stat(folder, "hierarchical_memory_limit")
+            yield min(limit, above or limit), _used(folder, "memory.usage_in_bytes", "total_inactive_file")
 
 
 def _used(folder: Path, file: str, reclaimable: str) -> int:
     """Bytes that a cgroup holds and the kernel couldn't take back at once."""
-    dropped = 0
+    return max(0, (_number(folder / file) or 0) - (_stat(folder, reclaimable) or 0))
+
+
+def _stat(folder: Path, wanted: str) -> int | None:
+    """A number of a cgroup's ``memory.stat``."""
     for line in (_text(folder / "memory.stat") or "").splitlines():
         name, _, value = line.partition(" ")
-        if name == reclaimable and value.strip().isdigit():
-            dropped = int(value)
-    return max(0, (_number(folder / file) or 0) - dropped)
+        if name == wanted and value.strip().isdigit():
+            return int(value)
+    return None
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:

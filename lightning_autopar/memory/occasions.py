@@ -34,8 +34,8 @@ def start_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, rank: in
 def validation_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, rank: int, share: float, on_cpu: bool) -> DeviceBytes | None:
     """A validation step between two training steps. Lightning has set the gradients to None (``on_validation_model_zero_grad``).
 
-    DDP's buckets stay, and so do ZeRO's. A pipeline takes its part of the batch through its stages whole. None where the footprint knows of
-    no validation.
+    DDP's buckets stay, and so does that of ZeRO's stage 3. A pipeline takes its part of the batch through its stages whole. None where the
+    footprint knows of no validation.
     """
     if footprint.evaluation_bytes is None or not footprint.training:
         return None
@@ -51,7 +51,9 @@ def validation_bytes(footprint: Footprint, plan: Plan, step: DeviceBytes, *, ran
         communication, temporary = max((begins, min(enters, runs)), (computes, runs), key=sum)
         held = replace(resident_bytes(footprint, plan, sharding, share=0), communication=communication)
     elif plan.engine == "zero":
-        held, temporary = step, runs
+        # At stages 1 and 2 buckets and gradients are of a backward, but for the buffer through which one gradient goes to the host.
+        passed = footprint.largest_parameter_bytes if "optimizer" in plan.offload else 0
+        held, temporary = (step if plan.zero_stage == 3 else replace(step, gradients=0, communication=passed)), runs
     else:
         held, temporary = replace(step, gradients=footprint.gradient_bytes if plan.engine == "ddp" else 0), runs
     return replace(held, activations=0, temporary=temporary, input=0, occasion="validation")
@@ -97,30 +99,60 @@ def _gathered_bytes(rows: int, row_bytes: int, shards: int, rank: int, copies: b
     return part * row_bytes * (shards * (1 + copies) + short)
 
 
-def host_bytes(footprint: Footprint, plan: Plan, *, precision: str = "32-true", workers: int = 0, resumes: bool = False) -> HostBytes:
+def _locked_bytes(rows: int, row_bytes: int, learns: bool, shards: int) -> int:
+    """Page-locked memory for a rank's part of a parameter, and of its gradient where it has one."""
+    part = -(-rows // shards) * row_bytes
+    return (1 + learns) * (1 << (part - 1).bit_length()) if part else 0
+
+
+def _all_rows(footprint: Footprint) -> list[tuple[int, int, bool]]:
+    """Of each parameter the rows, their bytes, and whether it learns; all as one where they aren't known."""
+    layers = (*footprint.blocks, *footprint.outer)
+    frozen = footprint.parameter_bytes - footprint.gradient_bytes
+    return [row for layer in layers for row in layer.parameter_rows] or [(1, footprint.gradient_bytes, True), (1, frozen, False)]
+
+
+def host_bytes(
+    footprint: Footprint,
+    plan: Plan,
+    *,
+    precision: str = "32-true",
+    on_cpu: bool = False,
+    workers: int = 0,
+    resumes: bool = False,
+) -> HostBytes:
     """What a plan takes of one host's memory at its fullest moment, if all of its ranks run there; CPU devices' own part isn't counted.
 
     A checkpoint holds parameters, buffers and optimizer state. Lightning writes it into memory (``_atomic_save``), then into the file.
-    Where tensors are sharded, the whole state dict lies in rank 0's memory besides. For reading it, each replica takes the whole file, and
-    FSDP maps it.
+    Where tensors are sharded, rank 0 makes one after the other whole, in a file that counts against nobody's memory (``state/scratch.py``),
+    and writes them from there. For reading it, each replica takes the whole file; engines that shard map it.
+
+    torch's allocator of page-locked memory rounds each tensor up to a power of two (``CachingHostAllocator``, ``c10::llvm::PowerOf2Ceil``);
+    FSDP2 locks each shard and each gradient by itself.
 
     Args:
         footprint: of the module.
         plan: of any engine.
         precision: the Trainer's; it decides which copies DeepSpeed keeps.
+        on_cpu: whether the devices are CPUs, which lock no pages.
         workers: the DataLoader's, on each rank.
         resumes: whether the run begins with a checkpoint.
     """
     state = footprint.parameter_bytes + footprint.buffer_bytes + (footprint.optimizer_bytes if footprint.training else 0)
-    saving = state * (2 if plan.engine in ("fsdp", "pipeline") else 1) + footprint.largest_parameter_bytes
-    loading = {"fsdp": 0, "single": state}.get(plan.engine, state * plan.world_size) if resumes else 0
+    sharded = plan.engine in ("fsdp", "pipeline", "zero")
+    saving = (0 if sharded else state) + footprint.largest_parameter_bytes
+    loading = (0 if sharded else state * plan.world_size) if resumes else 0
     offload = pinned = 0
     if plan.engine == "zero":
-        offload, pinned = (size * plan.world_size for size in zero_host_bytes(footprint, plan, precision=precision))
+        offload, pinned = (size * plan.world_size for size in zero_host_bytes(footprint, plan, precision=precision, on_cpu=on_cpu))
     if plan.engine == "fsdp" and plan.offload:
         sharding = sharding_of(footprint, plan)
         total, ranks = sharding.total, plan.world_size
-        offload = (total.shard + total.kept) * ranks + footprint.optimizer_bytes * plan.replicas
+        offload = footprint.optimizer_bytes * plan.replicas
+        if on_cpu:
+            offload += (total.shard + total.kept) * ranks
+        else:
+            pinned = ranks * sum(_locked_bytes(*row, sharding.shards) for row in _all_rows(footprint))
     return HostBytes(
         # Forked ranks share the pages of the module that the first process holds; one device takes it over.
         module=footprint.parameter_bytes + footprint.buffer_bytes if plan.world_size > 1 else 0,

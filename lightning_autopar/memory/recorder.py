@@ -12,15 +12,19 @@ dealt with here (torch 2.13, c10/core/CPUAllocator.cpp):
   else at such an address takes the old size off the total. Only a second recording in a process can meet that.
 
 Operations themselves aren't recorded, only allocations: a step under it takes a few per cent longer.
+
+A CPU device's memory is the host's, so what a plan offloads lies in the same allocator. It is told apart by being said: storages that are
+noted as the host's, and whatever is allocated while the host works (:meth:`Recorder.host_works`), count apart from the device's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ from torch.autograd import profiler
 log = logging.getLogger(__name__)
 
 _MARK = "autopar::mark"
+#: The kind under which storages are noted that are the host's, not the device's.
+HOST = "host"
 
 
 @dataclass(kw_only=True)
@@ -41,6 +47,7 @@ class _Block:
     birth: int
     death: float = float("inf")
     noted: dict[str, int] = field(default_factory=dict)  # by kind: the last note's event that said so
+    host: bool = False
 
     def alive(self, index: int) -> bool:
         return self.birth <= index < self.death
@@ -56,12 +63,14 @@ class Recording:
     """What came of it.
 
     Args:
-        peak_bytes: the most that was allocated at once, with what was noted to be there at the start.
+        peak_bytes: the most that was allocated at once, with what was noted to be there at the start; without the host's.
         bytes: of that the bytes of each kind that was noted.
+        host_bytes: the most that was the host's at once.
     """
 
     peak_bytes: int
     bytes: Mapping[str, int]
+    host_bytes: int = 0
 
 
 class _Allocations(profiler.profile):
@@ -82,7 +91,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._profile: Any = None
-        self._notes: list[dict[str, Mapping[int, int]]] = []
+        self._notes: list[_Note] = []
 
     @property
     def running(self) -> bool:
@@ -110,11 +119,19 @@ class Recorder:
 
         Args:
             kinds: of each kind the bytes by storage address, as :func:`lightning_autopar.memory.storages.storage_sizes` gives them. A
-                storage that was there before the start counts until the last note that holds it.
+                storage that was there before the start counts until the last note that holds it. What is :data:`HOST` at any time counts
+                as the host's all the time, whatever else it is.
         """
+        self._mark(kinds)
+
+    def host_works(self, begins: bool) -> None:
+        """From here on, until the same with False, what is allocated is the host's; within each other such times are one."""
+        self._mark(begins)
+
+    def _mark(self, note: _Note) -> None:
         assert self.running
         with profiler.record_function(_MARK):
-            self._notes.append(kinds)
+            self._notes.append(note)
 
     def stop(self) -> Recording | None:
         """End it, and work out the peak; some µs an allocation. None where somebody began to profile meanwhile."""
@@ -138,6 +155,8 @@ class Recorder:
 
 #: An event: address, bytes (negative where they are freed), the allocator's total after it; None stands for a mark.
 _Event = tuple[int, int, int] | None
+#: Storages by kind, or whether the host begins to work or ends.
+_Note = Mapping[str, Mapping[int, int]] | bool
 
 
 def _events(profile: Any) -> list[_Event]:
@@ -161,7 +180,7 @@ def _events(profile: Any) -> list[_Event]:
     return [event for _, _, event in found]
 
 
-def _worked_out(events: list[_Event], notes: list[dict[str, Mapping[int, int]]]) -> Recording:
+def _worked_out(events: list[_Event], notes: Sequence[_Note]) -> Recording:
     """The peak over the events, and what was alive then."""
     blocks: list[_Block] = []
     live: dict[int, _Block] = {}
@@ -171,9 +190,14 @@ def _worked_out(events: list[_Event], notes: list[dict[str, Mapping[int, int]]])
     stale = 0
     base: int | None = None
     pending = iter(notes)
+    working = 0
     for index, event in enumerate(events):
         if event is None:
-            for kind, sizes in next(pending).items():
+            note = next(pending)
+            if isinstance(note, bool):
+                working += 1 if note else -1
+                note = {}
+            for kind, sizes in note.items():
                 last[kind] = index
                 for address, size_bytes in sizes.items():
                     block = live.get(address)
@@ -181,6 +205,7 @@ def _worked_out(events: list[_Event], notes: list[dict[str, Mapping[int, int]]])
                         block = before.setdefault(address, _Block(size_bytes=size_bytes, birth=-1))
                         block.death = index + 1
                     block.noted[kind] = index
+                    block.host |= kind == HOST
             running.append(running[-1] if running else 0)
             continue
         address, size_bytes, total_bytes = event
@@ -189,37 +214,36 @@ def _worked_out(events: list[_Event], notes: list[dict[str, Mapping[int, int]]])
         if size_bytes > 0:
             if address in live:
                 live[address].end_unseen(index, last)
-            live[address] = _Block(size_bytes=size_bytes, birth=index)
+            live[address] = _Block(size_bytes=size_bytes, birth=index, host=working > 0)
             blocks.append(live[address])
         elif address in live:
             live.pop(address).death = index
         else:
             stale -= size_bytes  # left in the allocator's table by an earlier recording: not ours
         running.append(total_bytes - base + stale)
-    for index, extra_bytes in _steps(before.values(), len(events)):
-        running[index] += extra_bytes
-    peak_bytes = max(running, default=0)
-    peak = running.index(peak_bytes) if running else 0
-    bytes_by_kind = {kind: 0 for note in notes for kind in note}
     for block in blocks:
         if block.death == float("inf"):
             block.end_unseen(block.death, last)
+    for index, extra_bytes in enumerate(_levels(before.values(), len(events))):
+        running[index] += extra_bytes
+    host = _levels((block for block in (*before.values(), *blocks) if block.host), len(events))
+    running = [total - theirs for total, theirs in zip(running, host, strict=True)]
+    peak_bytes = max(running, default=0)
+    peak = running.index(peak_bytes) if running else 0
+    bytes_by_kind = {kind: 0 for note in notes if not isinstance(note, bool) for kind in note if kind != HOST}
     for block in (*before.values(), *blocks):
-        if block.alive(peak) and block.noted:
+        if block.alive(peak) and block.noted and not block.host:
             bytes_by_kind[min(block.noted)] += block.size_bytes
-    return Recording(peak_bytes=peak_bytes, bytes=bytes_by_kind)
+    return Recording(peak_bytes=peak_bytes, bytes=bytes_by_kind, host_bytes=max(host, default=0))
 
 
-def _steps(blocks: Any, count: int) -> Iterator[tuple[int, int]]:
-    """Of blocks that were there before: how many bytes of them are left after each event."""
-    ends: dict[int, int] = {}
-    total = 0
+def _levels(blocks: Iterable[_Block], count: int) -> list[int]:
+    """How many bytes of these blocks are there after each of so many events."""
+    changes = [0] * (count + 1)
     for block in blocks:
-        total += block.size_bytes
-        ends[int(block.death)] = ends.get(int(block.death), 0) + block.size_bytes
-    for index in range(count):
-        total -= ends.get(index, 0)
-        yield index, total
+        changes[max(0, block.birth)] += block.size_bytes
+        changes[int(min(count, block.death))] -= block.size_bytes
+    return [*accumulate(changes[:-1])]
 
 
 def _count_in_every_thread(on: bool) -> None:

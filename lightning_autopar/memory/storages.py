@@ -37,9 +37,10 @@ def storage_sizes(tensors: Iterable[Tensor], device: torch.device) -> dict[int, 
         device: of a GPU with or without its index.
     """
     sizes: dict[int, int] = {}
-    for tensor in tensors:
-        for storage in storages(tensor):
-            same = storage.device.type == device.type and device.index in (None, storage.device.index)
-            if same and storage.nbytes():
-                sizes[storage.data_ptr()] = storage.nbytes()
+    with torch._C.DisableTorchFunctionSubclass():  # an engine may watch what is done with parameters, and looking is nothing
+        for tensor in tensors:
+            for storage in storages(tensor):
+                same = storage.device.type == device.type and device.index in (None, storage.device.index)
+                if same and storage.nbytes():
+                    sizes[storage.data_ptr()] = storage.nbytes()
     return sizes

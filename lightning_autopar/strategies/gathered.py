@@ -54,7 +54,6 @@ class Gathered:
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._inside = False
         self._visits = 0
-        self._meetings = 0
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
         if isinstance(root, FSDPModule):
             # The root is what runs first, unless it is said before; and a hook may well call a part of it first.
@@ -90,7 +89,7 @@ class Gathered:
             return
         self._visits += 1
         if self._visits == 1:
-            self._meet(module)
+            meet(f"{type(module).__name__} was called")
             root: Any = self._root
             root.unshard()
 
@@ -102,19 +101,27 @@ class Gathered:
         if not self._visits and not differentiable:  # a backward pass may follow, and needs them
             self.reshard()
 
-    def _meet(self, module: nn.Module) -> None:
-        """Wait for all ranks, so that a call on some of them only ends in a sentence rather than in a collective that never does."""
-        self._meetings += 1
-        store, key = dist.distributed_c10d._get_default_store(), f"autopar/outside/{self._meetings}"
-        if store.add(key, 1) == dist.get_world_size():
-            store.set(f"{key}/all", "")
-        try:
-            store.wait([f"{key}/all"], _PATIENCE)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{type(module).__name__} was called outside of a step on rank {dist.get_rank()}, but not on all ranks within {_PATIENCE}; "
-                "its parameters are sharded, so that all ranks must call it: remove the condition on the rank around the call"
-            ) from error
+
+def meet(what: str) -> None:
+    """Wait for all ranks, so that what only some of them do ends in a sentence rather than in a collective that never does.
+
+    Args:
+        what: has been done, in words.
+
+    Raises:
+        RuntimeError: if not all ranks come within some minutes.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = f"autopar/outside/{store.add(f'autopar/outside/rank{dist.get_rank()}', 1)}"
+    if store.add(key, 1) == dist.get_world_size():
+        store.set(f"{key}/all", "")
+    try:
+        store.wait([f"{key}/all"], _PATIENCE)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} outside of a step on rank {dist.get_rank()}, but not on all ranks within {_PATIENCE}; parameters are sharded, so that "
+            "all ranks must do so: remove the condition on the rank around it"
+        ) from error
 
 
 def _outside_units(root: nn.Module) -> Iterator[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,8 @@ def join_group(strategy: ParallelStrategy, backend: str) -> None:
             atexit.register(_leave_group)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if strategy.world_size == 1:  # there is nobody to take a mean over; Lightning asks only whether there is a group (``_get_cache``)
+        warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True")
 
 
 def _leave_group() -> None:

@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices
-from lightning_autopar.memory.recorder import Recorder
+from lightning_autopar.memory.recorder import HOST, Recorder
 from lightning_autopar.memory.storages import storage_sizes
 from lightning_autopar.strategies.staged.hole import is_hole
+from lightning_autopar.strategies.zero_held import held_by_zero, host_held_by_zero
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
+
+    from lightning_autopar.plans import Plan
 
 #: Steps that say nothing: the first has no optimizer state, the second frees nothing of what a steady step holds from the one before.
 _WARM_UP = 2
@@ -55,6 +59,8 @@ class Measured:
             the step's peak isn't known: on a GPU if something before the first step took more.
         reserved_bytes: on a GPU the most that torch's allocator held of the device (``max_memory_reserved``).
         context_bytes: on a GPU what the process holds beside that, as the driver counts it; None where it doesn't tell.
+        host_bytes: on a CPU device the most that was in the host's memory at once of what the plan offloads, and of the optimizer's work on
+            it; in no other figure. 0 where nothing is offloaded, None where it wasn't measured.
     """
 
     peak_bytes: int | None = None
@@ -62,6 +68,7 @@ class Measured:
     bytes: Mapping[str, int] = field(default_factory=dict)
     reserved_bytes: int | None = None
     context_bytes: int | None = None
+    host_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As ``strategy.measured`` has it for each device."""
@@ -92,6 +99,7 @@ class Meter:
         self._bytes: dict[str, int] = {}
         self._reserved_bytes: int | None = None
         self._context_bytes: int | None = None
+        self._host_bytes: int | None = None
 
     @property
     def measured(self) -> Measured:
@@ -102,6 +110,7 @@ class Meter:
             bytes=self._bytes,
             reserved_bytes=self._reserved_bytes,
             context_bytes=self._context_bytes,
+            host_bytes=self._host_bytes,
         )
 
     def boundary(self, strategy: Strategy, batch_idx: int) -> None:
@@ -118,7 +127,10 @@ class Meter:
     def note(self, strategy: Strategy, point: Point) -> None:
         """The running step has come so far; costs nothing outside of the steps that are measured."""
         if self._recorder.running:
-            self._recorder.note(gradients=storage_sizes(_gradients(strategy), strategy.root_device))
+            self._recorder.note(
+                gradients=storage_sizes(_gradients(strategy), strategy.root_device),
+                host=storage_sizes(_gradients_on_host(strategy), strategy.root_device),
+            )
         elif self._gpu is not None:
             self._note_on_gpu(strategy, point)
 
@@ -166,6 +178,11 @@ class Meter:
         self._quiet.enter_context(without_noise())
         if not self._recorder.start(**_held(strategy)):
             self._abandon()
+        elif _plan(strategy).offload:
+            # Whichever object steps: an engine may put another in the place of the user's.
+            updates = _Updates(self._recorder)
+            self._quiet.callback(register_optimizer_step_pre_hook(updates.begin).remove)
+            self._quiet.callback(register_optimizer_step_post_hook(updates.end).remove)
 
     def _conclude(self, strategy: Strategy) -> None:
         self._recorder.note(**_held(strategy))
@@ -174,7 +191,9 @@ class Meter:
         if recording is None:
             return
         self._peak_bytes = recording.peak_bytes
-        self._bytes = {**recording.bytes, "rest": recording.peak_bytes - sum(recording.bytes.values())}
+        known = {kind: size for kind, size in recording.bytes.items() if kind != "rest"}
+        self._bytes = {**known, "rest": recording.peak_bytes - sum(known.values())}
+        self._host_bytes = recording.host_bytes
 
     def _abandon(self) -> None:
         """Stop recording; what came of it so far is no figure."""
@@ -195,6 +214,44 @@ class Meter:
             process_bytes = _process_bytes(self._device_id)
             if process_bytes is not None:
                 self._context_bytes = max(0, process_bytes - torch.cuda.memory_reserved(device))
+
+
+class _Updates:
+    """Tells a recorder when an offloaded optimizer works: in its step, but for the closure, in which Lightning runs forward and backward.
+
+    Args:
+        recorder: that runs.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._open: list[bool] = []  # of each step within another, whether the host works
+
+    def begin(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before a step; what it is called with instead, if that differs."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._open.append(False)
+        if closure is None:
+            self._set(True)
+            return None
+
+        def run() -> Any:
+            self._set(False)
+            value = closure()
+            self._set(True)
+            return value
+
+        return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": run})
+
+    def end(self, *_: Any) -> None:
+        """After it."""
+        self._set(False)
+        self._open.pop()
+
+    def _set(self, works: bool) -> None:
+        if self._open[-1] != works and self._recorder.running:
+            self._recorder.host_works(works)
+        self._open[-1] = works
 
 
 class GpuSteps:
@@ -255,23 +312,68 @@ def _process_bytes(device_id: str) -> int | None:
 
 
 def _held(strategy: Strategy) -> dict[str, dict[int, int]]:
-    """Bytes by storage of all that a step finds there, by kind."""
+    """Bytes by storage of all that a step finds there, by kind; of a CPU device also what is the host's."""
     module = strategy.lightning_module
     assert module is not None
-    states = chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)
-    tensors: dict[str, Any] = {
+    tensors: dict[str, Iterable[Tensor]] = {
         "parameters": here(module.parameters()),
         "gradients": _gradients(strategy),
-        "optimizer": here(_tensors(states)),
+        "optimizer": _states(strategy),
         "buffers": here(module.buffers()),
     }
+    if (zero := _zero(strategy)) is not None:
+        for kind, theirs in held_by_zero(zero, module).items():
+            if kind != "gradients":
+                tensors[kind] = chain(theirs, () if kind == "parameters" else tensors.get(kind, ()))
+    if strategy.root_device.type == "cpu":
+        tensors[HOST] = _on_host(strategy)
     return {kind: storage_sizes(each, strategy.root_device) for kind, each in tensors.items()}
 
 
+def _plan(strategy: Strategy) -> Plan:
+    plan: Plan = strategy.assignment.plan  # type: ignore[attr-defined]  # every engine has one
+    return plan
+
+
+def _zero(strategy: Strategy) -> Any | None:
+    """DeepSpeed's engine, where that is what trains."""
+    return strategy.model if _plan(strategy).engine == "zero" and strategy.optimizers else None
+
+
+def _states(strategy: Strategy) -> Iterator[Tensor]:
+    """The optimizers' states; none where they lie on disk, in pages that the kernel takes back."""
+    if _plan(strategy).optimizer_on_disk:
+        return iter(())
+    return here(_tensors(chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)))
+
+
+def _on_host(strategy: Strategy) -> Iterator[Tensor]:
+    """What the plan offloads; between steps, when FSDP2's module has its shards."""
+    module, offload = strategy.lightning_module, _plan(strategy).offload
+    assert module is not None
+    if (zero := _zero(strategy)) is not None:
+        yield from host_held_by_zero(zero, module)
+    elif "parameters" in offload:
+        yield from module.parameters()
+        yield from _gradients(strategy)
+    if "optimizer" in offload:
+        yield from _states(strategy)
+
+
+def _gradients_on_host(strategy: Strategy) -> Iterator[Tensor]:
+    """Those that came about in this step. FSDP2 puts each into host memory when it is reduced; DeepSpeed has buffers all along."""
+    plan = _plan(strategy)
+    if plan.engine == "fsdp" and plan.offload:
+        for group in chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers):
+            yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
+
+
 def _gradients(strategy: Strategy) -> Iterator[Tensor]:
-    """The optimizers' parameters come first: under FSDP2 the module holds others while it is gathered."""
+    """The optimizers' parameters come first: under FSDP2 the module holds others while it is gathered. DeepSpeed keeps them to itself."""
     module = strategy.lightning_module
     assert module is not None
+    if (zero := _zero(strategy)) is not None:
+        yield from held_by_zero(zero, module)["gradients"]
     groups = chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers)
     for parameter in chain(chain.from_iterable(group["params"] for group in groups), module.parameters()):
         if not is_hole(parameter) and parameter.grad is not None:

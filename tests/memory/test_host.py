@@ -84,6 +84,13 @@ def test_a_v1_limit(tmp_path: Path) -> None:
     assert memory(tmp_path) == (10_000, 4_500)
 
 
+def test_a_v1_limit_of_a_group_that_a_container_does_not_see(tmp_path: Path) -> None:
+    member(tmp_path, "4:memory:/docker/0123abcd")
+    stat = "cache 10\nhierarchical_memory_limit 7000\ntotal_inactive_file 500"
+    group(tmp_path, "memory", memory_limit_in_bytes=9223372036854771712, memory_usage_in_bytes=6_000, memory_stat=stat)
+    assert memory(tmp_path) == (7_000, 1_500)
+
+
 def test_beyond_the_limit_nothing_is_free(tmp_path: Path) -> None:
     member(tmp_path, "0::/job")
     group(tmp_path, "job", memory_max=1_000, memory_current=4_000)

@@ -90,9 +90,9 @@ def test_the_hosts_memory() -> None:
     single = host_bytes(known, plan("single", 1), workers=2)
     assert (single.module, single.checkpoint, single.input, single.offload) == (0, state + 400, 5 * 80, 0)
     assert single.total == sum(value for name, value in single.to_dict().items() if name != "total") == single.to_dict()["total"]
-    # The whole state dict of shards lies on rank 0, and once more as the file's bytes.
+    # Rank 0 makes one shard after the other whole, on disk.
     shards = host_bytes(known, plan("fsdp", 4))
-    assert (shards.module, shards.checkpoint) == (2516, 2 * state + 400)
+    assert (shards.module, shards.checkpoint) == (2516, 400)
     # Each replica reads the whole file; FSDP maps it.
     assert host_bytes(known, plan("ddp", 4), resumes=True).checkpoint == 4 * state
     assert host_bytes(known, plan("fsdp", 4), resumes=True).checkpoint == shards.checkpoint
@@ -101,9 +101,14 @@ def test_the_hosts_memory() -> None:
 
 def test_what_is_offloaded_lies_on_the_host() -> None:
     known = sharded_footprint(moment("forward", held=2))
-    held = host_bytes(known, plan("fsdp", 2, offload=("parameters", "optimizer")))
+    held = host_bytes(known, plan("fsdp", 2, offload=("parameters", "optimizer")), on_cpu=True)
     # Padded parameters and gradients of both ranks, and the state.
-    assert held.offload == 2 * 1300 + 2 * 1300 + 5000
-    twice = host_bytes(known, plan("fsdp", 4, replicas=2, offload=("parameters", "optimizer")))
+    assert (held.offload, held.pinned) == (2 * 1300 + 2 * 1300 + 5000, 0)
+    twice = host_bytes(known, plan("fsdp", 4, replicas=2, offload=("parameters", "optimizer")), on_cpu=True)
     assert twice.offload == 2 * held.offload
+    # Of GPUs each shard and each gradient is page-locked by itself, in a block of a power of two bytes.
+    gpus = host_bytes(known, plan("fsdp", 2, offload=("parameters", "optimizer")))
+    shards = [-(-rows // 2) * row_bytes for layer in (*known.blocks, *known.outer) for rows, row_bytes, _ in layer.parameter_rows]
+    assert gpus.offload == 5000
+    assert gpus.pinned == 2 * 2 * sum(1 << (size - 1).bit_length() for size in shards)
     assert host_bytes(known, plan("zero", 2, zero_stage=2, offload=("optimizer",))).offload > 0

@@ -54,6 +54,29 @@ def test_the_peak_and_what_holds_it() -> None:
     assert not recorder.running
 
 
+def test_what_is_the_hosts_counts_apart() -> None:
+    """What was there before, what is told later, and what is allocated while the host works; within each other such times are one."""
+    weights, states = torch.zeros(10 * UNIT, dtype=torch.uint8), torch.zeros(7 * UNIT, dtype=torch.uint8)
+    recorder = Recorder()
+    assert recorder.start(parameters=sizes(weights), optimizer=sizes(states), host=sizes(states))
+    gathered = torch.zeros(4 * UNIT, dtype=torch.uint8)
+    gradient = torch.zeros(2 * UNIT, dtype=torch.uint8)
+    recorder.note(gradients=sizes(gradient), host=sizes(gradient))
+    del gathered
+    for begins in (True, True, False):
+        recorder.host_works(begins)
+    scratch = torch.zeros(5 * UNIT, dtype=torch.uint8)
+    del scratch
+    recorder.host_works(False)
+    after = torch.zeros(3 * UNIT, dtype=torch.uint8)
+    recorder.note(parameters=sizes(weights), optimizer=sizes(states), host=sizes(states))
+    found = recorder.stop()
+    assert found is not None
+    assert (found.peak_bytes, found.host_bytes) == (14 * UNIT, 14 * UNIT)
+    assert found.bytes == {"parameters": 10 * UNIT, "optimizer": 0, "gradients": 0}
+    assert after.numel() + gradient.numel() == 5 * UNIT
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_against_a_ledger_kept_by_hand(seed: int) -> None:
     """Tensors come and go, in this thread and in others, some of them from before."""

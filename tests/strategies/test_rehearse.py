@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from lightning_autopar.memory.batch import FirstBatch
-from lightning_autopar.strategies.rehearse import rehearse_fsdp, unshardable
+from lightning_autopar.strategies.rehearse_fsdp import rehearse_fsdp, unshardable
 
 
 class Scalar(Fitted):

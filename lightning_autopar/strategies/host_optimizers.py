@@ -1,0 +1,101 @@
+"""The user's optimizer on tensors in host memory: the same object and the same numbers, by torch's vectorised kernels where it has them.
+
+It doesn't know who offloads (ZeRO or FSDP), nor how parameters and gradients come to the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+#: Each element's update depends on its own gradient and state alone, so that any part of a parameter may be updated by itself.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
+#: Of these torch has one pass over all of a parameter's tensors, vectorised on CPUs (``aten/src/ATen/native/cpu/Fused*Kernel.cpp``).
+FUSED: tuple[type[Optimizer], ...] = (Adagrad, Adam, AdamW, SGD)
+
+_PREPARED: WeakSet[Optimizer] = WeakSet()
+
+
+def why_not(kind: type[Optimizer]) -> str | None:
+    """Why an optimizer of this class can't update parts of parameters in host memory; None if it can.
+
+    Subclasses may have any ``step``, so that only torch's own classes are known.
+    """
+    if kind in ELEMENTWISE:
+        return None
+    names = ", ".join(known.__name__ for known in ELEMENTWISE)
+    return (
+        f"{kind.__module__}.{kind.__qualname__} isn't known to update each element by itself, as parts of parameters in host memory "
+        f"need it; use one of torch.optim's {names}"
+    )
+
+
+def by_what(kind: type[Optimizer]) -> str:
+    """What updates on the host, in words for the report."""
+    return f"torch's {'fused' if kind in FUSED else 'plain'} {kind.__name__}"
+
+
+def on_host(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, its steps from now on by torch's fused kernel wherever parameters lie in host memory.
+
+    The groups' own options are changed for the time of a step only, so that schedulers and checkpoints see what the user chose. The
+    kernel computes in the parameter's type: in fp32 it equals the plain loop to reassociation, in 16 bits it would round less often, so
+    there the loop stays.
+
+    Raises:
+        ValueError: if the optimizer can't update parts of parameters.
+    """
+    if (reason := why_not(type(optimizer))) is not None:
+        raise ValueError(reason)
+    if optimizer not in _PREPARED:
+        _PREPARED.add(optimizer)
+        step = _HostStep()
+        optimizer.register_step_pre_hook(step.before)
+        optimizer.register_step_post_hook(step.after)
+    return optimizer
+
+
+class _HostStep:
+    """Options that a step on the host needs, put into the groups before it and taken out after it."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def before(self, optimizer: Optimizer, *_: Any) -> None:
+        """Fused, and not capturable, which torch refuses on the host."""
+        self.after()  # of a step that failed
+        for group in optimizer.param_groups:
+            options = _options(optimizer, group)
+            self._kept.append((group, {name: group[name] for name in options}))
+            group.update(options)
+
+    def after(self, *_: Any) -> None:
+        """As the user had them."""
+        for group, options in self._kept:
+            group.update(options)
+        self._kept.clear()
+
+
+def _options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """What to change in a group for a step on the host; empty where it isn't there."""
+    if any(parameter.device.type != "cpu" for parameter in group["params"]):
+        return {}
+    options = {"capturable": False}
+    wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in group["params"])
+    if type(optimizer) in FUSED and wide and not group.get("differentiable") and not _begins_in_part(optimizer, group):
+        options |= {"fused": True, "foreach": False}
+    return {name: value for name, value in options.items() if name in group}
+
+
+def _begins_in_part(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether some of a group's parameters get their momentum in this step and others have it: SGD's fused kernel takes all or none.
+
+    torch 2.13, ``sgd.py``, ``_fused_sgd``: what a parameter without a gradient in the steps before lacks ends in a TypeError.
+    """
+    if not isinstance(optimizer, SGD) or not group["momentum"]:
+        return False
+    stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+    return len({optimizer.state.get(parameter, {}).get("momentum_buffer") is None for parameter in stepped}) > 1
