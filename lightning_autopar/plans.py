@@ -47,6 +47,8 @@ class Plan:
         offload: what lies in host memory between uses, in the order of ``OFFLOADS``: ``"optimizer"`` (its state and its step),
             ``"parameters"``. ZeRO: stage 3 can offload parameters. FSDP: both or none, as its ``CPUOffloadPolicy`` moves parameters,
             gradients and the optimizer together.
+        optimizer_on_disk: ZeRO only, with the optimizer offloaded: whether its state (not the parameters, nor their copies that it steps)
+            lies in a file on a local disk, of which host memory holds what is being stepped.
         cuts: pipeline only: FQNs of the blocks with which the second and every later stage begins.
         schedule: pipeline only. The interleaved one has several stages a rank: stage ``s`` runs on pipeline rank ``s mod ranks``.
             ``"1f1b"`` needs as many micro-batches as stages at least.
@@ -66,6 +68,7 @@ class Plan:
     shares: tuple[int, ...] = ()
     zero_stage: int | None = None
     offload: tuple[Offload, ...] = ()
+    optimizer_on_disk: bool = False
     cuts: tuple[str, ...] = ()
     schedule: Schedule | None = None
     reasons: tuple[str, ...] = ()
@@ -134,6 +137,13 @@ class Plan:
         if len(set(self.offload)) != len(self.offload):
             raise ValueError(f"a plan names each offload once, but they are {self.offload!r}")
         object.__setattr__(self, "offload", tuple(what for what in OFFLOADS if what in self.offload))
+        if not isinstance(self.optimizer_on_disk, bool):
+            raise ValueError(f"optimizer_on_disk must be true or false, but is {self.optimizer_on_disk!r}")
+        if self.optimizer_on_disk and (self.engine != "zero" or "optimizer" not in self.offload):
+            raise ValueError(
+                f"optimizer_on_disk needs engine 'zero' with 'optimizer' in offload, but the engine is {self.engine!r} and offload is "
+                f"{self.offload!r}; leave it out, or choose them"
+            )
         if not self.offload:
             return
         if self.engine not in ("zero", "fsdp"):
@@ -246,7 +256,7 @@ class Plan:
         if self.shares:
             words.append(f"shares {':'.join(map(str, self.shares))}" if self.world_size <= 4 else "uneven shares")
         if self.offload:
-            words.append(f"offload {' + '.join(self.offload)}")
+            words.append(f"offload {' + '.join(self.offload)}{', state on disk' if self.optimizer_on_disk else ''}")
         if self.recompute:
             words.append(f"recompute {len(self.recompute)}")
         if self.micro_batches > 1 and self.engine != "pipeline":

@@ -46,6 +46,7 @@ FSDP: dict[str, Any] = {"engine": "fsdp", "devices": FOUR, "reshard_after_forwar
         ({**FSDP, "replicas": 2}, "fsdp ×4, reshard, 2 replicas"),
         ({**FSDP, "offload": ("parameters", "optimizer")}, "fsdp ×4, reshard, offload optimizer + parameters"),
         ({**ZERO, "offload": ("optimizer",)}, "zero-3 ×4, offload optimizer"),
+        ({**ZERO, "offload": ("optimizer",), "optimizer_on_disk": True}, "zero-3 ×4, offload optimizer, state on disk"),
         (
             {**ZERO, "devices": ("GPU-a",), "zero_stage": 1, "micro_batches": 2, "recompute": ("net.0",)},
             "zero-1, recompute 1, micro-batches 2",
@@ -92,6 +93,10 @@ def test_a_pipeline_knows_its_stages_and_ranks() -> None:
         ({**ZERO, "offload": ("gradients",)}, "unknown offload 'gradients'; choose from optimizer, parameters"),
         ({**ZERO, "offload": ("optimizer", "optimizer")}, "each offload once"),
         ({**ZERO, "zero_stage": 2, "offload": ("parameters",)}, "at stage 3, but zero_stage is 2"),
+        ({**ZERO, "optimizer_on_disk": True}, r"needs engine 'zero' with 'optimizer' in offload, .* offload is \(\)"),
+        ({**ZERO, "offload": ("parameters",), "optimizer_on_disk": True}, "with 'optimizer' in offload"),
+        ({**ZERO, "offload": ("optimizer",), "optimizer_on_disk": 1}, "must be true or false, but is 1"),
+        ({**FSDP, "offload": ("optimizer", "parameters"), "optimizer_on_disk": True}, "the engine is 'fsdp'"),
         ({**FSDP, "offload": ("optimizer",)}, "fsdp offloads optimizer and parameters together"),
         ({"engine": "single", "devices": ("cpu:0",), "offload": ("optimizer",)}, "'single' can't offload optimizer"),
         ({**FSDP, "cuts": ("net.1",)}, "cuts is .*; leave it out"),

@@ -1,16 +1,16 @@
 """A snapshot: the training state at a step boundary, saved under one plan, loaded under any other.
 
 A folder: weights and optimizer states by torch.distributed.checkpoint, keyed by fully-qualified names, so that each rank writes and reads
-its own part (its shards, or what its stages use; what several ranks have alike is written once); beside them Lightning's own checkpoint
-dictionary without them. Knows tensors, files and the trainer, no plan.
+its own part (its shards, its range of elements, or what its stages use; what several ranks have alike is written once); beside them
+Lightning's own checkpoint dictionary without them. Knows tensors, files and the trainer, no plan.
 """
 
 from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import bare_optimizer
+from lightning_autopar.state.fragments import Fragment, Part
 from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
@@ -49,14 +50,15 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
     strategy: Any = trainer.strategy
     folder = Path(strategy.broadcast(str(path)))
     module, optimizers = strategy.lightning_module, [bare_optimizer(optimizer) for optimizer in strategy.optimizers]
-    tensors = _weights(module)
+    tensors = _weights(strategy)
     rest = _rest(trainer)
     rest[_OPTIMIZERS] = []
+    parts = _optimizer_parts(strategy)
     for index, optimizer in enumerate(optimizers):
-        own, others = _optimizer_state(index, optimizer, _names(module, optimizer))
+        own, others = _optimizer_state(index, optimizer, _names(module, optimizer, parts), parts)
         tensors |= own
         rest[_OPTIMIZERS].append(others)
-    if getattr(strategy, "in_stages", False):
+    if getattr(strategy, "in_stages", False) or parts:
         _join_values(rest[_OPTIMIZERS])
     with _alone():
         dcp.save(tensors, checkpoint_id=str(folder / _TENSORS), no_dist=not dist.is_initialized())
@@ -85,19 +87,25 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"the snapshot {folder} holds the states of {len(saved)} optimizers, but the module now configures {len(optimizers)}"
         )
-    weights = _weights(module)
+    weights, parts = _weights(strategy), _optimizer_parts(strategy)
     reader = dcp.FileSystemReader(str(folder / _TENSORS))
     kinds = reader.read_metadata().state_dict_metadata
-    states = [_empty_state(index, optimizer, _names(module, optimizer), kinds) for index, optimizer in enumerate(optimizers)]
+    names = [_names(module, optimizer, parts) for optimizer in optimizers]
+    room = getattr(strategy, "state_room", None)
+    states = [_empty_state(index, optimizer, names[index], kinds, parts, room) for index, optimizer in enumerate(optimizers)]
     tensors = dict(weights)
     for state in states:
         tensors |= state
     with _alone():
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    module.load_state_dict({**module.state_dict(), **{name.partition(_SEPARATOR)[2]: tensors[name] for name in weights}})
-    rest["state_dict"] = dict(module.state_dict())
-    for optimizer, state, others in zip(optimizers, states, saved, strict=False):  # none in a run that evaluates
-        _load_optimizer(optimizer, _names(module, optimizer), {name: tensors[name] for name in state}, others)
+    loaded = {name.partition(_SEPARATOR)[2]: tensors[name] for name in weights if not isinstance(tensors[name], Fragment)}
+    with strategy.handling_parts() if hasattr(strategy, "handling_parts") else nullcontext():
+        module.load_state_dict({**module.state_dict(), **loaded})
+    if hasattr(strategy, "parts_loaded"):
+        strategy.parts_loaded()
+    rest["state_dict"] = _state_dict(strategy)
+    for index, optimizer in enumerate(optimizers):  # none in a run that evaluates
+        _load_optimizer(optimizer, names[index], {name: tensors[name] for name in states[index]}, saved[index], parts)
     return rest
 
 
@@ -110,9 +118,22 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _weights(module: nn.Module) -> dict[str, Any]:
+def _state_dict(strategy: Any) -> dict[str, Any]:
+    """What this rank has of the module's state dict: all of it, or for a partitioned parameter its part."""
+    module, parts = strategy.lightning_module, _weight_parts(strategy)
+    if not parts:
+        return dict(module.state_dict())
+    with strategy.handling_parts():
+        state = module.state_dict(keep_vars=True)
+    return {
+        name: part.of(part.flat) if (part := parts.get(id(value))) is not None else (value.detach() if isinstance(value, Tensor) else value)
+        for name, value in state.items()
+    }
+
+
+def _weights(strategy: Any) -> dict[str, Any]:
     """What this rank has of the state dict; of a module's own extra state, what belongs to tensors that are here."""
-    state = module.state_dict()
+    state = _state_dict(strategy)
     elsewhere = {name.rpartition(".")[0] for name, value in state.items() if is_hole(value)}
     return {
         f"model{_SEPARATOR}{name}": value
@@ -121,10 +142,29 @@ def _weights(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+def _weight_parts(strategy: Any) -> dict[int, Part]:
+    """Of parameters that are partitioned by their elements, by id: what this rank has."""
+    parts: dict[int, Part] = strategy.weight_parts() if hasattr(strategy, "weight_parts") else {}
+    return parts
+
+
+def _optimizer_parts(strategy: Any) -> dict[int, Part]:
+    """The same for the parameters that the optimizers have."""
+    parts: dict[int, Part] = strategy.optimizer_parts() if hasattr(strategy, "optimizer_parts") else {}
+    return parts
+
+
+def _names(module: nn.Module, optimizer: Optimizer, parts: Mapping[int, Part]) -> list[str]:
     """The FQN of each of an optimizer's parameters, in its order; of one that isn't the module's, its position."""
     known = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [known.get(id(parameter), f"#{position}") for position, parameter in enumerate(_parameters(optimizer))]
+    its = [parts[id(each)].parameter if id(each) in parts else each for each in _parameters(optimizer)]
+    return [known.get(id(parameter), f"#{position}") for position, parameter in enumerate(its)]
+
+
+def _is_here(parameter: Tensor, parts: Mapping[int, Part]) -> bool:
+    """Whether this rank has anything of a parameter."""
+    part = parts.get(id(parameter))
+    return not is_hole(parameter) if part is None else part.flat.numel() > 0
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -142,44 +182,57 @@ def _join_values(optimizers: list[dict[str, Any]]) -> None:
                 others["values"].setdefault(name, each)
 
 
-def _optimizer_state(index: int, optimizer: Optimizer, names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _optimizer_state(
+    index: int, optimizer: Optimizer, names: list[str], parts: Mapping[int, Part]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of an optimizer's state by name, and all the rest of it; of the parameters that are here."""
     state = optimizer.state_dict()
     parameters = _parameters(optimizer)
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {"param_groups": state["param_groups"], "names": names, "values": {}}
     for position, values in state["state"].items():
-        if is_hole(parameters[position]):
+        if not _is_here(parameters[position], parts):
             continue  # some optimizers make a state for each parameter at once
+        part = parts.get(id(parameters[position]))
         for key, value in values.items():
             if isinstance(value, Tensor):
-                tensors[_SEPARATOR.join(("optimizer", str(index), names[position], key))] = value
+                whole = part.of(value) if part is not None and part.is_like(value) else value
+                tensors[_SEPARATOR.join(("optimizer", str(index), names[position], key))] = whole
             else:
                 others["values"].setdefault(names[position], {})[key] = value
     return tensors, others
 
 
-def _empty_state(index: int, optimizer: Optimizer, names: list[str], kinds: dict[str, Any]) -> dict[str, Any]:
+def _empty_state(
+    index: int, optimizer: Optimizer, names: list[str], kinds: dict[str, Any], parts: Mapping[int, Part], room_of: Any
+) -> dict[str, Any]:
     """Room for the tensors of an optimizer's saved state, sharded as its parameters are; of those that are here."""
-    parameters = {name: each for name, each in zip(names, _parameters(optimizer), strict=True) if not is_hole(each)}
+    parameters = {name: each for name, each in zip(names, _parameters(optimizer), strict=True) if _is_here(each, parts)}
     room: dict[str, Any] = {}
     for name, kind in kinds.items():
-        part, number, parameter, _ = (*name.split(_SEPARATOR), "", "", "")[:4]
-        if part != "optimizer" or number != str(index) or parameter not in parameters or not isinstance(kind, TensorStorageMetadata):
+        kept, number, parameter, key = (*name.split(_SEPARATOR), "", "", "")[:4]
+        if kept != "optimizer" or number != str(index) or parameter not in parameters or not isinstance(kind, TensorStorageMetadata):
             continue
         like, dtype = parameters[parameter], kind.properties.dtype
-        room[name] = torch.zeros_like(like, dtype=dtype) if like.shape == kind.size else torch.zeros(kind.size, dtype=dtype)
+        part = parts.get(id(like))
+        if part is not None and part.has_all_of(key, kind.size):
+            room[name] = part.of(room_of(part, dtype))
+        else:
+            whole = part is None and like.shape == kind.size
+            room[name] = torch.zeros_like(like, dtype=dtype) if whole else torch.zeros(kind.size, dtype=dtype)
     return room
 
 
-def _load_optimizer(optimizer: Optimizer, names: list[str], tensors: dict[str, Any], others: dict[str, Any]) -> None:
+def _load_optimizer(
+    optimizer: Optimizer, names: list[str], tensors: dict[str, Any], others: dict[str, Any], parts: Mapping[int, Part]
+) -> None:
     """The saved state, by the positions that the parameters have now; the options of a group go with its place among the groups."""
     state: dict[int, dict[str, Any]] = {}
     parameters = _parameters(optimizer)
-    positions = {name: position for position, name in enumerate(names) if not is_hole(parameters[position])}
+    positions = {name: position for position, name in enumerate(names) if _is_here(parameters[position], parts)}
     for name, value in tensors.items():
         _, _, parameter, key = name.split(_SEPARATOR)
-        state.setdefault(positions[parameter], {})[key] = value
+        state.setdefault(positions[parameter], {})[key] = value.flat if isinstance(value, Fragment) else value
     for parameter, values in others["values"].items():
         if parameter in positions:
             state.setdefault(positions[parameter], {}).update(values)
@@ -190,8 +243,8 @@ def _rest(trainer: Trainer) -> dict[str, Any]:
     """Lightning's checkpoint dictionary without weights and optimizer states."""
     strategy: Any = trainer.strategy
     before = strategy.__dict__.get("lightning_module_state_dict"), strategy.__dict__.get("optimizer_state")
-    module = strategy.lightning_module  # hooks of the user's may look at the weights: each rank's own part of them
-    strategy.__dict__.update(lightning_module_state_dict=module.state_dict, optimizer_state=lambda optimizer: {})
+    # Hooks of the user's may look at the weights: each rank's own part of them.
+    strategy.__dict__.update(lightning_module_state_dict=lambda: _state_dict(strategy), optimizer_state=lambda optimizer: {})
     try:
         rest: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     finally:

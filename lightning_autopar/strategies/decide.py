@@ -22,13 +22,16 @@ from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.planning.calibrate import Calibrated
 from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.calibration import calibrate, calibrated
+from lightning_autopar.strategies.disk_states import disk_folder, no_disk
 from lightning_autopar.strategies.engine import Assignment, BatchRule
 from lightning_autopar.strategies.features import exclusions
-from lightning_autopar.strategies.findings import Findings, Questions, confirm, find_out
+from lightning_autopar.strategies.findings import Findings, Questions, confirm, find_out, rehearse
+from lightning_autopar.strategies.rehearse_fsdp import unshardable
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -104,18 +107,9 @@ def decide(
         names = ", ".join(device.id for device in inventory.devices) or "none"
         raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
     look = _look(trainer, settings, bound, world_size)
-    report, findings = look.report(), look.findings
+    report, findings = _stood(trainer, look), look.findings
     plan = report.best
     assert plan is not None, "make_report raises where nothing fits"
-    if plan.engine == "pipeline" and findings.staging is not None and findings.staging.untried is not None:
-        confirmed = confirm(trainer, findings.footprint, plan.cuts)
-        if confirmed.staging.refusal is not None:
-            excluded = {**look.constraints.excluded, "pipeline": confirmed.staging.refusal}
-            report = replace(look, constraints=replace(look.constraints, excluded=excluded)).report()
-        elif confirmed.untried is None:
-            report = replace(look, constraints=replace(look.constraints, pipeline_notes=())).report()
-        plan = report.best
-        assert plan is not None, "as above"
     return Decision(
         report=report,
         assignment=Assignment(
@@ -133,6 +127,49 @@ def decide(
             staging=None if findings.staging is None else findings.staging.staging,
         ),
     )
+
+
+def _stood(trainer: Trainer, look: _Look) -> Report:
+    """The report whose best plan has stood its trial: what fails it is ruled out, and the report made again."""
+    tried: set[tuple[object, ...]] = set()
+    while True:
+        report = look.report()
+        plan = report.best
+        assert plan is not None, "make_report raises where nothing fits"
+        what = (plan.engine, plan.zero_stage, plan.offload, plan.world_size == 1)
+        if what in tried:
+            return report
+        tried.add(what)
+        constraints = _after_trial(trainer, look, plan)
+        if constraints == look.constraints:
+            return report
+        look = replace(look, constraints=constraints)
+
+
+def _after_trial(trainer: Trainer, look: _Look, plan: Plan) -> Constraints:
+    """The constraints, with what a trial of the plan found out; only what tracing didn't try is tried."""
+    constraints, findings = look.constraints, look.findings
+    refusal, what = None, str(plan.engine)
+    if plan.engine == "pipeline" and findings.staging is not None and findings.staging.untried is not None:
+        confirmed = confirm(trainer, findings.footprint, plan.cuts)
+        refusal = confirmed.staging.refusal
+        if refusal is None and confirmed.untried is None:
+            return replace(constraints, pipeline_notes=())
+    elif findings.footprint.training and _to_rehearse(plan, findings):
+        refusal = rehearse(trainer, findings.footprint, plan)
+        what = "zero_3" if plan.zero_stage == 3 else what
+    if refusal is None:
+        return constraints
+    # Sharded on several devices it was rehearsed already, but for what the plan does besides.
+    ruled_out = [what] if plan.engine != "fsdp" or plan.world_size == 1 else ["offload", "replicas"]
+    return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(ruled_out, refusal)})
+
+
+def _to_rehearse(plan: Plan, findings: Findings) -> bool:
+    """Whether there is something in a plan that planning hasn't tried."""
+    if plan.engine != "fsdp":
+        return plan.engine == "zero"
+    return plan.world_size == 1 or ((bool(plan.offload) or plan.replicas > 1) and findings.footprint.configures_model)
 
 
 def survey(
@@ -167,20 +204,35 @@ def _look(trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | No
     several = _several(inventory, max_devices)
     verify_configuration(trainer)  # in Lightning's own words what it would say later
     excluded = exclusions(trainer)
-    stages = "pipeline" in settings.allow if settings.plan is None else settings.plan.engine == "pipeline"
+
+    def asked(engine: Engine) -> bool:
+        return (engine in settings.allow if settings.plan is None else settings.plan.engine == engine) and engine not in excluded
+
     findings = find_out(
         trainer,
         Questions(
             split=_splits(inventory, settings, max_devices),
             room_bytes=_room_bytes(inventory, settings),
-            sharded=several and "fsdp" in settings.allow,
-            staged=several and stages and not excluded.keys() & {"pipeline", "multi"},
+            sharded=several and asked("fsdp"),
+            partitioned=asked("zero"),
+            staged=several and asked("pipeline") and "multi" not in excluded,
             gpu=any(device.kind != "cpu" for device in inventory.devices),
         ),
     )
     training = findings.footprint.training
-    if findings.unshardable is not None:
-        excluded.setdefault("fsdp", findings.unshardable)
+    refusal = findings.unshardable
+    if refusal is None and not several and asked("fsdp"):  # with offload it runs on one device as well
+        refusal = unshardable(trainer.lightning_module)
+    if refusal is not None:
+        excluded.setdefault("fsdp", refusal)
+    if findings.unpartitionable is not None:
+        excluded.setdefault("zero", findings.unpartitionable)
+    if findings.ungathered is not None:
+        excluded.setdefault("zero_3", findings.ungathered)
+    if training and asked("zero") and (reason := no_disk(disk_folder(trainer.default_root_dir), findings.footprint.optimizer_bytes)):
+        excluded.setdefault("disk", reason)
+    for engine, missing in missing_packages(inventory).items():
+        excluded.setdefault(engine, missing)
     if findings.several_loaders:
         excluded.setdefault("shares", "the step's batch comes from several loaders, whose parts would weigh differently on each device")
     if findings.whole is not None:
@@ -189,6 +241,8 @@ def _look(trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | No
         excluded.setdefault("micro_batches", f"the step counts in the buffer {findings.counted[0]!r}, which each part of a batch would do")
     if findings.staging is not None and findings.staging.staging.refusal is not None:
         excluded.setdefault("pipeline", findings.staging.staging.refusal)
+    if findings.staging is not None and not findings.staging.in_halves:
+        excluded.setdefault("zero_bubble", "a stage's backward can't run in two halves, as a zero-bubble schedule has it; choose '1f1b'")
     rates = _rates(trainer, settings, inventory, max_devices)
     constraints = Constraints(
         allow=settings.allow,

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.memory.fake import is_compiled
 from lightning_autopar.state.rng import find_generators
+from lightning_autopar.strategies.features_zero import unpartitioned_run
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -54,6 +55,9 @@ def exclusions(trainer: Trainer) -> dict[str, str]:
             f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, and neither DDP nor FSDP2 communicates the "
             "gradients of those that were frozen when it began"
         )
+        excluded.setdefault(
+            "fsdp", f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, which FSDP2 doesn't notice"
+        )
     if "BatchSizeFinder" in kinds:
         excluded["multi"] = "the callback BatchSizeFinder runs on one device only, as in Lightning itself"
     if "LearningRateFinder" in kinds and trainer.state.fn == TrainerFn.FITTING:
@@ -74,6 +78,8 @@ def exclusions(trainer: Trainer) -> dict[str, str]:
         excluded["multi"] = "a BasePredictionWriter writes batches by their index in this process, which several devices don't share"
     if (reason := _unstaged(trainer, kinds)) is not None:
         excluded["pipeline"] = reason
+    if stage == TrainerFn.FITTING and (reason := unpartitioned_run(trainer, kinds)) is not None:
+        excluded["zero"] = reason
     return excluded
 
 

@@ -15,17 +15,22 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.memory.fake import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.guess import guess
 from lightning_autopar.memory.rehearsal import STEPS
 from lightning_autopar.memory.trace import first_batch, trace
 from lightning_autopar.planning.candidates import SplitFinding, shardable
+from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.backward import backward_survives_fork
 from lightning_autopar.strategies.draws import DrawPlan
 from lightning_autopar.strategies.failure import Failure
+from lightning_autopar.strategies.features_zero import unpartitioned_module, unpartitioned_optimizer
 from lightning_autopar.strategies.micro import why_whole
 from lightning_autopar.strategies.probe import pads, probe_evaluation, probe_split
-from lightning_autopar.strategies.rehearse import rehearse_fsdp, unshardable
+from lightning_autopar.strategies.rehearse import rehearsed
+from lightning_autopar.strategies.rehearse_fsdp import rehearse_fsdp, unshardable
+from lightning_autopar.strategies.rehearse_zero import rehearse_zero
 from lightning_autopar.strategies.staged.finding import StagingFinding, refused
 from lightning_autopar.strategies.staged.probe import confirm_stages, precision_of, probe_stages
 from lightning_autopar.strategies.staged.recording import Staging
@@ -51,6 +56,7 @@ class Questions:
         split: whether some of them split the batch.
         room_bytes: from where on a step is so large that one device may have to work its batch off in parts; None where no plan does.
         sharded: whether some shard the module with FSDP2.
+        partitioned: whether some partition it with DeepSpeed.
         staged: whether some run it in stages.
         gpu: whether there are devices other than the CPU.
     """
@@ -58,6 +64,7 @@ class Questions:
     split: bool = False
     room_bytes: int | None = None
     sharded: bool = False
+    partitioned: bool = False
     staged: bool = False
     gpu: bool = False
 
@@ -72,6 +79,8 @@ class Findings:
         draws: the step's random draws; None where it draws nothing.
         data_draws: where making a batch draws, see :class:`.engine.Assignment`.
         unshardable: why FSDP2 can't run it; None where it can.
+        unpartitionable: why DeepSpeed can't, by what the module and its optimizer are; None where that isn't known.
+        ungathered: why it can't gather parameters module by module, at stage 3; None where it can.
         several_loaders: whether a batch comes from several of them.
         whole: why a training step's batch can't be worked off in parts; None where it can.
         staging: where it can be cut into stages; None where no candidate does so.
@@ -83,6 +92,8 @@ class Findings:
     draws: DrawPlan | None
     data_draws: tuple[str, ...]
     unshardable: str | None
+    unpartitionable: str | None = None
+    ungathered: str | None = None
     several_loaders: bool = False
     whole: str | None = None
     staging: StagingFinding | None = None
@@ -127,6 +138,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
     footprint = _traced(trainer, questions, batch, validation)
     room_bytes = questions.room_bytes
     probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
+    unpartitionable = _unpartitionable(module, trainer) if questions.partitioned and stage == "fit" else None
     # What follows changes the module in this process.
     staging = _staged(module, trainer, stage, batch, validation, footprint) if questions.staged else None
     refusal = None
@@ -150,11 +162,28 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         draws=draws,
         data_draws=batch.draws,
         unshardable=refusal,
+        unpartitionable=unpartitionable,
+        ungathered=None if split is None else _uneven(module, split.uneven_calls),
         several_loaders=batch.kind == "combined",
         whole=_whole(batch, stage),
         staging=staging,
         counted=(*(() if staging is None else staging.counted), *(() if split is None else split.counted)),
     )
+
+
+def _unpartitionable(module: LightningModule, trainer: Trainer) -> str | None:
+    """What of the module as it will be built, and of its optimizer, DeepSpeed can't partition; a fake copy is built."""
+    mode = fake_mode()
+    try:
+        with drawing_nothing(), as_if_real(None, "cpu"):
+            copy = fake_copy(module, mode, None)
+            with mode:
+                rehearsal = rehearsed(copy, trainer)
+                rehearsal.build()
+                return unpartitioned_module(copy, str(trainer.precision)) or unpartitioned_optimizer(copy, rehearsal.optimizers)
+    except Exception:  # tracing says why; what comes of it in a run, a rehearsal finds out
+        log.debug("the optimizer can't be looked at", exc_info=True)
+        return None
 
 
 def _staged(
@@ -188,6 +217,31 @@ def _confirm(trainer: Trainer, footprint: Footprint, cuts: tuple[str, ...]) -> S
         batches[STEPS["validate"]] = validation
     precision = precision_of(str(trainer.precision))
     return confirm_stages(module, trainer, batches, stage, cuts, precision=precision, flops=footprint.flops)
+
+
+def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> str | None:
+    """Why a plan that shards or partitions can't run the training step, tried in a forked child; None if it can, or if that can't be told.
+
+    Args:
+        trainer: with module and data attached.
+        footprint: of its step.
+        plan: of engine ``"zero"``, or ``"fsdp"``.
+    """
+    if not backward_survives_fork():
+        return None
+    try:
+        return run_forked(_rehearse, trainer, footprint, plan, timeout_seconds=_CONFIRM_SECONDS)
+    except ChildFailed:
+        log.debug("the plan can't be rehearsed", exc_info=True)
+        return None
+
+
+def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> str | None:
+    module = trainer.lightning_module
+    first = first_batch(module, trainer, "fit")
+    if plan.engine == "fsdp":
+        return rehearse_fsdp(module, trainer, first, plan.shard, flops=footprint.flops, by_plan=bool(plan.offload) or plan.replicas > 1)
+    return rehearse_zero(module, trainer, first, plan, flops=footprint.flops)
 
 
 def _stage(trainer: Trainer) -> str:
@@ -231,12 +285,14 @@ def _find_here(trainer: Trainer, questions: Questions) -> Findings | Failure:
         return batches
     batch, validation = batches
     footprint = _traced(trainer, questions, batch, validation)
+    unpartitionable = _unpartitionable(module, trainer) if questions.partitioned and stage == "fit" else None
     return Findings(
         footprint=footprint,
         split=SplitFinding(probed=False, reason=f"{_THREADS} before this run, so that no copy of the step could be run"),
         draws=DrawPlan(),
         data_draws=batch.draws,
         unshardable=unshardable(module),
+        unpartitionable=unpartitionable,
         several_loaders=batch.kind == "combined",
         whole=_whole(batch, stage),
         staging=refused(f"{_THREADS} before this run, so that no stages could be tried") if questions.staged else None,
@@ -278,6 +334,17 @@ def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequenc
     for name in uneven_calls:
         if name in units or name in outermost:
             return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call every block"
+    return None
+
+
+def _uneven(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
+    """The same under DeepSpeed's stage 3, which gathers parameters in the order in which a rank comes to them."""
+    for name in uneven_calls:
+        if next(module.get_submodule(name).parameters(), None) is not None:
+            return (
+                f"the samples decide whether {name!r} is called (as with routed experts), and ZeRO-3 needs every rank to call the same "
+                "modules"
+            )
     return None
 
 

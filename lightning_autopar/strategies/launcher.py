@@ -37,6 +37,8 @@ from lightning_autopar.strategies.generation import Job, Outcome, cap_allocator,
 from lightning_autopar.strategies.pipeline import PipelineEngine
 from lightning_autopar.strategies.single import SingleEngine
 from lightning_autopar.strategies.trial import tried
+from lightning_autopar.strategies.zero import ZeroEngine
+from lightning_autopar.strategies.zero_deepspeed import import_deepspeed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +95,7 @@ class AutoLauncher(Launcher):
         self._strategy.report = decision.report
         self._strategy.plan = decision.assignment.plan
         decision.announce()
-        if decision.assignment.plan.world_size == 1 and decision.assignment.devices[0].index is not None:
+        if decision.assignment.plan.engine == "single" and decision.assignment.devices[0].index is not None:
             return self._run_here(decision, function, args, kwargs, trainer)
         if torch.cuda.is_initialized() or not backward_survives_fork():
             peers = rerun_script(self._strategy, decision.assignment.plan.world_size)
@@ -135,6 +137,8 @@ class AutoLauncher(Launcher):
 
     def _run_generation(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         assignment = decision.assignment
+        if assignment.plan.engine == "zero" and assignment.devices[0].kind == "cpu":
+            import_deepspeed("cpu")  # once, rather than in each worker; for GPUs it asks CUDA, which nobody must before a fork
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
             job = make_job(assignment, trainer, function, args, kwargs, folder)
@@ -201,7 +205,7 @@ class AutoLauncher(Launcher):
         ):
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
-                if isinstance(engine, (FSDPEngine, PipelineEngine)):
+                if isinstance(engine, (FSDPEngine, PipelineEngine, ZeroEngine)):
                     engine.release()
             finally:
                 self._strategy.take_over(engine)
@@ -255,6 +259,8 @@ def make_engine(assignment: Assignment, *, forked: bool = True) -> EngineMixin:
         return DDPEngine(assignment, forked=forked)
     if engine == "pipeline":
         return PipelineEngine(assignment)
+    if engine == "zero":
+        return ZeroEngine(assignment, forked=forked)
     assert engine == "fsdp", engine
     return FSDPEngine(assignment)
 

@@ -42,10 +42,12 @@ from lightning_autopar.state.checkpoint import (
     whole_state_dict,
 )
 from lightning_autopar.state.loader import unwrapped
+from lightning_autopar.state.scratch import save_lean
 from lightning_autopar.strategies.measure import Measured
 from lightning_autopar.strategies.metrics import sync_states
 from lightning_autopar.strategies.objects import LIMIT_BYTES, Changes, Survey, merged
 from lightning_autopar.strategies.staged.hole import is_hole
+from lightning_autopar.strategies.zero_files import ZeroFiles
 from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
@@ -193,16 +195,23 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     keeps = rank < ranks
     if not apart and (engine.splits or in_stages):
         _merge_metrics(module)
-    state = (own_state_dict if in_stages else whole_state_dict)(module, keep=keeps)
+    partitioned = isinstance(engine, ZeroFiles)
     optimizers = [bare_optimizer(optimizer) for optimizer in trainer.optimizers]
-    affordable = fitting and _affordable(optimizers, results, everyones=in_stages and not apart)
-    of_optimizer = own_optimizer_state if in_stages else whole_optimizer_state
-    states = [of_optimizer(optimizer, keep=keeps) for optimizer in optimizers] if affordable else []
+    holders = ranks if in_stages else engine.assignment.plan.world_size if partitioned else 1
+    affordable = fitting and _affordable(optimizers, results, holders=1 if apart else holders)
+    if partitioned:
+        state = engine.lightning_module_state_dict()
+        states = [engine.optimizer_state(optimizer) for optimizer in optimizers] if affordable else []
+        engine.let_go()
+    else:
+        state = (own_state_dict if in_stages else whole_state_dict)(module, keep=keeps)
+        of_optimizer = own_optimizer_state if in_stages else whole_optimizer_state
+        states = [of_optimizer(optimizer, keep=keeps) for optimizer in optimizers] if affordable else []
     if not keeps:
         return results
     persistent = set(state)
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in persistent and not is_hole(buffer)}
-    torch.save(
+    save_lean(
         {
             "state_dict": state if fitting or is_overridden("configure_model", module) else {},
             "buffers": {name: buffer.detach().cpu() for name, buffer in buffers.items()},
@@ -245,22 +254,23 @@ def _merge_metrics(module: nn.Module) -> None:
             metric._update_count = max(metric._update_count, *seen)  # of stages, one alone may have called it
 
 
-def _affordable(optimizers: list[torch.optim.Optimizer], results: Results, *, everyones: bool) -> bool:
+def _affordable(optimizers: list[torch.optim.Optimizer], results: Results, *, holders: int) -> bool:
     """Whether the parent has room for the optimizer states; said by every rank alike, from their whole sizes.
 
     Args:
         optimizers: of this rank.
         results: in which it is said that there is none.
-        everyones: whether a rank has the states of its stages only, and asks the others for theirs.
+        holders: how many ranks have the states together, each its part; 1 where each has them whole, or as DTensors, which say how large
+            they are.
     """
     tensors = [
         value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
     ]
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if not is_hole(tensor))
-    if everyones:
+    if holders > 1:
         sizes: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(sizes, size_bytes)
-        size_bytes = sum(sizes) * results.ranks // len(sizes)
+        size_bytes = sum(sizes) * holders // len(sizes)
     affordable = size_bytes <= _OPTIMIZER_SHARE * psutil.virtual_memory().total
     if not affordable:
         results.lost.append(f"the optimizers' states ({format_bytes(size_bytes)})")

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_autopar.plans import Plan
+
 pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = """
@@ -94,9 +96,9 @@ def _task(script: Path, task: dict[str, Any]) -> list[str]:
     return [str(script), json.dumps(task)]
 
 
-def _torchrun(script: Path, ranks: int, task: dict[str, Any], **more: str) -> tuple[int, str]:
+def _torchrun(script: Path, ranks: int, task: dict[str, Any], *, seconds: float = 60, **more: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *_task(script, task)]
-    return _end(_start(command, **more))
+    return _end(_start(command, **more), seconds)
 
 
 def _results(output: str) -> list[Any]:
@@ -120,6 +122,18 @@ def test_torchrun_two_fits(script: Path, plain: list[float], engine: str) -> Non
     assert [plan for _, plan in results] == [[engine, 2]] * 2
     for values, _ in results:
         assert values == pytest.approx(plain, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.timeout(180)
+def test_torchrun_zero(script: Path, plain: list[float]) -> None:
+    pytest.importorskip("deepspeed")
+    path = script.with_name("plan.json")
+    path.write_text(Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=3).to_json())
+    code, output = _torchrun(script, 2, {"strategy": {"plan": str(path), "devices": "2xcpu:1GiB"}}, seconds=150)
+    assert code == 0, output
+    for values, ran in _results(output):
+        assert ran == ["zero", 2]
+        assert values == pytest.approx(plain[:3], rel=1e-4, abs=1e-5)
 
 
 def test_torchrun_one_process_plans_for_the_devices_given(script: Path, plain: list[float]) -> None:

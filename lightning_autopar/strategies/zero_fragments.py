@@ -1,0 +1,163 @@
+"""Between DeepSpeed and the user's optimizer: this steps the user's parameters' parts, where DeepSpeed would step flat buffers.
+
+DeepSpeed puts a group's parameters into one flat tensor and has the optimizer step this rank's part of that. An optimizer then knows one
+parameter a group: those without a gradient in a step are stepped all the same, with zeros, and decay or move on, and all have one count of
+steps. Here the user's optimizer gets a fragment of each parameter instead, a view into the flat tensor, and does with it what it would do
+with the parameter on one device. That is right for optimizers that treat each element by itself. Knows no plan and no LightningModule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_autopar.state.fragments import NUMBERS
+
+#: Elements that a sum is taken over at once.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """This rank's part of a parameter.
+
+    Args:
+        parameter: the module's.
+        fragment: the part, in one dimension; empty where the rank has none. What the user's optimizer steps.
+        offset: how many elements of the flattened parameter come before it.
+    """
+
+    parameter: nn.Parameter
+    fragment: nn.Parameter
+    offset: int
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The same part of another tensor of the parameter's shape."""
+        return whole.flatten()[self.offset : self.offset + self.fragment.numel()]
+
+
+class Relay(Optimizer):
+    """The optimizer that DeepSpeed is given: passes each step on to the user's.
+
+    Args:
+        users: the user's optimizer, with the module's parameters in its groups.
+    """
+
+    def __init__(self, users: Optimizer) -> None:
+        self.users = users
+        #: For each of DeepSpeed's groups, the user's that it stands for: DeepSpeed can't do with groups in which nothing is trained.
+        self.numbers = [
+            number for number, group in enumerate(users.param_groups) if any(_is_trained(parameter) for parameter in group["params"])
+        ]
+        members = [[each for each in users.param_groups[number]["params"] if _is_trained(each)] for number in self.numbers]
+        groups: list[dict[str, Any]] = [{"params": list(parameters), "lr": 0.0} for parameters in members]
+        #: The parameters that are trained, by DeepSpeed's groups.
+        self.trained: list[list[nn.Parameter]] = [list(parameters) for parameters in members]
+        super().__init__(groups, {})
+        self.pieces: list[list[Piece]] = [[] for _ in users.param_groups]
+        self._flat: dict[int, tuple[int, list[tuple[Piece, int, int]]]] = {}
+        #: The ids of those parameters that have a gradient to be stepped by, and what is done to gradients before; set before each step.
+        self.used: set[int] = set()
+        self.clip: Callable[[Tensor], None] = lambda gradient: None
+
+    def attach(self, partitions: Iterable[tuple[int, Any, list[tuple[nn.Parameter, int, int, int]]]]) -> None:
+        """Give the user's optimizer its fragments, with what state it has; see ``zero_deepspeed.partitions`` for the argument."""
+        known: dict[int, Piece] = {}
+        for index, flat, found in partitions:
+            number, inside = self.numbers[index], []
+            for parameter, start, end, offset in found:
+                fragment = nn.Parameter(flat.data[start:end])
+                piece = Piece(parameter=parameter, fragment=fragment, offset=offset)
+                known[id(parameter)] = piece
+                inside.append((piece, start, end))
+            self._flat[id(flat)] = number, inside
+        state, self.users.state = self.users.state, type(self.users.state)(dict)
+        for number, group in enumerate(self.users.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if (its := known.get(id(parameter))) is None:
+                    continue
+                self.pieces[number].append(its)
+                group["params"][position] = its.fragment
+                if parameter in state:  # Adagrad makes it when it is built.
+                    self.users.state[its.fragment] = {
+                        name: its.cut(value).clone().to(its.fragment.device)
+                        if isinstance(value, Tensor) and value.numel() == parameter_numel(parameter) and name not in NUMBERS
+                        else value
+                        for name, value in state[parameter].items()
+                    }
+
+        self._groups = len(self.users.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step those fragments that lie in the flat tensors of this optimizer's groups."""
+        groups = self.users.param_groups
+        if len(groups) != self._groups:
+            raise ValueError(
+                "the optimizer was given a group of parameters during the run, which DeepSpeed doesn't notice; add all "
+                "groups in configure_optimizers, or run with allow=['single', 'fsdp']"
+            )
+        for group in self.param_groups:
+            for flat in group["params"]:
+                number, inside = self._flat[id(flat)]
+                self.clip(flat.grad)
+                for piece, start, end in inside:
+                    if end > start and id(piece.parameter) in self.used:
+                        piece.fragment.grad = flat.grad[start:end]
+                self.users.param_groups = [groups[number]]
+                try:
+                    self.users.step()
+                finally:
+                    self.users.param_groups = groups
+                    for piece, _, _ in inside:
+                        piece.fragment.grad = None
+
+
+class Edits:
+    """What somebody writes into parameters between two steps, where the optimizer steps copies of them in host memory.
+
+    On a CPU device copying again costs less than to look; elsewhere a sum over the parts says whether they are what the step left.
+
+    Args:
+        pairs: a copy, and the part of the parameters that it is of.
+    """
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self._pairs = pairs
+        self._sums: list[Tensor] = []
+        self.remember()
+
+    def remember(self) -> None:
+        """A step has been made."""
+        self._sums = [_sum(own) for _, own in self._pairs if own.device.type != "cpu"]
+
+    def take_over(self) -> None:
+        """A step is about to be made."""
+        found = [_sum(own) for _, own in self._pairs if own.device.type != "cpu"]
+        same = bool(found) and bool((torch.stack(found) == torch.stack(self._sums)).all())
+        for copy, own in self._pairs:
+            if not same:
+                copy.data.copy_(own.data)
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Differs, as good as certainly, where any bit of the tensor does."""
+    bits = tensor.detach().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in bits.split(_CHUNK):
+        total = total * 31 + (part * torch.arange(1, part.numel() + 1, dtype=torch.int64, device=part.device)).sum()
+    return total
+
+
+def parameter_numel(parameter: nn.Parameter) -> int:
+    """How many elements the whole parameter has; partitioned ones look empty."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad and parameter.numel() > 0
