@@ -1,195 +1,222 @@
-"""Predicted against real memory under DeepSpeed's ZeRO, on CPU devices with gloo.
+"""Predicted against real memory under DeepSpeed's ZeRO and under FSDP2's offload, run by the Trainer on CPU devices as a user's would be.
 
-Each case trains a language model like GPT for five steps with ``deepspeed.initialize``, under the configuration that Lightning's
-``DeepSpeedStrategy`` writes but for smaller buckets. Measured is the most that torch's CPU allocator holds in the last two steps, over all
-threads (``live_bytes.c``). Here the device is host memory, too: predicted is the sum of both, and what would lie where is by construction.
+Language models under pinned plans: by a few hand-made blocks like GPT's, and by Hugging Face, whole and with LoRA. Measured is what the run
+itself reports (``strategy.measured``): the device's side by itself, and beside it what the plan offloads to the host's memory. Predicted is
+what the report of the same run said of the fullest rank, and what planning counts against the host's memory.
 
     python benchmarks/memory_zero.py                 # writes benchmarks/results/memory_zero.json
+    python benchmarks/memory_zero.py --only "zero-3" # those whose title contains it, a table only
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import multiprocessing
+import logging
 import os
 import statistics
 import sys
-import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+# One thread a rank; and what is compared is the prediction, not what earlier runs taught it.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["AUTOPAR_CACHE"] = "off"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]
 
-from benchmarks.live_bytes import live_bytes, peak_bytes, reset_peak, restarted_with_counter  # noqa: E402
+import lightning.pytorch as pl  # noqa: E402
+import torch  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from benchmarks.machine import machine  # noqa: E402
+from benchmarks.memory.job import Batches, Learner, adamw, hugging_face, own_loss  # noqa: E402
+from benchmarks.memory.stage_rank import GPT  # noqa: E402
+from lightning_autopar import AutoParallelStrategy, Plan  # noqa: E402
+from lightning_autopar.memory.occasions import host_bytes  # noqa: E402
 
 RESULTS = HERE / "results" / "memory_zero.json"
+#: What the fullest rank's device may differ from its prediction.
 GOAL = 0.05
-MODEL = {"width": 192, "depth": 8, "words": 1000, "length": 32, "heads": 6}
 ROWS = 8
-BUCKET = {"reduce_bucket_elements": 1_000_000}
-TIGHT = {"max_reuse_elements": 1_000, "max_live_elements": 1_000_000, "persistence_elements": 1_000, "prefetch_elements": 500_000}
-BOTH = ["optimizer", "parameters"]
-#: By what name DeepSpeed knows a setting.
-KEYS = {
-    "reduce_bucket_elements": "reduce_bucket_size",
-    "prefetch_elements": "stage3_prefetch_bucket_size",
-    "max_live_elements": "stage3_max_live_parameters",
-    "max_reuse_elements": "stage3_max_reuse_distance",
-    "persistence_elements": "stage3_param_persistence_threshold",
-    "overlap_comm": "overlap_comm",
+#: The third and the fourth are recorded.
+STEPS = 5
+NOTHING: tuple[str, ...] = ()
+OPTIMIZER = ("optimizer",)
+BOTH = ("optimizer", "parameters")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a plan, and how the Trainer runs it.
+
+    Args:
+        model: one of :data:`MODELS`.
+        stage: of ZeRO; None for FSDP2.
+        ranks: devices.
+        offload: the plan's.
+        precision: the Trainer's.
+        accumulate: the Trainer's ``accumulate_grad_batches``.
+        recompute: whether all blocks are.
+    """
+
+    model: str
+    stage: int | None
+    ranks: int = 2
+    offload: tuple[str, ...] = NOTHING
+    precision: str = "32-true"
+    accumulate: int = 1
+    recompute: bool = False
+
+    def plan(self) -> Plan:
+        """The plan."""
+        blocks = MODELS[self.model][1]
+        return Plan(
+            engine="fsdp" if self.stage is None else "zero",
+            devices=tuple(f"cpu:{index}" for index in range(self.ranks)),
+            zero_stage=self.stage,
+            reshard_after_forward=True if self.stage is None else None,
+            shard=blocks if self.stage is None else (),
+            offload=self.offload,  # type: ignore[arg-type]
+            recompute=blocks if self.recompute else (),
+        )
+
+    def title(self) -> str:
+        """For a table."""
+        words = [self.model, self.plan().title(), self.precision]
+        return ", ".join([*words, f"accumulate {self.accumulate}"] if self.accumulate > 1 else words)
+
+
+def _gpt() -> pl.LightningModule:
+    return GPT(width=192, depth=8, words=1000, length=32, heads=6)
+
+
+_LLAMA = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def _llama() -> pl.LightningModule:
+    return Learner(hugging_face("LlamaForCausalLM", "LlamaConfig", vocab_size=512, **_LLAMA), own_loss, adamw)
+
+
+def _lora() -> pl.LightningModule:
+    import peft
+
+    net = hugging_face("LlamaForCausalLM", "LlamaConfig", vocab_size=512, **_LLAMA)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    return Learner(peft.get_peft_model(net, settings), own_loss, adamw)
+
+
+#: By name how a model is made, and the FQNs of its blocks.
+MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "gpt": (_gpt, tuple(f"blocks.{index}" for index in range(8))),
+    "llama": (_llama, tuple(f"net.model.layers.{index}" for index in range(6))),
+    "lora": (_lora, tuple(f"net.base_model.model.model.layers.{index}" for index in range(6))),
 }
-CASES: list[dict[str, Any]] = [
-    {"stage": 1, "settings": BUCKET},
-    {"stage": 1, "settings": BUCKET, "micro_batches": 2},
-    {"stage": 1, "settings": BUCKET, "ranks": 1},
-    {"stage": 2, "settings": BUCKET},
-    {"stage": 2, "settings": {**BUCKET, "overlap_comm": False}},
-    {"stage": 2, "settings": {"reduce_bucket_elements": 20_000_000}},
-    {"stage": 2, "settings": BUCKET, "micro_batches": 2},
-    {"stage": 2, "settings": BUCKET, "offload": ["optimizer"]},
-    {"stage": 2, "settings": {"reduce_bucket_elements": 10_000_000}, "precision": "bf16-true"},
-    {"stage": 3, "settings": BUCKET},
-    {"stage": 3, "settings": {**BUCKET, **TIGHT}},
-    {"stage": 3, "settings": BUCKET, "micro_batches": 2},
-    {"stage": 3, "settings": BUCKET, "offload": ["optimizer"]},
-    {"stage": 3, "settings": BUCKET, "offload": BOTH},
-    {"stage": 3, "settings": BUCKET, "offload": BOTH, "ranks": 1},
-    {"stage": 3, "settings": {"reduce_bucket_elements": 10_000_000}, "precision": "bf16-true"},
-]
 
 
-def configuration(case: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's, as Lightning writes it, with the optimizer that the module has."""
-    zero: dict[str, Any] = {
-        "stage": case["stage"],
-        "contiguous_gradients": True,
-        "overlap_comm": True,
-        "allgather_partitions": True,
-        "reduce_scatter": True,
-        "allgather_bucket_size": 200_000_000,
-        "sub_group_size": 10**12,
-        **{KEYS[name]: value for name, value in case["settings"].items()},
-    }
-    offload = case.get("offload", ())
-    zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": False}} if "optimizer" in offload else {}
-    zero |= {"offload_param": {"device": "cpu", "pin_memory": False}} if "parameters" in offload else {}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": case.get("micro_batches", 1),
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-        **({"bf16": {"enabled": True}} if case.get("precision", "32-true").startswith("bf16") else {}),
-    }
+def cases() -> Iterator[Case]:
+    """All of them."""
+    for model in ("gpt", "llama"):
+        for stage, offload in ((1, NOTHING), (2, NOTHING), (3, NOTHING), (2, OPTIMIZER), (3, OPTIMIZER), (3, BOTH), (None, BOTH)):
+            yield Case(model, stage, offload=offload)
+        for stage, offload in ((2, OPTIMIZER), (3, BOTH), (None, BOTH)):
+            yield Case(model, stage, ranks=1, offload=offload)
+    yield Case("gpt", 1, offload=OPTIMIZER)
+    for stage, offload in ((2, NOTHING), (3, NOTHING), (2, OPTIMIZER), (3, BOTH)):
+        yield Case("gpt", stage, offload=offload, recompute=True)
+        yield Case("gpt", stage, offload=offload, accumulate=2)
+        yield Case("llama", stage, offload=offload, precision="bf16-mixed")
+        yield Case("lora", stage, offload=offload)
+    yield Case("gpt", 1, accumulate=2)
+    yield Case("llama", 3, ranks=1, offload=BOTH, precision="bf16-mixed", recompute=True)
+    yield Case("lora", 3, ranks=1, offload=BOTH, recompute=True)
+    yield Case("lora", None, ranks=1, offload=BOTH)
+    yield Case("gpt", None, ranks=1, offload=BOTH, recompute=True)
+    yield Case("gpt", None, offload=BOTH, accumulate=2)
 
 
-def run_rank(rank: int, ranks: int, port: int, case: dict[str, Any]) -> int:
-    """In a process of its own: the peak of the last two of five steps."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_SIZE": str(ranks)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "DEEPSPEED_LOG_LEVEL": "error"}
-    import torch
+@cache
+def _tokens(model: str) -> Any:
+    words, length = (1000, 32) if model == "gpt" else (512, 64)
+    tokens = torch.randint(0, words, (length,), generator=torch.Generator().manual_seed(0))
+    return tokens if model == "gpt" else {"input_ids": tokens, "labels": tokens.clone()}
 
-    torch.set_num_threads(1)
-    import deepspeed
 
-    # DeepSpeed's shared-memory transport would be compiled for minutes; gloo carries the same tensors.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    deepspeed.init_distributed("gloo", verbose=False)
-    from benchmarks.memory.stage_rank import GPT
+def run(case: Case) -> dict[str, Any]:
+    """Train for a few steps: measured and predicted.
 
+    Raises:
+        RuntimeError: if a rank couldn't be measured.
+    """
+    began = time.monotonic()
     torch.manual_seed(0)
-    gc.collect()
-    before = live_bytes()
-    model = GPT(**MODEL)
-    model.forward = lambda tokens: model.training_step(tokens, 0)  # type: ignore[method-assign, assignment]
-    if case.get("precision", "32-true").startswith("bf16"):
-        model = model.to(torch.bfloat16)
-    engine, *_ = deepspeed.initialize(
-        args=argparse.Namespace(device_rank=rank),
-        config=configuration(case),
-        model=model,
-        model_parameters=list(model.parameters()),
-        optimizer=torch.optim.AdamW(model.parameters(), 1e-3),
-        dist_init_required=False,
+    plan = case.plan()
+    strategy = AutoParallelStrategy(plan=plan, devices=f"{plan.world_size}xcpu:2GiB")
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    rows = ROWS * STEPS * case.accumulate + (ROWS * case.accumulate if case.accumulate > 1 else 0)
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, max_epochs=1, precision=case.precision, accumulate_grad_batches=case.accumulate, **quiet
     )
-    for step in range(5):
-        if step == 3:
-            gc.collect()
-            reset_peak()
-        batch = torch.randint(0, model.words, (ROWS, model.length))
-        for rows in batch.chunk(case.get("micro_batches", 1)):
-            engine.backward(engine(rows))
-            engine.step()
-    return peak_bytes() - before
-
-
-def predicted(case: dict[str, Any], footprint: Any) -> tuple[Any, tuple[int, int]]:
-    """What the package says of the fullest rank: on the device, and in host memory (pageable, page-locked)."""
-    from lightning_autopar.memory.zero_bytes import ZeroSettings, zero_bytes, zero_host_bytes
-    from lightning_autopar.plans import Plan
-
-    plan = Plan(
-        engine="zero",
-        devices=tuple(f"cpu:{index}" for index in range(case.get("ranks", 2))),
-        zero_stage=case["stage"],
-        offload=tuple(case.get("offload", ())),
-        micro_batches=case.get("micro_batches", 1),
-    )
-    precision, settings = case.get("precision", "32-true"), ZeroSettings(**case["settings"])
-    device = zero_bytes(footprint, plan, share=1.0, precision=precision, on_cpu=True, settings=settings)
-    return device, zero_host_bytes(footprint, plan, precision=precision, settings=settings)
-
-
-def footprint_of(precision: str) -> Any:
-    """The trace of the module's step."""
-    import torch
-
-    from benchmarks.memory.stage_rank import GPT
-    from lightning_autopar.memory.trace import trace
-
-    model = GPT(**MODEL)
-    return trace(model, None, torch.zeros(ROWS, model.length, dtype=torch.long), precision=precision)
-
-
-def measured_earlier() -> list[dict[str, Any]]:
-    """The rows of the result file."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
+    trainer.fit(MODELS[case.model][0](), DataLoader(Batches(_tokens(case.model), rows), ROWS))
+    assert strategy.report is not None
+    assert strategy.report.best_candidate is not None
+    ranks = [strategy.measured[device] for device in plan.devices]
+    if any(rank["peak_bytes"] is None for rank in ranks):
+        raise RuntimeError(f"a rank wasn't measured under {case.title()!r}")
+    predicted = strategy.report.best_candidate.bytes[plan.devices[0]]
+    fullest = max(ranks, key=lambda rank: rank["peak_bytes"])
+    host = host_bytes(strategy.report.footprint, plan, precision=case.precision, on_cpu=True)
+    host_measured = sum(rank["host_bytes"] for rank in ranks)
+    row = {
+        "title": case.title(),
+        "measured_bytes": fullest["peak_bytes"],
+        "predicted_bytes": predicted.allocated,
+        "error": predicted.allocated / fullest["peak_bytes"] - 1,
+        "host_measured_bytes": host_measured,
+        "host_predicted_bytes": host.offload + host.pinned,
+        "host_error": (host.offload + host.pinned) / host_measured - 1 if host_measured else None,
+        "ranks": [rank["bytes"] for rank in ranks],
+        "predicted": {name: value for name, value in predicted.to_dict().items() if value},
+    }
+    hosts = f"host {host_measured:>11,} {row['host_error']:+7.2%}" if host_measured else ""
+    print(f"{row['title']:70} {row['measured_bytes']:>11,} {row['error']:+7.2%} {hosts} ({time.monotonic() - began:.0f} s)", flush=True)
+    return row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--resume", action="store_true", help="measure only what the result file lacks")
+    parser.add_argument("--only", help="those whose title contains this; nothing written")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if not restarted_with_counter(Path(folder)):
-            return 0
-    from benchmarks.machine import machine
-
-    footprints = {precision: footprint_of(precision) for precision in ("32-true", "bf16-true")}
-    known = {json.dumps(row["case"]): row["measured_bytes"] for row in measured_earlier()} if arguments.resume else {}
-    rows: list[dict[str, Any]] = []
-    for number, case in enumerate(CASES):
-        ranks = case.get("ranks", 2)
-        if (measured := known.get(json.dumps(case))) is None:
-            with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-                of_rank = [(rank, ranks, 29_600 + os.getpid() % 300 + number, case) for rank in range(ranks)]
-                measured = max(pool.starmap_async(run_rank, of_rank).get(timeout=300))
-        device, host = predicted(case, footprints[case.get("precision", "32-true")])
-        total = device.allocated + sum(host)
-        row = {"case": case, "measured_bytes": measured, "predicted_bytes": total, "error": total / measured - 1}
-        rows.append({**row, "device": device.to_dict(), "host": host})
-        print(f"{json.dumps(case):130} {measured:>12,} {total:>12,} {rows[-1]['error']:+.2%}", flush=True)
-        errors = [abs(row["error"]) for row in rows]
-        summary = {"cases": len(rows), "median_error": statistics.median(errors), "largest_error": max(errors), "goal": GOAL}
-        RESULTS.parent.mkdir(exist_ok=True)
-        text = json.dumps({**machine(), "model": MODEL, "rows_of_batch": ROWS, "summary": summary, "rows": rows}, indent=2)
-        RESULTS.write_text(text + "\n", encoding="utf-8")
+    warnings.simplefilter("ignore")
+    for logger in ("lightning.pytorch", "lightning_autopar"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    rows = [run(case) for case in cases() if not arguments.only or arguments.only in case.title()]
+    errors = [abs(row["error"]) for row in rows]
+    hosts = [abs(row["host_error"]) for row in rows if row["host_error"] is not None]
+    summary: dict[str, Any] = {
+        "cases": len(rows),
+        "goal": GOAL,
+        "median_error": statistics.median(errors),
+        "largest_error": max(errors),
+        "within_goal": sum(error <= GOAL for error in errors) / len(errors),
+    }
+    if hosts:
+        summary["host"] = {"cases": len(hosts), "median_error": statistics.median(hosts), "largest_error": max(hosts)}
     print(json.dumps(summary, indent=2))
-    return int(max(errors) > GOAL)
+    if not arguments.only:
+        RESULTS.parent.mkdir(exist_ok=True)
+        head = json.dumps({**machine(), "summary": summary}, indent=2).removesuffix("\n}")
+        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+        RESULTS.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+    return int(summary["largest_error"] > GOAL)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from lightning_autopar.memory.residual_cache import load_residuals
 from lightning_autopar.memory.trace import trace
 from lightning_autopar.planning.constraints import Constraints, check_allow
 from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.planning.report import Report
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.strategies.calibration import calibrated
@@ -67,6 +68,7 @@ def plan(
         objective=objective,
         precision=str(precision),
         pinned=pinned,
+        excluded=missing_packages(inventory),
         allocator=options_from_environment(os.environ),
         residuals=load_residuals(module, str(precision), inventory, **({} if rates is None else {"rates": rates.name})),
     )

@@ -30,6 +30,8 @@ class LayerFootprint:
         buffer_bytes: its buffers.
         parameter_rows: of each of its parameters the length of the first dimension, the bytes of one row of it, and whether it requires
             a gradient: what an engine that shards by rows needs for its padding.
+        parameter_modules: of each of these parameters the number of the module that holds it directly, and whether that has others in it:
+            what an engine that gathers parameters module by module needs. Empty where it isn't known.
         forward_peak_bytes: the most that tensors made in its forward take together while it runs, saved ones included.
         forward_unsaved_bytes: the same if nothing is saved for backward and each is freed after its last use: while a recomputed block runs
             forward. Of blocks alone.
@@ -57,6 +59,7 @@ class LayerFootprint:
     output_bytes: int = 0
     buffer_bytes: int = 0
     parameter_rows: tuple[tuple[int, int, bool], ...] = ()
+    parameter_modules: tuple[tuple[int, bool], ...] = ()
     forward_peak_bytes: int = 0
     forward_unsaved_bytes: int = 0
     backward_peak_bytes: int = 0
@@ -155,6 +158,7 @@ class Footprint:
         training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
         automatic_optimization: the module's own flag.
         optimizers: how many optimizers the module configures.
+        optimizer_classes: their classes' names, where they are torch's own; empty where one isn't, or they aren't known.
         batch_norm: FQNs of the modules whose statistics span the batch.
         random_draws: names of the random operations that the step ran.
         unused_parameters: FQNs of trainable parameters that got no gradient in the traced steps.
@@ -191,6 +195,7 @@ class Footprint:
     training: bool = True
     automatic_optimization: bool = True
     optimizers: int = 1
+    optimizer_classes: tuple[str, ...] = ()
     batch_norm: tuple[str, ...] = ()
     random_draws: tuple[str, ...] = ()
     unused_parameters: tuple[str, ...] = ()

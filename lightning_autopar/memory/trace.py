@@ -297,6 +297,7 @@ class _Tracing:
             training=training,
             automatic_optimization=module.automatic_optimization,
             optimizers=len(rehearsal.optimizers),
+            optimizer_classes=_torchs_own(rehearsal.optimizers),
             batch_norm=tuple(batch_norms(module)),
             random_draws=tuple(tracker.random_draws),
             unused_parameters=tuple(names[id(parameter)] for parameter in trainable if id(parameter) not in reached),
@@ -377,6 +378,13 @@ class _Tracing:
             log.debug("the validation step can't be traced", exc_info=True)
             rehearsal.notes[f"the validation step can't be traced ({type(error).__name__}), and is taken to need less than training"] = None
             return None, ()
+
+
+def _torchs_own(optimizers: Sequence[Any]) -> tuple[str, ...]:
+    """The names of the optimizers' classes; none where one isn't torch's."""
+    kinds = [type(optimizer) for optimizer in optimizers]
+    own = all(kind.__module__.startswith("torch.optim") and getattr(torch.optim, kind.__name__, None) is kind for kind in kinds)
+    return tuple(kind.__name__ for kind in kinds) if own else ()
 
 
 def _states(optimizers: list[Any]) -> Iterator[Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
 from lightning_autopar.memory.footprint import Footprint
@@ -15,9 +14,10 @@ from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.planning.blocks import recomputable_order
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.labels import device_label
+from lightning_autopar.planning.refusals import PACKAGES, lacks_package_alone
 from lightning_autopar.planning.report import Advice, Candidate
 from lightning_autopar.planning.scaling import scaled
-from lightning_autopar.plans import BUILT_ENGINES, Engine, Plan
+from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.units import format_bytes
 
 #: How much faster a sample must be done for a change to be worth a sentence.
@@ -27,8 +27,6 @@ _LEAST_MEMORY_SHARE, _LEAST_BATCH_SHARE = 0.25, 0.5
 #: Plans that don't fit and would be faster, looked at for what they lack; and plans tried for a smaller batch where nothing fits.
 _MOST_TARGETS, _MOST_TRIED = 4, 6
 _MOST_SENTENCES = 4
-#: Packages without which an engine can't be run, and the extra that brings them.
-_PACKAGES: Mapping[Engine, tuple[str, str]] = {"zero": ("deepspeed", "deepspeed")}
 
 Kind = Literal["memory", "batch_size", "setting", "others", "package", "module"]
 
@@ -190,8 +188,8 @@ class _Question:
     def _packages(self) -> list[Advice | None]:
         """Engines that only lack a package."""
         found = []
-        for engine, (package, extra) in _PACKAGES.items():
-            if engine in BUILT_ENGINES and engine in self.constraints.excluded and find_spec(package) is None:
+        for engine, (package, extra) in PACKAGES.items():
+            if engine in BUILT_ENGINES and engine in self.constraints.allow and lacks_package_alone(engine, self.constraints):
                 excluded = {name: why for name, why in self.constraints.excluded.items() if name != engine}
                 words = f"pip install 'lightning-autopar[{extra}]'"
                 found.append(self._suppose(words, kind="package", change={"install": package}, excluded=excluded))

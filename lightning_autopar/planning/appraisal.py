@@ -24,6 +24,9 @@ from lightning_autopar.units import format_bytes, format_seconds
 
 #: What a plan must be faster by than a simpler one to be taken instead of it: less is within what predictions miss from run to run.
 WORTHWHILE = 0.01
+#: The same of a plan of DeepSpeed's beside one of torch's own: no less than what predicted seconds were off by in the mean over published
+#: runs (``benchmarks/results/published.json``).
+WORTH_A_LIBRARY = 0.15
 
 
 class Predict(Protocol):
@@ -85,12 +88,14 @@ class Appraiser:
         found = self._bytes(plan)
         seconds, raw_seconds, told = self._seconds(plan)
         reason = self.shortage(found.needs) or self._host_shortage(plan)
-        if reason is None and (missing := cannot_run(plan)) is not None:
+        missing = cannot_run(plan, allow=self.constraints.allow, pinned=self.constraints.pinned is not None)
+        if reason is None and missing is not None:
             reason = f"can't be run by this version yet ({missing}); it would take {format_seconds(seconds.step)} a step"
         return Candidate(
             plan=plan,
             fits=reason is None,
             reason=reason,
+            held_back=missing is not None,
             bytes=found.sizes,
             raw=found.raw,
             needs=found.needs,
@@ -176,17 +181,37 @@ class Appraiser:
         return None
 
     def _host_shortage(self, plan: Plan) -> str | None:
-        """Of what is offloaded; None where nothing is, there is room on the host with most ranks, or it isn't known which host that is."""
+        """Of a plan that offloads, all that it takes of the host with most of its ranks.
+
+        Besides what is offloaded that is what building the module takes where each rank builds it, what a checkpoint takes, and what CPU
+        devices hold. None where nothing is offloaded, there is room, or it isn't known which host that is. The free memory is what the
+        tightest cgroup leaves (``memory/host.py``): the kernel kills a job that goes beyond it. The module of the process that plans is
+        there already, and forked ranks share its pages.
+        """
         if not plan.offload or not self.inventory.host_free_bytes or self.device[plan.devices[0]].kind == "catalogue":
             return None
         nodes = [self.device[device].node for device in plan.devices]
-        ranks = max(nodes.count(node) for node in set(nodes))
-        held = host_bytes(self.footprint_of(plan), plan, precision=self.constraints.precision)
-        need = (held.offload + held.pinned) * ranks // plan.world_size
+        node = max(sorted(set(nodes)), key=nodes.count)
+        ranks = nodes.count(node)
+        footprint = self.footprint_of(plan)
+        on_cpu = self.device[plan.devices[0]].kind == "cpu"
+        held = host_bytes(footprint, plan, precision=self.constraints.precision, on_cpu=on_cpu)
+        offloaded = (held.offload + held.pinned) * ranks // plan.world_size
+        building = footprint.parameter_bytes * (ranks if plan.engine == "zero" else 1) if footprint.configures_model else 0
+        needs = self.needs(plan)
+        devices = sum(needs[device] for device in plan.devices if on_cpu and self.device[device].node == node)
+        besides = {"for building the module": building, "for a checkpoint": held.checkpoint, "on its CPU devices": devices}
+        need = offloaded + max(building, held.checkpoint + devices)
         host = int(self.inventory.host_free_bytes * (1 - self.constraints.memory_margin))
         if need <= host:
             return None
-        return f"offloads {format_bytes(need)} to the host's memory, which has {format_bytes(host)}"
+        told = [f"{format_bytes(size)} {what}" for what, size in besides.items() if size]
+        also = f", with {', '.join(told)} it needs {format_bytes(need)}" if told else ""
+        locked = f" ({format_bytes(held.pinned * ranks // plan.world_size)} of it page-locked)" if held.pinned else ""
+        return (
+            f"offloads {format_bytes(offloaded)} to the host's memory{locked}{also}, but there are {format_bytes(host)}: "
+            "the system would kill the job"
+        )
 
     def _shortage_words(self, need: int, device_id: str) -> str:
         """The sentence with the numbers: what is needed, what is there, and how that came to be."""
@@ -220,6 +245,12 @@ class Appraiser:
         first = min(hopeful, key=self.order)
         if self.constraints.objective != "speed":
             return first
+        if first.plan.engine == "zero":
+            limit = self.batch_seconds(first) * (1 + WORTH_A_LIBRARY)
+            near = [one for one in hopeful if one.plan.engine != "zero" and self.batch_seconds(one) <= limit]
+            first = min(near, key=self.order, default=first)
+        if first.plan.engine != "zero":
+            hopeful = [one for one in hopeful if one.plan.engine != "zero"]
         limit = self.batch_seconds(first) * (1 + WORTHWHILE)
         return min((one for one in hopeful if self.batch_seconds(one) <= limit), key=lambda one: (simplicity(one.plan), self.order(one)))
 
@@ -251,6 +282,7 @@ def configuration(plan: Plan) -> tuple[object, ...]:
         plan.replicas,
         plan.zero_stage,
         plan.offload,
+        plan.optimizer_on_disk,
         plan.schedule,
         plan.micro_batches > 1,
         bool(plan.shares),

@@ -3,8 +3,9 @@
 A curve's thing is an operation's name (``"gelu"``, ``"add_"``; seconds by bytes moved), ``"matmul/8"`` (of matrices whose smallest
 dimension is 8; seconds by the mean of the other two), ``"convolution"``, ``"depthwise"``, ``"one_position"``, ``"few_channels"``,
 ``"attention"`` and ``"recurrent"`` with their ``"…_backward"`` (by FLOPs), a collective (by bytes), ``"issue/forward"`` and the like,
-``"loop/ddp"``, ``"unit"``, ``"action"``, ``"host_copy"``, ``"adam"`` (by elements), ``"disk_write"``, ``"disk_read"``. How much slower
-several ranks are than one on the same cores is measured by two of them, ``"crowd/matmul"`` and ``"crowd/add"``, at each number of ranks.
+``"loop/ddp"``, ``"unit"``, ``"call"``, ``"action"``, ``"host_copy"``, ``"adam"`` (by elements), ``"disk_write"``, ``"disk_read"``. How much
+slower several ranks are than one on the same cores is measured by two of them, ``"crowd/matmul"`` and ``"crowd/add"``, at each number of
+ranks.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ _OF_KIND: Mapping[str, str] = {
 _BY_FLOPS = ("convolution", "attention", "recurrent")
 #: FLOPs a byte from which on arithmetic is the bound, rather than the memory that the cores share.
 _COMPUTES = 8
+#: What AdamW's update reads and writes of an element: parameter, gradient and two moments, all but the gradient both ways.
+_ADAM_BYTES = 28
 #: Channels of pictures, which kernels don't block.
 _FEW_CHANNELS = 4
 
@@ -135,13 +138,19 @@ class Calibrated(Rates):
 
     def loop_seconds(self, device: Device, engine: Engine) -> float:
         """What a step costs beside operations and collectives: the trainer's loop, the engine's hooks."""
-        curve = self._curve(device_key(device), f"loop/{engine}") or self._curve(HOST, f"loop/{engine}")
+        thing = "loop/single" if engine == "zero" else f"loop/{engine}"  # what DeepSpeed adds is known by its calls
+        curve = self._curve(device_key(device), thing) or self._curve(HOST, thing)
         return self.otherwise.loop_seconds(device, engine) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def action_seconds(self, device: Device) -> float:
         """A rank of a pipeline's part of a micro-batch's forward or backward beside its operations."""
         curve = self._curve(device_key(device), "action")
         return self.otherwise.action_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
+
+    def call_seconds(self, device: Device) -> float:
+        """A call in a framework's Python, as the trainer's loop makes them."""
+        curve = self._curve(device_key(device), "call")
+        return self.otherwise.call_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def unit_seconds(self, device: Device) -> float:
         """The host's part of one FSDP unit in a step."""
@@ -174,10 +183,13 @@ class Calibrated(Rates):
             return self.otherwise.host_copy_seconds(device, size_bytes)
         return curve.at(size_bytes)
 
-    def host_adam_seconds(self, elements: int) -> float:
-        """AdamW's update on all of the host's cores."""
+    def host_adam_seconds(self, elements: int, device: Device) -> float:
+        """AdamW's update on all of the host's cores; on a CPU device's own threads, while the other ranks' do the same."""
+        own = self._curve(device_key(device), "adam") if device.kind == "cpu" else None
+        if own is not None:
+            return own.at(elements) * self._crowded(device, "add", _ADAM_BYTES * elements)
         curve = self._curve(HOST, "adam")
-        return self.otherwise.host_adam_seconds(elements) if curve is None else curve.at(elements)
+        return self.otherwise.host_adam_seconds(elements, device) if curve is None else curve.at(elements)
 
     def disk_seconds(self, size_bytes: int, *, write: bool) -> float | None:
         """Writing so many bytes through to the disk, or reading them from there; None where it wasn't measured."""

@@ -25,7 +25,7 @@ from lightning_autopar.planning.refusals import (
     world_notes,
 )
 from lightning_autopar.planning.runnable import Feature
-from lightning_autopar.plans import BUILT_ENGINES, ENGINES, OFFLOADS, Engine, Offload, Plan
+from lightning_autopar.plans import BUILT_ENGINES, ENGINES, OFFLOADS, ZERO_STAGES, Engine, Offload, Plan
 
 __all__ = [
     "Constraints",
@@ -101,8 +101,9 @@ def enumerate_candidates(
             if len(devices) < (constraints.min_devices or 1):
                 continue
             for variant in variants(engine, devices, footprint, inventory, constraints):
-                # What lies in host memory needs no second device.
-                if keep(variant) and (len(devices) > 1 or engine == "single" or variant.offload):
+                # What lies in host memory needs no second device. Who leaves "single" out of allow wants the several that there are.
+                alone_too = engine == "single" or (variant.offload and ("single" in constraints.allow or len(inventory.devices) == 1))
+                if keep(variant) and (len(devices) > 1 or alone_too):
                     plan = build_plan(variant, devices, footprint, inventory, constraints)
                     yield Option(plan=plan, notes=notes_of(plan, footprint, constraints))
 
@@ -116,6 +117,9 @@ def ruled_out(footprint: Footprint, inventory: Inventory, constraints: Constrain
             # On one device no pipeline can be written down: nobody misses it who allows other engines.
             if plan.engine == engine or len(constraints.allow) == 1:
                 yield Option(plan=plan, rejection=refusal)
+        if engine == "zero" and refusal is None and "zero_3" in constraints.excluded:
+            plan = replace(_widest(engine, footprint, inventory, constraints), zero_stage=3)
+            yield Option(plan=plan, rejection=constraints.excluded["zero_3"])
     if footprint.batch_size > 1 and footprint.training and "single" in constraints.allow:
         refusal = feature_refusal("micro_batches", footprint, constraints)
         if refusal is not None and split_refusal(constraints) is None and constraints.split_batch:
@@ -139,11 +143,11 @@ def variants(
         return [Variant(engine=engine)]
     offloads = feature_refusal("offload", footprint, constraints) is None
     if engine == "zero":
-        found = [Variant(engine=engine, zero_stage=stage) for stage in (1, 2, 3)]
+        found = [Variant(engine=engine, zero_stage=stage) for stage in ZERO_STAGES]
         if offloads:
             found += [Variant(engine=engine, zero_stage=stage, offload=("optimizer",)) for stage in (2, 3)]
             found.append(Variant(engine=engine, zero_stage=3, offload=OFFLOADS))
-        return found
+        return [variant for variant in found if variant.zero_stage != 3 or "zero_3" not in constraints.excluded]
     if engine != "fsdp":
         return []
     copies = [1]
@@ -155,10 +159,10 @@ def variants(
     return found
 
 
-def variant_runs(variant: Variant) -> bool:
+def variant_runs(variant: Variant, constraints: Constraints) -> bool:
     """Whether this version can run it."""
     needed: tuple[tuple[bool, Feature], ...] = ((variant.replicas > 1, "replicas"), (bool(variant.offload), "offload"))
-    return variant.engine in BUILT_ENGINES and all(feature in runnable.RUNS for asked, feature in needed if asked)
+    return runnable.engine_runs(variant.engine, constraints.allow) and all(feature in runnable.RUNS for asked, feature in needed if asked)
 
 
 def _copies(devices: Sequence[Device], inventory: Inventory) -> list[int]:
@@ -211,7 +215,7 @@ def build_plan(variant: Variant, devices: Sequence[Device], footprint: Footprint
         ranks = _by_copies(ranks, inventory)
     elif constraints.split_batch and constraints.min_devices is None and footprint.batch_size % len(ranks):
         ranks.sort(key=lambda device: (device.node, -constraints.budget_bytes(device)))
-    reasons = [ENGINE_REASONS[variant.engine]]
+    reasons = [ENGINE_REASONS[variant.engine] if variant.zero_stage is None else _STAGE_REASONS[variant.zero_stage]]
     if len(ranks) > 1 and not constraints.split_batch:
         reasons.append(f"each rank takes a batch of its own, so that a step is over {len(ranks)} batches")
     if len(ranks) > 1 and footprint.batch_norm:
@@ -230,7 +234,11 @@ def build_plan(variant: Variant, devices: Sequence[Device], footprint: Footprint
                 f"{variant.replicas} copies of the model: parameters are gathered where links are fast, gradients alone go further"
             )
     if variant.offload:
-        reasons.append(f"{' and '.join(variant.offload)} lie in host memory between uses")
+        lies = "lie" if len(variant.offload) > 1 else "lies"
+        kinds = " and ".join(f"torch's {kind}" for kind in footprint.optimizer_classes)
+        reasons.append(
+            f"{' and '.join(variant.offload)} {lies} in host memory between uses" + (f"; {kinds} updates there" if kinds else "")
+        )
     return Plan(
         engine=variant.engine,
         devices=tuple(device.id for device in ranks),
@@ -254,8 +262,13 @@ ENGINE_REASONS: Mapping[Engine, str] = {
     "single": "one device: nothing to communicate",
     "ddp": "a replica on each device: gradients alone are communicated",
     "fsdp": "parameters, gradients and optimizer state are sharded: each device holds its part",
-    "zero": "optimizer state is partitioned",
+    "zero": "DeepSpeed partitions the optimizer's state",
     "pipeline": "blocks are spread over the devices",
+}
+_STAGE_REASONS: Mapping[int, str] = {
+    1: "DeepSpeed partitions the optimizer's state: each device updates its part of the parameters",
+    2: "DeepSpeed partitions the optimizer's state and the gradients: each device updates its part of the parameters",
+    3: "DeepSpeed partitions parameters, gradients and the optimizer's state, and gathers parameters module by module",
 }
 
 

@@ -18,8 +18,9 @@ from lightning_autopar.plans import BUILT_ENGINES, ENGINES, Engine, Plan
 Objective = Literal["speed", "memory"]
 #: A relative difference of losses up to this is floating-point reassociation.
 SPLIT_TOLERANCE = 1e-5
-#: What a run can rule out: an engine; every plan with several devices; what plans of any engine may do besides.
-EXCLUDABLE: tuple[str, ...] = (*ENGINES, "multi", "micro_batches", "shares", "replicas", "recompute", "offload")
+_BESIDES = ("micro_batches", "shares", "replicas", "recompute", "offload", "disk", "zero_bubble")
+#: What a run can rule out: an engine; stage 3 of ZeRO; every plan with several devices; what plans of any engine may do besides.
+EXCLUDABLE: tuple[str, ...] = (*ENGINES, "zero_3", "multi", *_BESIDES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ Must not know how many bytes a plan needs, nor how long it takes.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from lightning_autopar.memory.footprint import Footprint
@@ -14,6 +14,11 @@ from lightning_autopar.planning.blocks import cuttable
 from lightning_autopar.planning.constraints import SPLIT_TOLERANCE, Constraints, SplitFinding
 from lightning_autopar.planning.runnable import Feature
 from lightning_autopar.plans import BUILT_ENGINES, Engine
+
+#: Packages without which an engine can't be run, and the extra that brings them.
+PACKAGES: Mapping[Engine, tuple[str, str]] = {"zero": ("deepspeed", "deepspeed")}
+#: Lightning's names of those with which a ZeRO run is the plain one.
+_ZERO_PRECISIONS = ("None", "32", "32-true", "bf16", "bf16-mixed", "bf16-true")
 
 
 def engine_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
@@ -32,7 +37,7 @@ def own_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, cons
     if engine in constraints.excluded:
         return constraints.excluded[engine]
     if engine == "zero":
-        return _zero_refusal(footprint, inventory, constraints)
+        return _zero_refusal(footprint, constraints)
     if engine == "pipeline":
         return _pipeline_refusal(footprint, constraints)
     if engine == "single" and (constraints.min_devices or 1) > 1:
@@ -40,18 +45,34 @@ def own_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, cons
     return None
 
 
-def _zero_refusal(footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
+def missing_packages(inventory: Inventory) -> dict[str, str]:
+    """Engines that can't be run for want of a package, with the sentence that says what to install; none where nothing is to be run."""
+    if all(device.kind == "catalogue" for device in inventory.devices):
+        return {}
+    return {engine: _missing_words(engine) for engine, (package, _) in PACKAGES.items() if find_spec(package) is None}
+
+
+def lacks_package_alone(engine: Engine, constraints: Constraints) -> bool:
+    """Whether an engine is excluded for want of its package, and for nothing else."""
+    return engine in PACKAGES and constraints.excluded.get(engine) == _missing_words(engine)
+
+
+def _missing_words(engine: Engine) -> str:
+    package, extra = PACKAGES[engine]
+    return f"the package {package} is not installed; install lightning-autopar[{extra}]"
+
+
+def _zero_refusal(footprint: Footprint, constraints: Constraints) -> str | None:
     """What DeepSpeed asks for."""
     if not footprint.training:
-        return "a step without gradients has no optimizer's state to partition"
+        asked_for = constraints.pinned is not None or set(constraints.allow) == {"zero"}
+        return None if asked_for else "a step without gradients has no optimizer's state to partition"
     if footprint.optimizers != 1:
         return f"DeepSpeed steps one optimizer, and the module configures {footprint.optimizers}"
     if not footprint.automatic_optimization:
         return "DeepSpeed runs backward and the optimizer's step by itself, and the module does so by hand"
-    if constraints.precision.startswith("64"):
-        return "DeepSpeed has no double precision"
-    if any(device.kind != "catalogue" for device in inventory.devices) and not _has_deepspeed():
-        return "the package deepspeed is not installed; install lightning-autopar[deepspeed]"
+    if constraints.precision not in _ZERO_PRECISIONS:
+        return f"precision {constraints.precision!r} isn't plain Lightning's under DeepSpeed; ZeRO takes 32-true, bf16-mixed, bf16-true"
     return None
 
 
@@ -82,11 +103,6 @@ def _nowhere_cuttable(footprint: Footprint, constraints: Constraints) -> str | N
     reasons = [constraints.uncuttable.get(block.fqn, "it shares a parameter with a block before it") for block in footprint.blocks[1:]]
     most = max(reasons, key=reasons.count)
     return f"no block can begin a stage: {most}"
-
-
-@lru_cache(maxsize=1)
-def _has_deepspeed() -> bool:
-    return find_spec("deepspeed") is not None
 
 
 def multi_refusal(footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:

@@ -20,7 +20,7 @@ from lightning_autopar.planning.labels import device_label, devices_label
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.runnable import cannot_run
 from lightning_autopar.planning.timing import Seconds
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import ENGINES, Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,6 +62,7 @@ class Candidate:
         notes: what a reader should know, a sentence each.
         learned: how earlier runs correct the prediction, a sentence each.
         replayed: whether the allocations of its steps were replayed, which says to some MiB what the allocator holds.
+        held_back: whether no such plan is taken, though it can be predicted.
     """
 
     plan: Plan
@@ -75,15 +76,16 @@ class Candidate:
     notes: tuple[str, ...] = ()
     learned: tuple[str, ...] = ()
     replayed: bool = False
+    held_back: bool = False
 
     def __post_init__(self) -> None:
         assert self.fits == (self.reason is None), "a candidate fits, or says in one sentence why it doesn't"
-        assert self.runnable or not self.fits, "what can't be run is not to be taken"
+        assert cannot_run(self.plan, pinned=True) is None or not self.fits, "what can't be run is not to be taken"
 
     @property
     def runnable(self) -> bool:
         """Whether this version can run such a plan. One that it can't is predicted all the same, and never taken."""
-        return cannot_run(self.plan) is None
+        return self.fits or (not self.held_back and cannot_run(self.plan, allow=ENGINES) is None)
 
     @property
     def short_reason(self) -> str:

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
-from lightning_autopar.plans import BUILT_ENGINES, Plan
+from lightning_autopar.plans import BUILT_ENGINES, Engine, Plan
 
-Feature = Literal["micro_batches", "shares", "replicas", "offload"]
+Feature = Literal["micro_batches", "shares", "replicas", "offload", "disk"]
 #: What single, ddp and fsdp plans may do besides what these engines always did. One that isn't here is predicted and shown, never chosen.
-RUNS: frozenset[Feature] = frozenset({"micro_batches", "shares", "replicas"})
+RUNS: frozenset[Feature] = frozenset({"micro_batches", "shares", "replicas", "offload"})
+#: Engines that run where ``allow`` names them, or a plan of theirs is pinned; by default planning takes none of their plans.
+ASKED_ENGINES: frozenset[Engine] = frozenset({"zero"})
+#: Features that run where a plan with them is pinned, and that planning takes no plan with by itself.
+PINNED: frozenset[Feature] = frozenset({"disk"})
 
 _WORDS: dict[Feature, str] = {
     "micro_batches": "micro-batches inside a batch",
     "shares": "uneven shares of a batch",
     "replicas": "hybrid sharding",
     "offload": "offload to host memory",
+    "disk": "the optimizer's state on disk",
 }
 
 
-def cannot_run(plan: Plan) -> str | None:
-    """What the plan would need that this version can't run yet, in a few words; None where it can be run."""
-    if plan.engine not in BUILT_ENGINES:
-        return f"engine {plan.engine!r}"
+def engine_runs(engine: Engine, allow: Sequence[Engine]) -> bool:
+    """Whether this version runs plans of an engine for whoever allows these."""
+    return engine in BUILT_ENGINES or (engine in ASKED_ENGINES and engine in allow)
+
+
+def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False) -> str | None:
+    """What the plan would need that this version can't run yet, in a few words; None where it can be run.
+
+    Args:
+        plan: any.
+        allow: the engines that the user names.
+        pinned: whether the user asked for it.
+    """
+    if not engine_runs(plan.engine, allow) and not (pinned and plan.engine in ASKED_ENGINES):
+        return f"engine {plan.engine!r}, which is for allow to name" if plan.engine in ASKED_ENGINES else f"engine {plan.engine!r}"
     if plan.engine == "pipeline":  # its replicas and micro-batches are its engine's own
         return None
     asked: dict[Feature, bool] = {
@@ -29,6 +46,8 @@ def cannot_run(plan: Plan) -> str | None:
         "shares": bool(plan.shares),
         "replicas": plan.replicas > 1,
         "offload": bool(plan.offload),
+        "disk": plan.optimizer_on_disk,
     }
-    missing = [_WORDS[feature] for feature, there in asked.items() if there and feature not in RUNS]
+    able = RUNS | PINNED if pinned else RUNS
+    missing = [_WORDS[feature] for feature, there in asked.items() if there and feature not in able]
     return " and ".join(missing) or None

@@ -16,7 +16,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, Predict, alike_first, configuration
 from lightning_autopar.planning.blocks import recomputable, with_recompute
-from lightning_autopar.planning.candidates import enumerate_candidates, ruled_out, variant_runs
+from lightning_autopar.planning.candidates import Variant, enumerate_candidates, ruled_out, variant_runs
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.device_sets import device_sets, largest_size, single_sets, sizes_between
 from lightning_autopar.planning.finalists import Finalists
@@ -98,6 +98,9 @@ class Search:
         decided = self.finalists.decide(kept, order, self.appraiser.shortage, self.appraiser.preferred)
         return decided[:1] + list(alike_first(decided[1:]).values())
 
+    def _runs(self, variant: Variant) -> bool:
+        return variant_runs(variant, self.constraints)
+
     def _explore(self) -> None:
         """Everything that can be run."""
         if self._found:
@@ -114,7 +117,7 @@ class Search:
 
     def _options(self, sets: Sequence[Sequence[Device]] | None = None) -> list[Plan]:
         """Plain plans that can be run."""
-        found = enumerate_candidates(self.footprint, self.inventory, self.constraints, speed=self.speed, keep=variant_runs, sets=sets)
+        found = enumerate_candidates(self.footprint, self.inventory, self.constraints, speed=self.speed, keep=self._runs, sets=sets)
         return [option.plan for option in found]
 
     def _look_at_all(self, plans: Iterable[Plan]) -> None:
@@ -210,7 +213,7 @@ class Search:
         """What can't be run by this version yet: on the best devices, on as many as may be, and on one."""
         sets = self._notable_sets()
         hidden = enumerate_candidates(
-            self.footprint, self.inventory, self.constraints, speed=self.speed, keep=lambda variant: not variant_runs(variant), sets=sets
+            self.footprint, self.inventory, self.constraints, speed=self.speed, keep=lambda variant: not self._runs(variant), sets=sets
         )
         blocks = [block.fqn for block in recomputable(self.footprint)]
         for option in hidden:

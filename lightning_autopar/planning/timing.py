@@ -13,6 +13,7 @@ from dataclasses import replace
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.work import Work
+from lightning_autopar.memory.zero_settings import ZeroSettings
 from lightning_autopar.planning.collectives import group_bandwidth, pair_bandwidths
 from lightning_autopar.planning.data_sheet import DataSheet
 from lightning_autopar.planning.rates import Rates
@@ -38,6 +39,7 @@ def predict_seconds(
     rates: Rates | None = None,
     input_seconds: float | None = None,
     wire: Wire | None = None,
+    zero: ZeroSettings | None = None,
 ) -> Seconds:
     """Seconds of one step of the traced batch under a plan; the slowest rank decides.
 
@@ -49,22 +51,30 @@ def predict_seconds(
         rates: of single operations and collectives; by data sheet, unless given.
         input_seconds: what the loader needs for a batch of the step: hidden where it is shorter than the step.
         wire: as what parameters and gradients are sent; as they are stored, unless given.
+        zero: DeepSpeed's settings, where somebody else has chosen them; those of our engine, unless given.
 
     Raises:
         ValueError: if a device of the plan isn't in the inventory, or the plan names blocks that the footprint hasn't.
     """
-    found = step_of(footprint, plan, inventory, precision=precision, rates=rates, wire=wire).seconds()
+    found = step_of(footprint, plan, inventory, precision=precision, rates=rates, wire=wire, zero=zero).seconds()
     if input_seconds is not None and input_seconds > found.step:
         found = replace(found, input=found.input + input_seconds - found.step)
     return found
 
 
 def step_of(
-    footprint: Footprint, plan: Plan, inventory: Inventory, *, precision: str, rates: Rates | None, wire: Wire | None = None
+    footprint: Footprint,
+    plan: Plan,
+    inventory: Inventory,
+    *,
+    precision: str,
+    rates: Rates | None,
+    wire: Wire | None = None,
+    zero: ZeroSettings | None = None,
 ) -> Step:
     """The step of a plan; the arguments are those of :func:`predict_seconds`."""
     kind = PipelineStep if plan.engine == "pipeline" else Step
-    return kind(footprint, plan, inventory, precision, rates or _DATA_SHEET, wire or Wire())
+    return kind(footprint, plan, inventory, precision, rates or _DATA_SHEET, wire or Wire(), zero)
 
 
 def device_speed(device: Device, precision: str = "32-true", rates: Rates | None = None) -> float:

@@ -1,15 +1,15 @@
 """Replicas and shards: when the gradients and parameters of a step cross the links, and what of it computing hides.
 
-DDP, FSDP2 and ZeRO are played part by part on two lanes: the device computes, the links carry one collective after the other. It knows no
+DDP and FSDP2 are played part by part on two lanes: the device computes, the links carry one collective after the other. It knows no
 pipeline, and not how fast anything is.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
@@ -20,8 +20,6 @@ from lightning_autopar.planning.rates import Collective, Rates
 from lightning_autopar.planning.roofline import Layout
 from lightning_autopar.planning.timing_ranks import Event, Run
 from lightning_autopar.plans import Plan
-
-_ZERO_BUCKET_ELEMENTS = 200_000_000  # Lightning's DeepSpeedStrategy: allgather_bucket_size and reduce_bucket_size
 
 
 @dataclass(frozen=True)
@@ -136,11 +134,11 @@ def play_replicas(layout: Layout, run: Run, wires: Wires, scale: float, events: 
         if events is not None and seconds:
             events.append(Event("communication", start, link, "communication", "all-reduce"))
     if events is not None:
-        _note_computing(layout, run, events)
+        note_computing(layout, run, events)
     return Played(max(link, before + done[0]), carried)
 
 
-def _note_computing(layout: Layout, run: Run, events: list[Event]) -> None:
+def note_computing(layout: Layout, run: Run, events: list[Event]) -> None:
     """The compute lane of a rank that nothing stops."""
     clock = run.copied
     if clock:
@@ -203,10 +201,11 @@ def play_shards(
         events: where what happens is written down.
     """
     player = _Player(layout, run, units, root, again, training, events)
+    play = player.part if events is not None else player.quiet_part
     clock = run.copied
     ends = []
     for _ in range(run.parts):
-        clock = player.part(clock)
+        clock = play(clock)
         ends.append(clock)
         if events is None and len(ends) == 3 and run.parts > 3:  # each further one is like the third
             left = run.parts - 3
@@ -245,6 +244,55 @@ class _Player:
         """Copy a unit out of its buffer."""
         self.unpacked += unit.unpack
         return note(self.events, clock, unit.unpack, "communication", f"copy out {label}")
+
+    def quiet_part(self, clock: float) -> float:
+        """The same as :meth:`part` with nothing written down, as a search asks for it hundreds of times."""
+        units, root, link, carried, unpacked = self.units, self.root, self.link, self.carried, self.unpacked
+        own = [number for number, unit in enumerate(units) if unit is not None]
+        gathers = [unit.fetch + unit.gather for unit in units if unit is not None]
+
+        seconds = root.fetch + root.gather
+        link = clock = max(link, clock) + seconds
+        carried += seconds
+        unpacked += root.unpack
+        clock += root.unpack
+        ready, ahead = 0.0, 0  # when the next unit is gathered, and which of those that are
+        if own:
+            link = ready = max(link, clock) + gathers[0]
+            carried += gathers[0]
+        for unit, seconds in zip(units, self._forwards, strict=True):
+            if unit is not None:
+                unpacked += unit.unpack
+                clock = max(clock, ready) + unit.unpack
+                ahead += 1
+                if ahead < len(own):
+                    link = ready = max(link, clock) + gathers[ahead]
+                    carried += gathers[ahead]
+            clock += seconds
+        if self.training:
+            again = self.again and bool(own)
+            ahead = len(own) - 1
+            if again:
+                link = ready = max(link, clock) + gathers[ahead]
+                carried += gathers[ahead]
+            for unit, repeated, seconds in zip(reversed(units), reversed(self.run.again), reversed(self._backwards), strict=True):
+                if unit is not None and again:
+                    unpacked += unit.unpack
+                    clock = max(clock, ready) + unit.unpack
+                    ahead -= 1
+                    if ahead >= 0:
+                        link = ready = max(link, clock) + gathers[ahead]
+                        carried += gathers[ahead]
+                clock = clock + repeated + (seconds - repeated)
+                if unit is not None:
+                    seconds = unit.reduce + unit.store
+                    link = max(link, clock) + seconds
+                    carried += seconds
+            seconds = root.reduce + root.store
+            link = max(link, clock) + seconds
+            carried += seconds
+        self.link, self.carried, self.unpacked = link, carried, unpacked
+        return max(clock, link) if self.training else clock
 
     def part(self, clock: float) -> float:
         """Forward and backward of one part of the batch; returns when its gradients are reduced."""
@@ -309,11 +357,16 @@ def fsdp_units(
         if key not in made:
             wide, back = gathered * parameter_scale, reduced * gradient_scale
             shards = sharding.shards
+            fetch = wires.rates.host_copy_seconds(device, gathered // shards) if offloaded and gathered else 0.0
+            # Of one rank nothing is gathered: parameters come from the host when they are needed (torch 2.13, ``wait_for_unshard``), and
+            # gradients are copied once more instead of being reduced.
             made[key] = Unit(
                 gather=wires.over_shards("all_gather", wide),
-                unpack=_copy(wires.rates, device, 2 * wide),
-                reduce=wires.over_shards("reduce_scatter", back) + _copy(wires.rates, device, 2 * back) + wires.over_copies(back / shards),
-                fetch=wires.rates.host_copy_seconds(device, gathered // shards) if offloaded and gathered else 0.0,
+                unpack=copy_seconds(wires.rates, device, 2 * wide) + (fetch if shards == 1 else 0.0),
+                reduce=wires.over_shards("reduce_scatter", back)
+                + copy_seconds(wires.rates, device, 2 * back * (2 if shards == 1 else 1))
+                + wires.over_copies(back / shards),
+                fetch=fetch if shards > 1 else 0.0,
                 store=wires.rates.host_copy_seconds(device, reduced // shards) if offloaded and reduced else 0.0,
             )
         return made[key]
@@ -326,57 +379,8 @@ def fsdp_units(
     return units, unit(sharding.root.gathered, sharding.root.reduced)
 
 
-def _copy(rates: Rates, device: Device, size_bytes: float) -> float:
+def copy_seconds(rates: Rates, device: Device, size_bytes: float) -> float:
     """Reading and writing on the device."""
     if size_bytes <= 0:
         return 0.0
     return rates.work_seconds(device, Work(kind="copy", name="copy_", dtype="fp32", moved_bytes=round(size_bytes), fixed_bytes=0))
-
-
-def zero_units(
-    layout: Layout, plan: Plan, wires: Wires, device: Device, *, width: Callable[[int], float]
-) -> tuple[list[Unit | None], Unit]:
-    """ZeRO-3: every layer's parameters are gathered and its gradients reduced.
-
-    Args:
-        layout: of the step.
-        plan: a zero plan.
-        wires: between the ranks.
-        device: on which buffers are copied.
-        width: bytes that so many bytes at rest have as they are computed with and sent.
-    """
-    offloaded = "parameters" in plan.offload
-    ranks = len(wires.shards)
-    units: list[Unit | None] = []
-    for layer in layout.layers:
-        wide, back = width(layer.parameters), width(sum(layer.gradients))
-        units.append(
-            Unit(
-                gather=wires.over_shards("all_gather", wide),
-                unpack=0.0,
-                reduce=wires.over_shards("reduce_scatter", back) + _copy(wires.rates, device, 2 * back),
-                fetch=wires.rates.host_copy_seconds(device, round(wide / ranks)) if offloaded and wide else 0.0,
-            )
-            if wide or back
-            else None
-        )
-    return units, Unit(0.0, 0.0, 0.0)
-
-
-def play_partitions(layout: Layout, run: Run, wires: Wires, width: Callable[[int], float], events: list[Event] | None = None) -> Played:
-    """ZeRO-1 and 2: gradients are reduced in large buckets as they come, and every rank's part of the parameters is gathered at the end."""
-    backwards = run.backwards()
-    before = run.copied + run.parts * sum(run.forward) + (run.parts - 1) * sum(backwards)
-    done = list(accumulate(reversed(backwards)))
-    most = width(4 * _ZERO_BUCKET_ELEMENTS)
-    size = link = carried = 0.0
-    last = len(layout.layers) - 1
-    for index, number in enumerate(range(last, -1, -1)):
-        size += width(sum(layout.layers[number].gradients))
-        if size and (size >= most or number == 0):
-            seconds = wires.over_shards("reduce_scatter", size)
-            link = note(events, max(link, before + done[index]), seconds, "communication", "reduce-scatter", "communication")
-            carried, size = carried + seconds, 0.0
-    if events is not None:
-        _note_computing(layout, run, events)
-    return Played(max(link, before + done[-1] if done else before), carried)

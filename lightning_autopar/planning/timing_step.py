@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.zero_settings import ZeroSettings, settings_of
 from lightning_autopar.planning.collectives import topology
-from lightning_autopar.planning.rates import Rates
-from lightning_autopar.planning.roofline import computing_dtype, layout_of
+from lightning_autopar.planning.python_calls import SHARDED_OPERATION, fsdp_calls, zero_calls
+from lightning_autopar.planning.rates import Collective, Rates
+from lightning_autopar.planning.roofline import computing_dtype, layout_of, update_load
 from lightning_autopar.planning.timing_ranks import Event, Run, batch_parts, run_of
 from lightning_autopar.planning.timing_replicas import (
     Played,
     Wires,
+    copy_seconds,
     fsdp_units,
-    play_partitions,
     play_replicas,
     play_shards,
-    zero_units,
 )
 from lightning_autopar.planning.timing_seconds import Seconds, Wire
+from lightning_autopar.planning.timing_zero import play_partitions, zero_units
+from lightning_autopar.planning.zero_gathers import modules_with_parameters, persistent_bytes
 from lightning_autopar.plans import Plan
 
-#: Torch's Adam on the host's tensors beside DeepSpeed's: 1.39 and 0.22 s for a billion parameters ("ZeRO-Offload",
-#: https://arxiv.org/abs/2101.06840, table 4).
+#: Torch's Adam as a loop of operations on the host's tensors beside one pass over them: 1.39 and 0.22 s for a billion parameters
+#: ("ZeRO-Offload", https://arxiv.org/abs/2101.06840, table 4).
 _PLAIN_ADAM = 1.39 / 0.22
+#: Torch's optimizers whose update on the host is one pass; how often AdamW's goes over an element: parameter and two moments both ways, and
+#: the gradient.
+_ONE_PASS = ("Adagrad", "Adam", "AdamW", "SGD")
+_ADAMS_PASSES = 7
+#: Bytes a second of a disk that wasn't measured: a slow one, on which everybody else's files are, too.
+_DISK_RATE = 1e9
 
 
 class Step:
@@ -37,9 +47,19 @@ class Step:
         precision: Lightning's name.
         rates: of single things.
         wire: as what parameters and gradients are sent.
+        zero: DeepSpeed's settings, where somebody else has chosen them; None for our engine's.
     """
 
-    def __init__(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates, wire: Wire) -> None:
+    def __init__(
+        self,
+        footprint: Footprint,
+        plan: Plan,
+        inventory: Inventory,
+        precision: str,
+        rates: Rates,
+        wire: Wire,
+        zero: ZeroSettings | None = None,
+    ) -> None:
         self.footprint, self.plan, self.inventory = footprint, plan, inventory
         self.layout = layout_of(footprint, precision)
         self.half = computing_dtype(precision) in ("bf16", "fp16")
@@ -47,6 +67,9 @@ class Step:
         self.devices = [there[device] if device in there else inventory.device(device) for device in plan.devices]
         self.rates = rates.among(self.devices, inventory)
         self.wire = wire
+        self.on_cpu = self.devices[0].kind == "cpu"
+        self.ours = zero is None
+        self.zero = zero or (settings_of(footprint, plan, on_cpu=self.on_cpu) if plan.engine == "zero" else ZeroSettings())
         self.batch = max(1, footprint.batch_size)
         self.rows = plan.rows(footprint.batch_size) if footprint.batch_size else (1,) * plan.world_size
         self.training = footprint.training
@@ -70,7 +93,7 @@ class Step:
         world = plan.world_size
         shards = plan.devices_per_replica if plan.engine == "fsdp" else world if plan.engine == "zero" else 1
         share = self.rows[rank] / self.batch if self.footprint.batch_size else 1 / world
-        return run_of(
+        run = run_of(
             self.footprint,
             self.layout,
             plan,
@@ -80,14 +103,31 @@ class Step:
             parts=batch_parts(plan, self.rows) if self.footprint.batch_size else plan.micro_batches,
             held=1 / shards,
             updates="optimizer" not in plan.offload,
-            units=self.units(),
+            units=len(plan.shard) + 1 if plan.engine == "fsdp" else 0,
         )
+        calls = self.calls()
+        return replace(run, beside=run.beside + calls * self.rates.call_seconds(run.device)) if calls else run
 
-    def units(self) -> int:
-        """What has hooks of its own: FSDP's units, under ZeRO-3 each module with parameters, of which most have two."""
-        if self.plan.engine == "fsdp":
-            return len(self.plan.shard) + 1
-        return 1 + sum(len(layer.gradients) for layer in self.layout.layers) // 2 if self.plan.zero_stage == 3 else 0
+    def calls(self) -> int:
+        """What the engine's Python does in a step besides its units' hooks; 0 of a plan with none."""
+        plan, layers = self.plan, self.layout.layers
+        parameters = sum(len(layer.gradients) for layer in layers)
+        if plan.engine == "fsdp" and self.training and self.on_cpu:
+            looped = 0 if self._one_pass() else sum(work.count for work in self.layout.optimizer)
+            return fsdp_calls(parameters=parameters, units=len(plan.shard) + 1) + SHARDED_OPERATION * looped
+        if plan.engine != "zero" or not self.ours:
+            return 0
+        elements = self.footprint.trainable_parameters
+        buckets = elements // max(1, min(elements, self.zero.reduce_bucket_elements)) if elements else 0
+        return zero_calls(plan, parameters=parameters, modules=len(layers) + modules_with_parameters(self.footprint), buckets=buckets)
+
+    def _one_pass(self) -> bool:
+        """Whether the update in host memory is torch's fused kernel: the user's own choice, or ours for a GPU's host."""
+        if any(work.name.startswith("_fused_") for work in self.layout.optimizer):
+            return True
+        kinds = self.footprint.optimizer_classes
+        wide = self.footprint.parameter_bytes >= 4 * self.footprint.parameters
+        return not self.on_cpu and "optimizer" in self.plan.offload and bool(kinds) and all(kind in _ONE_PASS for kind in kinds) and wide
 
     def seconds(self) -> Seconds:
         """Single, DDP, FSDP and ZeRO."""
@@ -95,8 +135,8 @@ class Step:
         slowest = max(runs, key=lambda run: run.alone)
         played, offload = self.played(slowest), self.offload(slowest)
         own = slowest.copied + slowest.compute + slowest.recompute
-        # Of one device the difference is nothing but rounding.
-        exposed = max(0.0, played.end - own) if self.plan.world_size > 1 else 0.0
+        # Of one device without offload the difference is nothing but rounding.
+        exposed = max(0.0, played.end - own) if self.plan.world_size > 1 or self.plan.offload else 0.0
         hidden = max(0.0, played.carried + played.copied - exposed)
         exposed += (1 - self.rates.overlap(slowest.device)) * hidden + self.waited() + self.after()
         return Seconds(
@@ -127,10 +167,12 @@ class Step:
             again = bool(plan.reshard_after_forward)
             return play_shards(self.layout, run, units, root, again=again, training=self.training, events=events)
         if plan.zero_stage == 3:
-            units, root = zero_units(self.layout, plan, self.wires(), run.device, width=self.width)
+            units, root = zero_units(self.footprint, self.layout, plan, self.wires(), run.device, width=self.width, settings=self.zero)
             return play_shards(self.layout, run, units, root, again=True, training=self.training, events=events)
         if plan.engine == "zero":
-            return play_partitions(self.layout, run, self.wires(), self.width, events)
+            collective: Collective = "all_reduce" if self.ours else "reduce_scatter"
+            bucket = self.zero.reduce_bucket_elements
+            return play_partitions(self.layout, run, self.wires(), self.width, events, bucket=bucket, collective=collective)
         return play_replicas(self.layout, run, self.wires(), self._gradient_scale, events)
 
     def wires(self) -> Wires:
@@ -150,7 +192,9 @@ class Step:
         return max(groups, key=lambda group: self.rates.collective_seconds("all_reduce", 2**26, group, self.inventory))
 
     def width(self, size_bytes: int) -> float:
-        """Bytes on the wire under DeepSpeed, which converts the model to the precision's dtype, also of a mixed one."""
+        """Bytes on the wire under DeepSpeed, which may have converted the model to the precision's dtype, also of a mixed one."""
+        if not self.zero.converts:
+            return float(size_bytes)
         stored = self.footprint.parameter_bytes / max(1, self.footprint.parameters)
         return size_bytes * 2 / stored if self.half and stored > 2 else float(size_bytes)
 
@@ -162,23 +206,52 @@ class Step:
         return times * self.rates.collective_seconds("all_reduce", 4096, self.devices, self.inventory)
 
     def after(self) -> float:
-        """ZeRO-1 and 2: every rank's updated part of the parameters goes to all others, with nothing to hide behind."""
-        if self.plan.zero_stage not in (1, 2) or not self.training:
+        """Under ZeRO, with nothing to hide behind: every rank's updated part of the parameters goes to all others, at stage 3 of those that
+        stay gathered. Our engine asks all ranks which parameters had a gradient.
+        """
+        if self.plan.engine != "zero" or not self.training:
             return 0.0
-        return self.wires().over_shards("all_gather", self.width(self.footprint.parameter_bytes))
+        wires, width = self.wires(), self.width
+        asked = wires.over_shards("all_reduce", sum(len(layer.gradients) for layer in self.layout.layers)) if self.ours else 0.0
+        if self.plan.zero_stage == 3:
+            staying = persistent_bytes(self.footprint, self.zero.persistence_elements)
+            return asked + wires.over_shards("all_gather", width(staying))
+        return asked + wires.over_shards("all_gather", width(self.footprint.parameter_bytes))
 
     def offload(self, run: Run) -> float:
-        """The update in host memory: gradients down, unless they went as they came, all ranks of a node on its cores, parameters up."""
-        plan = self.plan
+        """The update in host memory: gradients down, unless they went as they came, all ranks of a node on its cores, parameters up.
+
+        A CPU device's host is itself: its rank's threads update its own part.
+        """
+        plan, rates = self.plan, self.rates
         if "optimizer" not in plan.offload or not self.training:
             return 0.0
         nodes: dict[int, int] = {}
         for device in self.devices:
             nodes[device.node] = nodes.get(device.node, 0) + 1
-        elements = self.footprint.trainable_parameters / plan.devices_per_replica * max(nodes.values())
-        fused = any(work.name.startswith("_fused_") for work in self.layout.optimizer)  # one vectorised pass, as DeepSpeed's
-        seconds = self.rates.host_adam_seconds(round(elements)) * (_PLAIN_ADAM if plan.engine == "fsdp" and not fused else 1.0)
+        seconds = self._host_update(run.device, 1 if self.on_cpu else max(nodes.values()))
         if plan.engine == "zero":
-            part = self.width(self.footprint.gradient_bytes) / plan.world_size
-            seconds += 2 * self.rates.host_copy_seconds(run.device, round(part))
+            part = round(self.width(self.footprint.gradient_bytes) / plan.world_size)
+            seconds += 2 * (copy_seconds(rates, run.device, 2 * part) if self.on_cpu else rates.host_copy_seconds(run.device, part))
+        if plan.optimizer_on_disk:  # read and written, with nothing to hide behind
+            share = round(self.footprint.optimizer_bytes / plan.world_size * max(nodes.values()))
+            seconds += sum(rates.disk_seconds(share, write=write) or share / _DISK_RATE for write in (False, True))
         return seconds
+
+    def _host_update(self, device: Device, ranks: int) -> float:
+        """Of so many ranks' parts, on the cores that they share.
+
+        One pass takes what it goes over; a loop of operations is as on a device, where that is a CPU, and as much slower than one pass as
+        Adam's.
+        """
+        plan, footprint = self.plan, self.footprint
+        elements = footprint.trainable_parameters / plan.devices_per_replica * ranks
+        states = footprint.optimizer_bytes / footprint.gradient_bytes if footprint.gradient_bytes else 0
+        one_pass = self._one_pass()
+        if not one_pass and self.on_cpu and footprint.optimizer_classes:
+            whole = update_load(self.layout, 1 / plan.devices_per_replica, device, self.rates)
+            return whole.stream + whole.issue
+        adam = self.rates.host_adam_seconds(round(elements), device)
+        if one_pass and footprint.optimizer_classes:
+            return adam * (3 + 2 * round(states)) / _ADAMS_PASSES
+        return adam * (_PLAIN_ADAM if plan.engine == "fsdp" and not one_pass else 1.0)

@@ -111,7 +111,7 @@ def _measurements(inventory: Inventory, known: Calibration) -> list[Measurement]
     devices = [device for device in inventory.devices if device.kind != "catalogue" and device.node == 0 and device.index is not None]
     found: list[Measurement] = []
     for key, device in {device_key(device): device for device in reversed(devices)}.items():
-        if not known.ranks_of(key, "matmul/64"):
+        if not known.ranks_of(key, "matmul/64") or (device.kind == "cpu" and not known.ranks_of(key, "adam")):
             found.append(Measurement(title=f"operations on {device.name}", run=partial(_device, device)))
     by_kind = {kind: [device for device in devices if device.kind == kind] for kind in ("cpu", "cuda")}
     for kind, group in by_kind.items():
@@ -121,7 +121,7 @@ def _measurements(inventory: Inventory, known: Calibration) -> list[Measurement]
             if ranks not in known.ranks_of(subject, thing) and (ranks > 1 or kind == "cpu"):
                 share = _sharing(chosen, inventory) if kind == "cpu" else 1.0
                 found.append(Measurement(title=f"{ranks} ranks at once", run=partial(_ranks, chosen, share)))
-        if group and not known.ranks_of(device_key(group[0]), "loop/single"):
+        if group and not known.ranks_of(device_key(group[0]), "call"):
             found.append(Measurement(title="the trainer's loop", run=partial(_engines, group, inventory)))
         if kind == "cpu" and len(group) > 1 and not known.ranks_of(device_key(group[0]), "action"):
             found.append(Measurement(title="a pipeline's stages", run=partial(_stages, group, inventory)))
@@ -187,10 +187,11 @@ def be_silent() -> None:
 
 def _device(device: Device, known: Calibration) -> list[Curve]:
     from lightning_autopar.strategies.calibration_cases import measure_device
-    from lightning_autopar.strategies.calibration_ranks import torch_device
+    from lightning_autopar.strategies.calibration_ranks import adam_curve, torch_device
 
-    where = torch_device(device)
-    return measure_device(where, device_key(device), seconds=_CPU_SECONDS if device.kind == "cpu" else _GPU_SECONDS)
+    where, key = torch_device(device), device_key(device)
+    curves = measure_device(where, key, seconds=_CPU_SECONDS if device.kind == "cpu" else _GPU_SECONDS)
+    return [*curves, adam_curve(key)] if device.kind == "cpu" else curves
 
 
 def _ranks(devices: Sequence[Device], share: float, known: Calibration) -> list[Curve]:
@@ -207,22 +208,23 @@ def _host(inventory: Inventory, known: Calibration) -> list[Curve]:
 
 def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
     """What the trainer's loop takes, and what two ranks of an engine add."""
-    from lightning_autopar.strategies.calibration_ranks import TINY_BYTES, TINY_UNITS, plain_seconds, step_seconds, tiny_plan
+    from lightning_autopar.strategies.calibration_ranks import TINY_BYTES, TINY_UNITS, plain_step, step_taken, tiny_plan
 
     rates = Calibrated(known, DataSheet()).among(devices[:2], inventory)
-    plain = run_forked(plain_seconds, devices[0], timeout_seconds=_LIMIT_SECONDS)
+    plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS)
 
-    def around(engine: str, ranks: int) -> float:
+    def around(engine: str, ranks: int) -> tuple[float, int]:
         chosen = devices[:ranks]
-        return max(step_seconds(tiny_plan(engine, chosen), chosen) - plain, plain / 10)
+        taken = step_taken(tiny_plan(engine, chosen), chosen)
+        return max(taken.seconds - plain.seconds, plain.seconds / 10), taken.calls - plain.calls
 
     def collective(name: Collective) -> float:
         return rates.collective_seconds(name, TINY_BYTES, devices[:2], inventory)
 
-    single = around("single", 1)
-    taken = {"loop/single": single}
+    single, calls = around("single", 1)
+    taken = {"loop/single": single, "call": single / calls}
     if len(devices) > 1:
-        replicas, shards = around("ddp", 2), around("fsdp", 2)
+        (replicas, _), (shards, _) = around("ddp", 2), around("fsdp", 2)
         # What is predicted apart is taken off: a bucket of gradients; of each unit two gathers and a scatter.
         taken["loop/ddp"] = taken["loop/fsdp"] = max(single, replicas - collective("all_reduce"))
         waiting = 2 * collective("all_gather") + collective("reduce_scatter")
@@ -232,16 +234,16 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
 def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
     """What two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
-    from lightning_autopar.strategies.calibration_ranks import TINY_BYTES, plain_seconds, step_seconds, tiny_plan
+    from lightning_autopar.strategies.calibration_ranks import TINY_BYTES, plain_step, step_taken, tiny_plan
 
     chosen = devices[:2]
     rates = Calibrated(known, DataSheet()).among(chosen, inventory)
-    plain = run_forked(plain_seconds, devices[0], timeout_seconds=_LIMIT_SECONDS)
+    plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS).seconds
     sending = rates.collective_seconds("send", TINY_BYTES, chosen, inventory)
 
     def besides(micro_batches: int) -> float:
         """Without the module's own operations: each rank has half of them, and the longest path is a micro-batch longer than there are."""
-        return step_seconds(tiny_plan("pipeline", chosen, micro_batches), chosen) - (micro_batches + 1) / 2 * plain
+        return step_taken(tiny_plan("pipeline", chosen, micro_batches), chosen).seconds - (micro_batches + 1) / 2 * plain
 
     few, many = besides(1), besides(_MANY)
     action = max(plain / 10, (many - few) / (2 * (_MANY - 1)) - sending / 2)

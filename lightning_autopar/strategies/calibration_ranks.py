@@ -6,15 +6,18 @@ Each function runs in a forked child. Knows torch, ranks and engines; nothing of
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning as L
 import torch
@@ -213,8 +216,20 @@ def _wait(device: torch.device) -> Callable[[], None]:
 # -- engines ---------------------------------------------------------------------------------------------------------------------------
 
 
+class Taken(NamedTuple):
+    """What a step took.
+
+    Args:
+        seconds: of the wall clock.
+        calls: of functions and of builtins, all that Python makes.
+    """
+
+    seconds: float
+    calls: int
+
+
 class _Tiny(L.LightningModule):
-    """So small that a step is nothing but what surrounds it. Rank 0 writes down how long one took.
+    """So small that a step is nothing but what surrounds it. Rank 0 writes down how long one took, and how many calls the last one made.
 
     Args:
         out: the file for that.
@@ -224,6 +239,7 @@ class _Tiny(L.LightningModule):
         super().__init__()
         self.out = out
         self.begun: list[tuple[float, float]] = []
+        self.calls: Counter[str] = Counter()
         self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -235,13 +251,18 @@ class _Tiny(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == _STEPS - 1:
+            sys.setprofile(None)
         self.begun.append((time.perf_counter(), time.process_time()))
+        if batch_idx == _STEPS - 2:
+            calls = self.calls
+            sys.setprofile(lambda frame, event, argument: calls.update((event,)))
 
     def on_train_end(self) -> None:
         if self.out is not None and self.global_rank == 0:
-            steps = list(itertools.pairwise(self.begun))[_WARM_UP:]
+            steps = list(itertools.pairwise(self.begun))[_WARM_UP:-1]
             taken, busy = (_usual([after[clock] - before[clock] for before, after in steps]) for clock in (0, 1))
-            self.out.write_text(f"{min(taken, _MOST_WAITING * busy)}", encoding="utf-8")
+            self.out.write_text(json.dumps([min(taken, _MOST_WAITING * busy), _calls(self.calls)]), encoding="utf-8")
 
 
 class _Launcher(AutoLauncher):
@@ -260,8 +281,8 @@ class _Launcher(AutoLauncher):
             raise outcome.error
 
 
-def step_seconds(plan: Plan, devices: Sequence[Device]) -> float:
-    """Seconds of a step of a tiny module under a plan, in real workers; in a forked child, which keeps the trainer's traces to itself."""
+def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
+    """What a step takes of a tiny module under a plan, in real workers; in a forked child, which keeps the trainer's traces to itself."""
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
     strategy = AutoParallelStrategy(allow=[plan.engine], calibrate="off")
@@ -285,7 +306,7 @@ def step_seconds(plan: Plan, devices: Sequence[Device]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds"
         trainer.fit(_Tiny(out), DataLoader(samples, batch_size=size))
-        return float(out.read_text(encoding="utf-8"))
+        return Taken(*json.loads(out.read_text(encoding="utf-8")))
 
 
 def tiny_plan(engine: str, devices: Sequence[Device], micro_batches: int = 1) -> Plan:
@@ -305,26 +326,52 @@ TINY_UNITS = _LAYERS + 1
 TINY_BYTES = 4 * (_WIDTH + 1) * _WIDTH
 
 
-def plain_seconds(device: Device) -> float:
-    """Seconds of the tiny module's own operations in a step, in a bare loop."""
+def plain_step(device: Device) -> Taken:
+    """The tiny module's own operations in a step, in a bare loop."""
     where = torch_device(device)
     module, wait = _Tiny().to(where), _wait(where)
     optimizer = module.configure_optimizers()
     batch = (torch.zeros(2, _WIDTH, device=where),)
-    taken = []
-    for _ in range(_STEPS):
-        begun = time.perf_counter()
+    calls: Counter[str] = Counter()
+
+    def step() -> None:
         torch.mean(module.layers(batch[0]).square()).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    taken = []
+    for _ in range(_STEPS):
+        begun = time.perf_counter()
+        step()
         wait()
         taken.append(time.perf_counter() - begun)
-    return _usual(taken)
+    sys.setprofile(lambda frame, event, argument: calls.update((event,)))
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return Taken(_usual(taken), _calls(calls))
+
+
+def _calls(events: Counter[str]) -> int:
+    """How many of a profiler's events are calls."""
+    return events["call"] + events["c_call"]
 
 
 def _usual(taken: Sequence[float]) -> float:
     """Their lower quartile: others' work on the machine makes some longer, none shorter."""
     return sorted(taken)[len(taken) // 4]
+
+
+def adam_curve(subject: str) -> Curve:
+    """AdamW by torch's fused kernel on the threads that this process has."""
+    clock, points = Clock(torch.device("cpu")), {}
+    for count in (1 << 14, 1 << 21):
+        parameter = torch.full((count,), 0.5, requires_grad=True)
+        parameter.grad = torch.full((count,), 0.5)
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        points[float(count)] = clock.seconds(optimizer.step, 5e-3)
+    return Curve(subject=subject, thing="adam", sizes=tuple(points), seconds=tuple(points.values()))
 
 
 # -- the host --------------------------------------------------------------------------------------------------------------------------
@@ -333,13 +380,7 @@ def _usual(taken: Sequence[float]) -> float:
 def measure_host(subject: str, threads: int, folder: Path) -> list[Curve]:
     """AdamW on all cores, and the disk that a folder is on."""
     torch.set_num_threads(max(1, threads))
-    clock, points = Clock(torch.device("cpu")), {}
-    for count in (1 << 14, 1 << 21):
-        parameter = torch.full((count,), 0.5, requires_grad=True)
-        parameter.grad = torch.full((count,), 0.5)
-        optimizer = torch.optim.AdamW([parameter], fused=True)
-        points[float(count)] = clock.seconds(optimizer.step, 5e-3)
-    curves = [Curve(subject=subject, thing="adam", sizes=tuple(points), seconds=tuple(points.values()))]
+    curves = [adam_curve(subject)]
     size = 8 << 20
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:

@@ -7,6 +7,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning import advice as subject
+from lightning_autopar.planning import refusals
 from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Advice, NothingFits, Report
@@ -15,7 +16,11 @@ from lightning_autopar.plans import Plan
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
 #: Without what would help by itself wherever a little memory is missing.
-WHOLE = {"micro_batches": "the batch is run whole", "shares": "the batch is shared evenly"}
+WHOLE = {
+    "micro_batches": "the batch is run whole",
+    "shares": "the batch is shared evenly",
+    "offload": "all stays on the devices",
+}
 
 
 def made(step: Footprint, here: Inventory, **constraints: Any) -> Report:
@@ -188,10 +193,13 @@ def test_there_is_no_advice_where_nothing_would_help_much() -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "_PACKAGES", {"ddp": ("no_such_package", "ddp"), "fsdp": ("torch", "fsdp")})
+    monkeypatch.setattr(refusals, "PACKAGES", packages := {"ddp": ("no_such_package", "ddp"), "fsdp": ("nor_this_one", "fsdp")})
+    monkeypatch.setattr(subject, "PACKAGES", packages)
     two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
-    excluded = {"ddp": "no_such_package isn't installed", "fsdp": "the module can't be sharded"}
-    (found,) = made(HEAVY, two, excluded=excluded).advice
+    missing = refusals.missing_packages(two)
+    assert missing["ddp"] == "the package no_such_package is not installed; install lightning-autopar[ddp]"
+    assert not refusals.missing_packages(parse_spec("2xH100-80GB"))
+    (found,) = made(HEAVY, two, excluded={**missing, "fsdp": "the module can't be sharded"}).advice
     assert found.kind == "package"
     assert found.change == {"install": "no_such_package"}
     assert found.text.startswith("pip install 'lightning-autopar[ddp]': ddp ×2 would be ")

@@ -1,11 +1,16 @@
 from dataclasses import replace
 
+import pytest
+
+from lightning_autopar.memory.occasions import host_bytes
 from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.planning import runnable
 from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, alike_first, simplicity
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import OFFLOADS, Plan
+from lightning_autopar.units import format_bytes
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
 SINGLE = Plan(engine="single", devices=("cpu:0",))
@@ -25,6 +30,13 @@ def at(candidate: Candidate, seconds: float) -> Candidate:
     return replace(candidate, seconds=took)
 
 
+@pytest.fixture
+def without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a version that could predict it and not run it."""
+    monkeypatch.setattr(runnable, "RUNS", runnable.RUNS - {"offload"})
+
+
+@pytest.mark.usefixtures("without_offload")
 def test_what_fits_and_cannot_be_run_says_what_it_would_take() -> None:
     found = appraiser().candidate(OFFLOADED)
     assert not found.fits
@@ -41,9 +53,37 @@ def test_what_is_offloaded_must_have_room_on_the_host() -> None:
     here = parse_spec("2xH100-80GB")
     elsewhere = Appraiser(footprint(), replace(here, host_free_bytes=1), Constraints())
     plan = replace(OFFLOADED, devices=tuple(device.id for device in here.devices))
-    assert "can't be run" in (elsewhere.candidate(plan).reason or "")
+    assert elsewhere.candidate(plan).fits
 
 
+@pytest.mark.usefixtures("without_offload")
+def test_a_host_has_room_for_all_that_a_plan_takes_of_it() -> None:
+    """What is offloaded by all ranks, what CPU devices hold, what a checkpoint takes; and what building the module in each rank does."""
+    known = footprint()
+    here = inventory(cpu(0, 64 * GIB), cpu(1, 64 * GIB), host_free_bytes=1024 * GIB)
+    roomy = Appraiser(known, here, Constraints(memory_margin=0.0))
+    held = host_bytes(known, OFFLOADED, on_cpu=True)
+    need = held.offload + held.checkpoint + sum(roomy.needs(OFFLOADED).values())
+    for free_bytes, fits in ((need, True), (need - 1, False)):
+        tight = Appraiser(known, replace(here, host_free_bytes=free_bytes), Constraints(memory_margin=0.0))
+        assert tight.holds(OFFLOADED) == fits
+    reason = tight.candidate(OFFLOADED).reason or ""
+    assert reason.startswith(f"offloads {format_bytes(held.offload)} to the host's memory, with ")
+    assert f"on its CPU devices it needs {format_bytes(need)}, but there are " in reason
+    assert reason.endswith("the system would kill the job")
+    late = replace(known, configures_model=True)
+    zero = Plan(engine="zero", devices=OFFLOADED.devices, zero_stage=3, offload=OFFLOADS)
+    assert Appraiser(late, replace(here, host_free_bytes=2 * known.parameter_bytes), Constraints(memory_margin=0.0)).holds(zero) is False
+
+
+def test_page_locked_memory_is_told() -> None:
+    gpus = inventory(gpu(0), gpu(1), host_free_bytes=100 * MIB)
+    plan = replace(OFFLOADED, devices=tuple(device.id for device in gpus.devices))
+    reason = Appraiser(footprint(), gpus, Constraints()).candidate(plan).reason or ""
+    assert f"({format_bytes(host_bytes(footprint(), plan).pinned)} of it page-locked)" in reason
+
+
+@pytest.mark.usefixtures("without_offload")
 def test_what_can_be_run_comes_first_then_what_could_then_what_lacks_memory() -> None:
     enough, little = appraiser(), appraiser(free_bytes=64 * MIB)
     fitting, hidden, lacking = enough.candidate(DDP), enough.candidate(OFFLOADED), little.candidate(DDP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -38,6 +39,9 @@ class Fake(Rates):
     def unit_seconds(self, device: Device) -> float:
         return 1003.0
 
+    def call_seconds(self, device: Device) -> float:
+        return 1007.0
+
     def action_seconds(self, device: Device) -> float:
         return 1004.0
 
@@ -47,7 +51,7 @@ class Fake(Rates):
     def host_copy_seconds(self, device: Device, size_bytes: int) -> float:
         return 1005.0
 
-    def host_adam_seconds(self, elements: int) -> float:
+    def host_adam_seconds(self, elements: int, device: Device) -> float:
         return 1006.0
 
     def overlap(self, device: Device) -> float:
@@ -151,7 +155,8 @@ def test_what_was_not_measured_is_asked_of_the_data_sheet() -> None:
     assert empty.action_seconds(CPU) == 1004.0
     assert empty.collective_seconds("all_reduce", 8, inventory.devices, inventory) == 100.0
     assert empty.host_copy_seconds(CPU, 8) == 1005.0
-    assert empty.host_adam_seconds(8) == 1006.0
+    assert empty.host_adam_seconds(8, CPU) == 1006.0
+    assert empty.call_seconds(CPU) == 1007.0
     assert empty.disk_seconds(8, write=True) is None
     assert empty.overlap(CPU) == 0.25
 
@@ -308,10 +313,12 @@ def test_gpus_linked_otherwise_were_not_measured() -> None:
 def test_the_host() -> None:
     known = rates(
         curve("adam", {100.0: 1.0}, subject=HOST),
+        curve("adam", {100.0: 4.0}, subject="cpu/2"),
         curve("disk_write", {100.0: 3.0}, subject=HOST),
         curve("disk_read", {100.0: 2.0}, subject=HOST),
     )
-    assert known.host_adam_seconds(1000) == pytest.approx(10.0)
+    assert known.host_adam_seconds(1000, CPU) == pytest.approx(10.0)
+    assert known.host_adam_seconds(1000, replace(CPU, threads=2)) == pytest.approx(40.0), "a rank's own threads alone"
     assert known.disk_seconds(200, write=True) == pytest.approx(6.0)
     assert known.disk_seconds(200, write=False) == pytest.approx(4.0)
 

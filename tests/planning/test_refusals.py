@@ -119,7 +119,11 @@ def test_a_pipeline_that_is_refused_is_written_as_one_where_it_can_be(devices: i
             {},
             "DeepSpeed runs backward and the optimizer's step by itself, and the module does so by hand",
         ),
-        ({}, {"precision": "64-true"}, "DeepSpeed has no double precision"),
+        (
+            {},
+            {"precision": "64-true"},
+            "precision '64-true' isn't plain Lightning's under DeepSpeed; ZeRO takes 32-true, bf16-mixed, bf16-true",
+        ),
     ],
 )
 def test_what_speaks_against_zero(step: dict[str, Any], constraints: dict[str, Any], sentence: str) -> None:
@@ -127,10 +131,23 @@ def test_what_speaks_against_zero(step: dict[str, Any], constraints: dict[str, A
 
 
 def test_zero_needs_its_package_on_devices_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "_has_deepspeed", lambda: False)
+    monkeypatch.setattr(refusals, "PACKAGES", {"zero": ("no_such_package", "extra")})
     here = inventory(cpu(0), cpu(1))
-    assert "deepspeed is not installed" in (engine_refusal("zero", footprint(), here, Constraints()) or "")
-    assert engine_refusal("zero", footprint(), parse_spec("2xH100-80GB"), Constraints()) is None
+    missing = refusals.missing_packages(here)
+    sentence = "the package no_such_package is not installed; install lightning-autopar[extra]"
+    assert missing == {"zero": sentence}
+    assert engine_refusal("zero", footprint(), here, Constraints(excluded=missing)) == sentence
+    assert refusals.missing_packages(parse_spec("2xH100-80GB")) == {}
+    assert refusals.lacks_package_alone("zero", Constraints(excluded=missing))
+    assert not refusals.lacks_package_alone("zero", Constraints(excluded={"zero": "a callback looks at gradients"}))
+
+
+def test_stage_3_may_be_ruled_out_alone() -> None:
+    sentence = "the step fails under ZeRO-3"
+    question = footprint(), inventory(cpu(0), cpu(1)), Constraints(excluded={"zero_3": sentence}, allow=("single", "zero"))
+    stages = {one.plan.zero_stage for one in enumerate_candidates(*question) if one.plan.engine == "zero"}
+    assert stages == {1, 2}
+    assert [(one.plan.title(), one.rejection) for one in ruled_out(*question) if one.plan.engine == "zero"] == [("zero-3 ×2", sentence)]
 
 
 OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))

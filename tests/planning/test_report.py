@@ -9,12 +9,13 @@ import pytest
 from rich.console import Console
 
 from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.planning import runnable
 from lightning_autopar.planning.breakdown import by_category, by_part
 from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Candidate, NothingFits, Report, Seconds, devices_label
 from lightning_autopar.planning.table import time_words
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import BUILT_ENGINES, Engine, Plan
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
 
@@ -26,8 +27,11 @@ def lines(text: str, *words: str) -> list[str]:
     return [line for line in text.splitlines() if all(word in line for word in words)]
 
 
+WITH_ZERO: tuple[Engine, ...] = ("single", "ddp", "zero")
+
+
 def test_json_has_the_documented_shape() -> None:
-    found = report(allow=("single", "ddp", "zero"))
+    found = report(allow=WITH_ZERO)
     data = json.loads(found.to_json())
     assert data == found.to_dict()
     assert set(data) == {"inventory", "footprint", "precision", "budgets", "best", "candidates", "advice"}
@@ -49,8 +53,14 @@ def test_json_has_the_documented_shape() -> None:
             for device in candidate["plan"]["devices"]:
                 assert candidate["headroom_bytes"][device] == data["budgets"][device] - candidate["needs_bytes"][device]
     assert "not in allow=['single', 'ddp', 'zero']" in [c["reason"] for c in data["candidates"] if not c["bytes"]]
-    assert all(c["reason"].startswith("can't be run") for c in data["candidates"] if c["plan"]["engine"] == "zero")
-    assert not any(c["runnable"] for c in data["candidates"] if c["plan"]["engine"] == "zero")
+    zero = {
+        allow: [c for c in report(allow=allow).to_dict()["candidates"] if c["plan"]["engine"] == "zero"]
+        for allow in (WITH_ZERO, BUILT_ENGINES)
+    }
+    assert all(c["fits"] and c["runnable"] for c in zero[WITH_ZERO])
+    assert all(c["reason"].startswith("can't be run") and not c["runnable"] for c in zero[BUILT_ENGINES])
+    assert zero[WITH_ZERO]
+    assert zero[BUILT_ENGINES]
 
 
 def test_the_documented_fields_are_there() -> None:
@@ -172,12 +182,12 @@ def test_where_the_time_goes_is_named_largest_first() -> None:
     assert time_words(None) == "–"
 
 
-def test_what_cannot_be_run_yet_has_a_place_of_its_own() -> None:
+def test_what_cannot_be_run_yet_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = report()
     zero = Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=2)
     best = found.candidates[0]
     reason = "can't be run by this version yet (engine 'zero'); it would take 1 s a step"
-    shown = replace(best, plan=zero, fits=False, reason=reason)
+    shown = replace(best, plan=zero, fits=False, reason=reason, held_back=True)
     assert not shown.runnable
     assert best.runnable
     text = " ".join(str(replace(found, candidates=(best, shown, shown, shown, shown))).split())
@@ -185,6 +195,7 @@ def test_what_cannot_be_run_yet_has_a_place_of_its_own() -> None:
     assert "… 1 more that can't be run yet" in text
     assert "it would take" not in text
     assert replace(found, candidates=(shown, replace(best, fits=False, reason="x")), best_index=None).shown_candidate() is not shown
+    monkeypatch.setattr(runnable, "ASKED_ENGINES", frozenset())
     with pytest.raises(AssertionError, match="can't be run"):
         Candidate(plan=zero, fits=True)
 
@@ -223,7 +234,7 @@ def test_devices_are_drawn_together() -> None:
 
 def test_nothing_fits_says_what_is_needed_what_is_there_and_what_would_help() -> None:
     with pytest.raises(NothingFits) as caught:
-        report(here=inventory(cpu(0, 256 * MIB)), excluded={"micro_batches": "the batch is run whole"})
+        report(here=inventory(cpu(0, 256 * MIB)), excluded=dict.fromkeys(("micro_batches", "offload"), "all stays as it is"))
     error = caught.value
     assert str(error).startswith("no plan fits: the one that needs least memory, single, recompute 4, needs ")
     assert "on cpu:0, which has 243 MiB (256 MiB free less the 5 % margin)" in str(error)
@@ -242,7 +253,7 @@ def test_nothing_fits_survives_the_way_from_another_process() -> None:
 
 def test_where_every_engine_is_ruled_out_the_message_gives_the_reasons() -> None:
     with pytest.raises(NothingFits) as caught:
-        report(allow=("zero",))
+        report(allow=("ddp",), excluded={"ddp": "the run has its reasons"})
     message = str(caught.value).splitlines()[0]
-    assert message.count("zero: can't be run by this version yet") == 1
-    assert "single: not in allow=['zero']" in message
+    assert message.count("ddp: the run has its reasons") == 1
+    assert "single: not in allow=['ddp']" in message

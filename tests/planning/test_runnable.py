@@ -14,14 +14,21 @@ FSDP = {"engine": "fsdp", "reshard_after_forward": True}
     ("values", "missing"),
     [
         ({"engine": "single", "devices": TWO[:1], "recompute": ("a",)}, None),
-        ({"engine": "zero", "devices": TWO, "zero_stage": 2}, "engine 'zero'"),
+        ({"engine": "zero", "devices": TWO, "zero_stage": 2}, "engine 'zero', which is for allow to name"),
         ({"engine": "pipeline", "devices": TWO, "cuts": ("a",), "schedule": "1f1b", "micro_batches": 2}, None),
-        ({**FSDP, "devices": TWO, "offload": ("optimizer", "parameters")}, "offload to host memory"),
+        ({**FSDP, "devices": TWO, "offload": ("optimizer", "parameters")}, None),
         ({**FSDP, "devices": TWO, "shares": (1, 2), "micro_batches": 2}, None),
     ],
 )
 def test_what_of_a_plan_cannot_be_run(values: dict[str, Any], missing: str | None) -> None:
     assert cannot_run(Plan(**values)) == missing
+
+
+def test_what_is_pinned_may_be_what_planning_takes_not_by_itself() -> None:
+    plan = Plan(engine="zero", devices=TWO, zero_stage=2)
+    assert cannot_run(plan, allow=("single", "ddp")) == "engine 'zero', which is for allow to name"
+    assert cannot_run(plan, allow=("single", "zero")) is None
+    assert cannot_run(plan, pinned=True) is None
 
 
 def test_features_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:

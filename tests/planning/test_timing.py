@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_autopar.memory.inventory import Link
+from lightning_autopar.memory.zero_settings import ZeroSettings
+from lightning_autopar.planning.python_calls import SHARDED_OPERATION
 from lightning_autopar.planning.timing import Seconds, Wire, device_speed, predict_seconds
 from lightning_autopar.plans import Plan
 from tests.fakes.rates import PlainRates
@@ -20,7 +22,7 @@ MICRO = 1e-6
 
 
 def seconds(engine: Any, *devices: str, step: Any = None, here: Any = HERE, **parts: Any) -> Seconds:
-    asked = {name: parts.pop(name) for name in ("precision", "rates", "input_seconds", "wire") if name in parts}
+    asked = {name: parts.pop(name) for name in ("precision", "rates", "input_seconds", "wire", "zero") if name in parts}
     if engine == "fsdp":
         parts.setdefault("reshard_after_forward", True)
         parts.setdefault("shard", BLOCKS)
@@ -255,10 +257,53 @@ def test_offloaded_the_host_updates() -> None:
 
 def test_zero_gathers_the_updated_parameters_at_the_end() -> None:
     rates = PlainRates(wire_bytes_per_second=100 * MIB)
-    found = seconds("zero", *GPUS[:2], step=traced(forward=10**15), rates=rates, zero_stage=1)
+    step, others = traced(forward=10**15), ZeroSettings()
+    found = seconds("zero", *GPUS[:2], step=step, rates=rates, zero_stage=1, zero=others)
     assert found.communication == pytest.approx(4 + 4)  # one bucket holds all the gradients, and goes when backward ends
-    half = seconds("zero", *GPUS[:2], step=traced(forward=10**15), rates=rates, zero_stage=1, precision="bf16-mixed")
+    half = seconds("zero", *GPUS[:2], step=step, rates=rates, zero_stage=1, precision="bf16-mixed", zero=others)
     assert half.communication == pytest.approx(2 + 2)
+    ours = seconds("zero", *GPUS[:2], step=step, rates=rates, zero_stage=1, precision="bf16-mixed")
+    assert ours.communication == pytest.approx(1 + 4, rel=MICRO)  # each block fills a bucket; in 32 bits, as the parameters stay
+
+
+def test_deepspeeds_python_and_fsdps_are_paid_for_by_the_call() -> None:
+    """On a CPU device; a GPU's host works ahead."""
+    two, rates, step = ("cpu:0", "cpu:1"), PlainRates(call=1e-6), traced(forward=10**9)
+    stages = [seconds("zero", *two, step=step, rates=rates, zero_stage=stage).overhead for stage in (1, 2, 3)]
+    assert stages[2] > 3 * stages[0] > stages[1] > 1e-3
+    assert seconds("zero", *two, step=step, rates=rates, zero_stage=3, zero=ZeroSettings()).overhead == 0  # somebody else's engine
+    assert seconds("zero", *GPUS[:2], step=traced(forward=10**12), rates=rates, zero_stage=3).overhead == 0
+    looped = seconds("fsdp", *two, step=step, rates=rates).overhead
+    one_pass = replace(step, optimizer_classes=("AdamW",))
+    offloaded = seconds("fsdp", *two, step=one_pass, rates=rates, offload=("optimizer", "parameters")).overhead
+    assert looped == pytest.approx(offloaded)  # the update is the same one
+    users = replace(step, optimizer_work=tuple(replace(work, name="_fused_adamw_") for work in step.optimizer_work))
+    assert looped == pytest.approx(seconds("fsdp", *two, step=users, rates=rates).overhead + 1e-6 * SHARDED_OPERATION)
+
+
+def test_an_update_in_host_memory_by_what_it_goes_over() -> None:
+    elements, all_of_it = traced().trainable_parameters, ("optimizer", "parameters")
+    rates = PlainRates(adam_seconds=1 / elements, bytes_per_second=GIB)
+    adam = replace(traced(update=8 * GIB), optimizer_bytes=2 * traced().gradient_bytes, optimizer_classes=("AdamW",))
+    plain = replace(adam, optimizer_bytes=0, optimizer_classes=("SGD",))
+    kept = replace(adam, optimizer_classes=("RMSprop",))
+    found = [seconds("fsdp", GPUS[0], step=step, rates=rates, offload=all_of_it).offload for step in (adam, plain)]
+    assert found == pytest.approx([1, 3 / 7])
+    found = [seconds("fsdp", "cpu:0", step=step, rates=rates, offload=all_of_it).offload for step in (adam, plain, kept)]
+    assert found == pytest.approx([8, 8, 8])  # a CPU device's host is itself: the operations are the device's own
+    halves = seconds("fsdp", "cpu:0", "cpu:1", step=adam, rates=rates, offload=all_of_it)
+    assert halves.offload == pytest.approx(4)  # it updates by itself, and so does the other one
+    assert seconds("fsdp", *GPUS[:2], step=adam, rates=rates, offload=all_of_it).offload == pytest.approx(1)  # the host all of it
+    disk = seconds("zero", GPUS[0], step=adam, rates=rates, zero_stage=3, offload=("optimizer",), optimizer_on_disk=True).offload
+    memory = seconds("zero", GPUS[0], step=adam, rates=rates, zero_stage=3, offload=("optimizer",)).offload
+    assert disk - memory == pytest.approx(2 * adam.optimizer_bytes / 1e9)
+
+
+def test_one_device_waits_for_parameters_from_the_host() -> None:
+    """FSDP2 fetches a unit's when its forward begins; with several ranks it gathers ahead of it."""
+    rates = PlainRates(copy_bytes_per_second=100 * MIB)
+    found = seconds("fsdp", GPUS[0], step=traced(forward=10**15), rates=rates, offload=("optimizer", "parameters"))
+    assert found.communication >= 2 * 4  # four blocks of 100 MiB, forward and backward, however long these take
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,153 @@
+"""The parts of a module as ZeRO meets them: which of their parameters are gathered together, and what a step holds while each runs.
+
+Arithmetic only; it knows neither stages nor buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.parts import parts_of
+from lightning_autopar.memory.remembered import Remembered
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Elements of a part's parameters.
+
+    Args:
+        elements: all of them.
+        passing: those that are gathered for their use only.
+        persistent: those that stay gathered.
+        gradients: of each parameter that is trained.
+        leaf: of the passing ones those of the one module that has most; a module is gathered with what it holds directly.
+        several: the same among modules with several such parameters, which are gathered into one buffer and copied out of it.
+        around: passing ones of modules that have others in them, and are gathered as long as those run.
+    """
+
+    elements: int
+    passing: int
+    persistent: int
+    gradients: tuple[int, ...]
+    leaf: int
+    several: int
+    around: int
+
+
+def layers_of(footprint: Footprint, persistence: int) -> list[Layer]:
+    """The parts of the module, in running order; the module as a whole where it wasn't traced.
+
+    Args:
+        footprint: of the module.
+        persistence: elements up to which a parameter stays gathered.
+    """
+    return _LAYERS.get(footprint, persistence, lambda: _layers(footprint, persistence))
+
+
+def _layers(footprint: Footprint, persistence: int) -> list[Layer]:
+    whole, trained = footprint.parameters, footprint.trainable_parameters
+    if not footprint.outer:
+        return [Layer(whole, whole, 0, (trained,), leaf=whole, several=whole, around=0)]
+    order: list[LayerFootprint] = [footprint.outer[0]]
+    for block, after in zip(footprint.blocks, footprint.outer[1:], strict=True):
+        order += [block, after]
+    element = max(1, footprint.parameter_bytes // max(1, footprint.parameters))
+    found: dict[tuple[object, ...], Layer] = {}  # blocks that are alike differ in the numbers of their modules
+    layers = []
+    for layer in order:
+        modules = layer.parameter_modules or ((0, False),) * len(layer.parameter_rows)
+        first = min((number for number, _ in modules), default=0)
+        alike = layer.parameter_rows, tuple((number - first, holds) for number, holds in modules)
+        if alike not in found:
+            found[alike] = _layer(layer, modules, element, persistence)
+        layers.append(found[alike])
+    return layers
+
+
+def _layer(layer: LayerFootprint, modules: tuple[tuple[int, bool], ...], element: int, persistence: int) -> Layer:
+    sizes = [(rows * row_bytes // element, trained) for rows, row_bytes, trained in layer.parameter_rows]
+    elements = sum(size for size, _ in sizes)
+    leaves: dict[int, list[int]] = {}
+    around = 0
+    for (size, _), (number, holds) in zip(sizes, modules, strict=True):
+        if size <= persistence:
+            continue
+        if holds:
+            around += size
+        else:
+            leaves.setdefault(number, []).append(size)
+    passing = sum(size for size, _ in sizes if size > persistence)
+    return Layer(
+        elements,
+        passing,
+        elements - passing,
+        tuple(size for size, trained in sizes if trained),
+        leaf=max((sum(leaf) for leaf in leaves.values()), default=0),
+        several=max((sum(leaf) for leaf in leaves.values() if len(leaf) > 1), default=0),
+        around=around,
+    )
+
+
+#: Of a part in a phase (``"forward"`` or ``"backward"``): its number, and the bytes of activations and temporaries when it begins, when
+#: they are most, and when it ends.
+Course = list[tuple[str, int, int, int, int]]
+
+
+def course_of(footprint: Footprint, share: float, recomputed: frozenset[int], *, casts: bool, shrink: float) -> Course:
+    """Every part in forward and backward, in order.
+
+    Args:
+        footprint: of the module, at the whole batch.
+        share: of the batch that runs at once.
+        recomputed: numbers of parts that keep what enters them only.
+        casts: whether what has a fixed size in forward is there: autocast's casts of parameters.
+        shrink: what a byte of fixed size in backward, gradients in the making, comes to.
+    """
+    key = share, recomputed, casts, shrink
+    return _COURSES.get(footprint, key, lambda: list(_course(footprint, share, recomputed, 1.0 if casts else 0.0, shrink)))
+
+
+def _course(
+    footprint: Footprint, share: float, recomputed: frozenset[int], fixed: float, shrink: float
+) -> Iterator[tuple[str, int, int, int, int]]:
+    if footprint.tape is None or not footprint.outer:
+        most = round((footprint.activation_bytes + footprint.temporary_bytes) * share)
+        numbers = range(2 * len(footprint.blocks) + 1 if footprint.outer else 1)
+        yield from (("backward", number, most, most, 0) for number in reversed(numbers))
+        return
+    parts = parts_of(footprint.tape, len(footprint.blocks))
+
+    def at(scaled: int, constant: int) -> int:
+        return round(scaled * share) + round(constant * fixed)
+
+    held = 0
+    inner: list[int] = []
+    until = [0] * len(parts)
+    for number, part in enumerate(parts):
+        begin, most = held, held + max(at(size.scaled, size.fixed) for size in part.forward_given.sizes)
+        for last, size in part.lent.items():
+            until[last] += at(size.scaled, size.fixed)
+            held += at(size.scaled, size.fixed)
+        kept = at(part.inner.scaled, part.inner.fixed)
+        if number in recomputed:
+            kept = round(footprint.blocks[number // 2].input_extra_bytes * share)
+        inner.append(kept)
+        held += kept
+        yield "forward", number, begin, most, held
+    given = 0
+    for number in reversed(range(len(parts))):
+        part = parts[number]
+        begin = held + given
+        held -= until[number] + inner[number]
+        most = max(round(size.scaled * share + size.fixed * shrink) for size in part.backward[True, True].sizes)
+        if number in recomputed:
+            most += inner[number]
+        given = round(part.returns.scaled * share)
+        yield "backward", number, begin, held + most, held + given
+
+
+#: A search asks for every stage and offload of one module.
+_LAYERS: Remembered[list[Layer]] = Remembered()
+_COURSES: Remembered[Course] = Remembered()
