@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench-decisions bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test conformance check bench-decisions bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -21,6 +21,12 @@ test: $(INSTALLED)
 	@mkdir -p build; $(RUN)/python -m pytest tests/strategies tests/conformance > build/engine-tests.txt 2>&1 & second=$$!; \
 	$(RUN)/python -m pytest --ignore tests/strategies --ignore tests/conformance; first=$$?; \
 	wait $$second; second=$$?; cat build/engine-tests.txt; exit $$((first > second ? first : second))
+
+# Every feature under every engine, half an hour or more; `make test` has a part of it. Writes docs/features.md.
+conformance: export OMP_NUM_THREADS = 1
+conformance: $(INSTALLED)
+	$(RUN)/python -m pytest tests/conformance --all-cells --deselect tests/conformance/test_conformance.py::test_the_page_shows_what_is_expected
+	$(RUN)/python -m tests.conformance.render
 
 check: $(INSTALLED)
 	$(RUN)/ruff check .

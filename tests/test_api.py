@@ -82,7 +82,7 @@ def test_a_bad_argument_is_told(arguments: dict[str, Any], words: str) -> None:
 
 def test_what_does_not_fit_is_told_with_the_table() -> None:
     with pytest.raises(NothingFits) as caught:
-        lightning_autopar.plan(Net(width=1024), batch=torch.randn(4, 1024), devices="2xcpu:16MiB")
+        lightning_autopar.plan(Net(width=1024), batch=torch.randn(4, 1024), devices="2xcpu:2MiB")
     assert caught.value.report.best is None
     assert "fsdp" in str(caught.value)
 

@@ -140,7 +140,7 @@ def test_a_script_that_only_validates(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = _script(tmp_path, _FIT)
+    script = _script(tmp_path, _FIT.replace("Net()", "Net(512)").replace("data()", "data(512)"))  # a layer alone takes it
     assert _json(capsys, "--devices", "2xcpu:1MiB", script, code=1)["best"] is None
     assert main(["plan", "--devices", "2xcpu:1MiB", script]) == 1
     assert "Nothing fits" in capsys.readouterr().out

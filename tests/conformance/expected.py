@@ -1,10 +1,11 @@
-"""The engines, and what is expected of each cell: parity, unless it is listed here. A change of outcome is a change of this file."""
+"""The columns, and what is expected of each cell: parity, unless it is listed here. A change of outcome is a change of this file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_autopar.plans import Offload, Plan
 from tests.conformance.features import FEATURES, PLAIN, Feature
 from tests.conformance.pinned import PINNED
 from tests.conformance.zoo import ZOO
@@ -12,7 +13,27 @@ from tests.conformance.zoo import ZOO
 Outcome = Literal["parity", "warned", "refused"]
 
 #: The columns: how many processes each runs on the two devices. A new engine is a new entry.
-ENGINES: dict[str, int] = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2}
+ENGINES: dict[str, int] = {
+    "single": 1,
+    "ddp": 2,
+    "fsdp": 2,
+    "pipeline": 2,
+    "zero-2": 2,
+    "zero-3": 2,
+    "zero-3 offload": 2,
+    "fsdp offload": 2,
+}
+_TWO = ("cpu:0", "cpu:1")
+_BOTH: tuple[Offload, ...] = ("optimizer", "parameters")
+#: Columns that are one engine's plans of a kind, which is pinned; in the others the planner chooses, with that engine alone allowed.
+KINDS: dict[str, Plan] = {
+    "zero-2": Plan(engine="zero", devices=_TWO, zero_stage=2),
+    "zero-3": Plan(engine="zero", devices=_TWO, zero_stage=3),
+    "zero-3 offload": Plan(engine="zero", devices=_TWO, zero_stage=3, offload=_BOTH),
+    "fsdp offload": Plan(engine="fsdp", devices=_TWO, reshard_after_forward=True, offload=_BOTH),
+}
+#: Those of them that DeepSpeed runs.
+ZERO = tuple(kind for kind, plan in KINDS.items() if plan.engine == "zero")
 #: The engines that split every batch over their ranks, whatever the module.
 SPLITTING = ("ddp", "fsdp")
 #: What a pipeline tries features with: a module that can be cut, where none of a feature's can.
@@ -30,7 +51,7 @@ class Cell:
 
     @property
     def id(self) -> str:
-        return f"{self.case}-{self.feature}-{self.engine}"
+        return f"{self.case}-{self.feature}-{self.engine.replace(' ', '-')}"
 
 
 #: (module, engine): words of the sentence that refuses it.
@@ -38,6 +59,7 @@ UNCUT: dict[tuple[str, str], str] = {
     **{(case, "pipeline"): "the module has 0" for case in ("lstm", "masked-tokens", "frozen-backbone", "unused-parameters", "nested")},
     ("gan", "pipeline"): "the module does so by hand",
     ("contrastive", "pipeline"): "runs before it and again after it",
+    **{("gan", kind): "configures 2" for kind in ZERO},
 }
 
 MODULE_CELLS = tuple(Cell(case=case, feature=PLAIN.name, engine=engine) for case in ZOO for engine in ENGINES)
@@ -45,6 +67,9 @@ MODULE_CELLS = tuple(Cell(case=case, feature=PLAIN.name, engine=engine) for case
 
 def cases_of(feature: Feature, engine: str) -> tuple[str, ...]:
     """The modules that a feature is tried on; under a pipeline one that can be cut: features of those that can't are as their modules."""
+    if engine in KINDS:
+        # One of them, in each column another, as each takes seconds.
+        return feature.cases[list(KINDS).index(engine) % len(feature.cases) :][:1]
     if engine != "pipeline":
         return feature.cases
     return CUT.get(feature.name) or tuple(case for case in feature.cases if (case, engine) not in UNCUT)[:1]
@@ -61,11 +86,22 @@ PLAN_CELLS = tuple(
     Cell(case=case, feature=pinned.name, engine=engine) for pinned in PINNED.values() for case in pinned.cases for engine in pinned.plans
 )
 CELLS = MODULE_CELLS + FEATURE_CELLS + PLAN_CELLS
+#: Of the columns of :data:`KINDS` those cells that every run of the tests has; the others are `make conformance`'s, as each takes seconds.
+QUICK = {
+    "gpt-plain-zero-2",
+    "lstm-accumulation-zero-2",
+    "resnet-plain-zero-3",
+    "gpt-checkpoint-zero-3",
+    "unused-parameters-plain-zero-3-offload",
+    "gpt-plain-fsdp-offload",
+}
 
 #: (feature, engine): words of the sentence that refuses it, whatever the module.
 REFUSED: dict[tuple[str, str], str] = {
     ("weight-averaging", "fsdp"): "works on whole parameters",
     ("weight-averaging", "pipeline"): "works on the whole module's weights",
+    ("weight-averaging", "fsdp offload"): "works on whole parameters",
+    **{("weight-averaging", kind): "works on whole parameters" for kind in ZERO},
 }
 
 

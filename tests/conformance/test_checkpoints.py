@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.expected import ENGINES
+from tests.conformance.expected import ENGINES, KINDS
 from tests.conformance.features import FEATURES
 from tests.conformance.harness import TOLERANCES, Difference, Run, compare, compare_leaves, leaves, run, scratch
 from tests.conformance.verdict import autopar
 from tests.conformance.zoo import ZOO
 
-WRITERS = ("plain", *ENGINES)
+WRITERS = ("plain", *(engine for engine in ENGINES if engine not in KINDS))
 #: Neither shuffled nor with draws, so that going on from a checkpoint is the uninterrupted run: tied weights under AdamW, and BatchNorm.
 STEADY: Mapping[str, Mapping[str, Any]] = {"gpt": {"dropout": 0.0}, "resnet": {}}
 CHECKPOINT = replace(FEATURES["checkpoint"], data={"shuffle": False})
@@ -33,8 +33,9 @@ RESUMES = [
     if not writer == reader == "plain" and (name == "gpt" or "single" not in (writer, reader)) and "pipeline" not in (writer, reader)
 ] + [("gpt", "pipeline", reader) for reader in ("plain", "fsdp", "pipeline")]
 RESUMES += [("gpt", writer, "pipeline") for writer in ("plain", "ddp")]
+RESUMES += [("gpt", "zero-3", reader) for reader in ("plain", "zero-2")] + [("resnet", "fsdp", "zero-3 offload")]
 #: What is written, by engine and module.
-WRITTEN = [(engine, name) for name in STEADY for engine in ENGINES if engine != "pipeline" or name == "gpt"]
+WRITTEN = [(engine, name) for name in STEADY for engine in WRITERS[1:] if engine != "pipeline" or name == "gpt"] + [("zero-3", "gpt")]
 HALF = replace(CHECKPOINT, epochs=1)
 
 

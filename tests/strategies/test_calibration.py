@@ -55,7 +55,7 @@ def test_what_is_measured_depends_on_what_there_is() -> None:
 
 def test_what_is_known_is_not_measured_again() -> None:
     inventory = parse_spec("2xcpu:64MiB", cores=2)
-    things = [("cpu/1", "matmul/64", 1), ("cpu/1", "crowd/matmul", 1), ("cpu/1", "loop/single", 1), (HOST, "adam", 1)]
+    things = [("cpu/1", "matmul/64", 1), ("cpu/1", "adam", 1), ("cpu/1", "crowd/matmul", 1), ("cpu/1", "call", 1), (HOST, "adam", 1)]
     curves = [Curve(subject=subject, thing=thing, ranks=ranks, sizes=(1,), seconds=(1,)) for subject, thing, ranks in things]
     assert titles(inventory, Calibration().with_curves(curves, day="d", took_seconds=1)) == ["2 ranks at once", "a pipeline's stages"]
     curves.append(Curve(subject="cpu/1", thing="action", sizes=(1,), seconds=(1,)))
@@ -281,7 +281,7 @@ def test_a_tiny_step_of_every_engine(engine: str) -> None:
     devices = parse_spec("2xcpu:64MiB", cores=2).devices[: 1 if engine == "single" else 2]
 
     def measure(_: Calibration) -> list[Curve]:
-        seconds = calibration_ranks.step_seconds(calibration_ranks.tiny_plan(engine, devices), devices)
+        seconds = calibration_ranks.step_taken(calibration_ranks.tiny_plan(engine, devices), devices).seconds
         return [Curve(subject="cpu/1", thing=engine, sizes=(1,), seconds=(seconds,))]
 
     curves, failures = calibration._measure([Measurement(title=engine, run=measure)], Calibration(), 60.0, progress=False)
