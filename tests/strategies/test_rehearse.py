@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.strategies import rehearse
 from lightning_autopar.strategies.rehearse_fsdp import rehearse_fsdp, unshardable
 
 
@@ -130,3 +133,32 @@ def test_a_child_that_crashes_is_tried_once_more(crashes: int, passes: bool, tmp
 
 def test_unshardable_passes_an_ordinary_module() -> None:
     assert unshardable(Fitted()) is None
+
+
+class Shifted(Fitted):
+    """Adds to all logits what softmax takes out again: the gradient is rounding, and Adam makes a whole step of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1))
+        self.wide = nn.Linear(1, 7)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + (self.wide(self.net(batch[0])) + self.shift).softmax(-1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05, eps=1e-16)
+
+
+def test_weights_that_go_by_rounding_are_told_from_those_that_do_not() -> None:
+    torch.manual_seed(0)
+    module, batch = Shifted(), lambda: (torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.ones(8, 1))
+    plain = rehearse._plain_steps(copy.deepcopy(module), None, batch)
+    swings = rehearse._swings(plain, module, None, batch)
+    assert swings["shift"] > 0.05
+    assert max(swing for name, swing in swings.items() if name != "shift") < rehearse._EQUAL
+    engine: Any = rehearse.Engine(steps=lambda *_: plain, where="here", lost="lost", sentence=str)
+    for name, change in (("shift", 0.05), ("wide.weight", 0.001)):
+        ours = replace(plain, weights={**plain.weights, name: plain.weights[name] + change})
+        assert "has other values" in (rehearse._difference(plain, ours, engine, {}) or "")
+        assert (rehearse._difference(plain, ours, engine, swings) is None) == (name == "shift")
