@@ -1,7 +1,8 @@
 """How many calls an engine's Python makes in a step, beside those of the trainer's loop. Counts alone: what a call costs is a rate.
 
-Counted by ``benchmarks/python_calls.py`` (``sys.setprofile`` in real steps of modules of several shapes, taken apart by least squares) with
-torch 2.13 and DeepSpeed 0.19.8. The same on every machine; other versions make others, about as many.
+Most are counted by ``benchmarks/python_calls.py`` (``sys.setprofile`` in real steps of modules of several shapes, taken apart by least
+squares) with torch 2.13 and DeepSpeed 0.19.8: the same on every machine; other versions make others, about as many. Estimated, and yet to
+be counted: stages 1 and 2 without offload; stage 3 without offload by its count with it; ``SHARDED_OPERATION``, which is of one comparison.
 """
 
 from __future__ import annotations
