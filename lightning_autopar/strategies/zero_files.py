@@ -8,27 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch
-from lightning_autopar.state.checkpoint import read_checkpoint
 from lightning_autopar.state.fragments import Part
 from lightning_autopar.strategies import zero_state as partitioned
 from lightning_autopar.strategies.disk_states import DiskStates
 from lightning_autopar.strategies.engine import Assignment
-from lightning_autopar.strategies.zero_fragments import Piece
+from lightning_autopar.strategies.one_file import OneFile
+from lightning_autopar.strategies.zero_fragments import Piece, fragment_parts
 from lightning_autopar.strategies.zero_module import Traces, gather_again, make_whole, parts
 from lightning_autopar.strategies.zero_watch import Watch
 
 
-class ZeroFiles(Strategy):
+class ZeroFiles(OneFile):
     """Weights, optimizer states and files of a module under ZeRO: whole, plain, one file."""
 
     # What the engine has.
@@ -112,17 +109,7 @@ class ZeroFiles(Strategy):
 
     def optimizer_parts(self) -> dict[int, Part]:
         """What this rank has of each trained parameter, by the id of what stands for it in the user's optimizer."""
-        shapes = {parameter: part.shape for parameter, part in self.weight_parts().items()}
-        return {
-            id(piece.fragment): Part(
-                parameter=piece.parameter,
-                shape=shapes.get(id(piece.parameter), tuple(piece.parameter.shape)),
-                flat=piece.fragment.detach(),
-                start=piece.offset,
-            )
-            for group in self.pieces
-            for piece in group
-        }
+        return fragment_parts((piece for group in self.pieces for piece in group), self.weight_parts())
 
     def state_room(self, part: Part, dtype: torch.dtype) -> Tensor:
         """Where this rank's part of a state may lie that is about to be loaded."""
@@ -139,16 +126,6 @@ class ZeroFiles(Strategy):
 
     # -- files -------------------------------------------------------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Once the module is partitioned, so that no rank reads more than its part."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimizers' plain states to :meth:`load_optimizer_state_dict`."""
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, nothing elsewhere; a collective."""
         assert self.lightning_module is not None
@@ -163,19 +140,6 @@ class ZeroFiles(Strategy):
             return partitioned.whole_optimizer_state(
                 bare_optimizer(optimizer), self.optimizer_parts(), keep=self.is_global_zero, scratch=room, device=self._between
             )
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Rank 0 writes one ordinary ``.ckpt``: without a copy of it in memory, where Lightning's own plugin would write a local file."""
-        if not self.is_global_zero:
-            return
-        if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and "://" not in str(filepath):
-            scratch.save_lean(checkpoint, Path(str(filepath)))
-        else:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Map the file, so that a rank reads no more of it than its part; by the user's own CheckpointIO, if there is one."""
-        return read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's part of the checkpoint's weights."""

@@ -8,7 +8,7 @@ with the parameter on one device. That is right for optimizers that treat each e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autopar.state.fragments import NUMBERS
+from lightning_autopar.state.fragments import NUMBERS, Part
 
 #: Elements that a sum is taken over at once.
 _CHUNK = 1 << 20
@@ -39,6 +39,24 @@ class Piece:
     def cut(self, whole: Tensor) -> Tensor:
         """The same part of another tensor of the parameter's shape."""
         return whole.flatten()[self.offset : self.offset + self.fragment.numel()]
+
+
+def fragment_parts(pieces: Iterable[Piece], weights: Mapping[int, Part]) -> dict[int, Part]:
+    """The pieces as parts of tensors, by the fragment's id.
+
+    Args:
+        pieces: of this rank.
+        weights: what it has of each parameter that is partitioned, which doesn't tell its own shape then; by id.
+    """
+    return {
+        id(piece.fragment): Part(
+            parameter=piece.parameter,
+            shape=weights[id(piece.parameter)].shape if id(piece.parameter) in weights else tuple(piece.parameter.shape),
+            flat=piece.fragment.detach(),
+            start=piece.offset,
+        )
+        for piece in pieces
+    }
 
 
 class Relay(Optimizer):

@@ -20,7 +20,7 @@ from lightning_autopar.state.scratch import Scratch
 from lightning_autopar.strategies import gathered, zero_state
 from lightning_autopar.strategies import zero_deepspeed as doorway
 from lightning_autopar.strategies.zero_config import deepspeed_config
-from lightning_autopar.strategies.zero_fragments import Relay
+from lightning_autopar.strategies.zero_fragments import Relay, fragment_parts
 from lightning_autopar.strategies.zero_module import Traces, gather_again, is_whole, make_whole, parts
 from lightning_autopar.strategies.zero_watch import Watch
 
@@ -103,16 +103,7 @@ class Partitioned:
         return {id(part.parameter): part for part in parts(self.module)}
 
     def optimized(self) -> dict[int, Part]:
-        shapes = {parameter: part.shape for parameter, part in self.weights().items()}
-        return {
-            id(piece.fragment): Part(
-                parameter=piece.parameter,
-                shape=shapes.get(id(piece.parameter), tuple(piece.parameter.shape)),
-                flat=piece.fragment.detach(),
-                start=piece.offset,
-            )
-            for piece in self.pieces
-        }
+        return fragment_parts(self.pieces, self.weights())
 
     def steps(self, first: int, last: int) -> None:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}

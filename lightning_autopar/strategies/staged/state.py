@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch
-from lightning_autopar.state.checkpoint import read_checkpoint
+from lightning_autopar.strategies.one_file import OneFile
 from lightning_autopar.strategies.staged import building, weights
 from lightning_autopar.strategies.staged.norms import StageGradients
 from lightning_autopar.strategies.staged.tied import SharedParameters
 from lightning_autopar.strategies.staged.travel import Group, Pipeline
 
 
-class StagedState(Strategy):
+class StagedState(OneFile):
     """Weights, gradients and files of a module in stages."""
 
     #: Whether a rank has the weights and the optimizers' states of its stages alone.
@@ -117,16 +114,6 @@ class StagedState(Strategy):
 
     # -- files -------------------------------------------------------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Once it has its holes, so that no rank reads more than its part."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimizers' plain states to :meth:`load_optimizer_state_dict`."""
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, the rank's own part with holes elsewhere; a collective."""
         module, pipeline = self.lightning_module, self._pipeline
@@ -140,19 +127,6 @@ class StagedState(Strategy):
         assert self._pipeline is not None
         with scratch.Scratch(self._scratch_folder) as room:
             return weights.whole_optimizer_state(bare_optimizer(optimizer), self._pipeline, keep=self._replica == 0, scratch=room)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Rank 0 writes one ordinary ``.ckpt``: without a copy of it in memory, where Lightning's own plugin would write a local file."""
-        if not self.is_global_zero:
-            return
-        if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and "://" not in str(filepath):
-            scratch.save_lean(checkpoint, Path(str(filepath)))
-        else:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Map the file, so that a rank reads no more of it than its part; by the user's own CheckpointIO, if there is one."""
-        return read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's part of the checkpoint's weights."""
