@@ -11,21 +11,37 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lightning_autopar.api import plan
+    from lightning_autopar.callbacks.elastic import ElasticReplan
+    from lightning_autopar.callbacks.migrate import CheckpointMigrate
     from lightning_autopar.callbacks.monitor import PlanMonitor
     from lightning_autopar.planning.report import NothingFits, Report
     from lightning_autopar.plans import Plan
     from lightning_autopar.strategies.auto import AutoParallelStrategy
+    from lightning_autopar.strategies.run_requests import yield_run
 
 __version__ = "0.1.0"
-__all__ = ["AutoParallelStrategy", "NothingFits", "Plan", "PlanMonitor", "Report", "plan"]
+__all__ = [
+    "AutoParallelStrategy",
+    "CheckpointMigrate",
+    "ElasticReplan",
+    "NothingFits",
+    "Plan",
+    "PlanMonitor",
+    "Report",
+    "plan",
+    "yield_run",
+]
 
 _HOMES = {
     "AutoParallelStrategy": "lightning_autopar.strategies.auto",
+    "CheckpointMigrate": "lightning_autopar.callbacks.migrate",
+    "ElasticReplan": "lightning_autopar.callbacks.elastic",
     "NothingFits": "lightning_autopar.planning.report",
     "Plan": "lightning_autopar.plans",
     "PlanMonitor": "lightning_autopar.callbacks.monitor",
     "Report": "lightning_autopar.planning.report",
     "plan": "lightning_autopar.api",
+    "yield_run": "lightning_autopar.strategies.run_requests",
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +27,7 @@ from lightning.pytorch.accelerators.cuda import CUDAAccelerator
 from lightning.pytorch.core.datamodule import LightningDataModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.evaluation_loop import RestartStage
+from lightning.pytorch.loops.fit_loop import RestartStage as FitRestartStage
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer import call
@@ -60,8 +61,11 @@ __all__ = [
     "is_overridden",
     "let_steps_be_skipped",
     "loader_sources",
+    "loop_position",
     "make_result",
     "materialize_module",
+    "mute_hooks",
+    "no_hyperparameters",
     "optimizers_to_device",
     "progress_of",
     "reduce_over_ranks",
@@ -72,6 +76,7 @@ __all__ = [
     "restore_progress",
     "run_arguments",
     "script_command",
+    "set_loop_position",
     "update_properties",
     "verify_configuration",
 ]
@@ -360,6 +365,106 @@ def let_steps_be_skipped(trainer: Trainer) -> Callable[[], None]:
         del optimization.output_result_cls
 
     return undo
+
+
+# -- for strategies/boundary.py and strategies/resume.py ------------------------------------------------------------------------------
+
+
+def mute_hooks(names: Collection[str], *, heard_by: type) -> Callable[[], None]:
+    """Leave out hooks of these names, in this process, until what is returned is called (``trainer/call.py``'s functions for hooks).
+
+    Args:
+        names: of hooks of callbacks, module and DataModule.
+        heard_by: callbacks of this class have them called all the same.
+    """
+    before = {
+        name: getattr(call, name) for name in ("_call_callback_hooks", "_call_lightning_module_hook", "_call_lightning_datamodule_hook")
+    }
+
+    def callbacks(trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any) -> None:
+        if hook_name not in names:
+            before["_call_callback_hooks"](trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+            if isinstance(callback, heard_by):
+                getattr(callback, hook_name)(trainer, trainer.lightning_module, *args, **kwargs)
+
+    def module(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        return None if hook_name in names else before["_call_lightning_module_hook"](trainer, hook_name, *args, **kwargs)
+
+    def datamodule(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        return None if hook_name in names else before["_call_lightning_datamodule_hook"](trainer, hook_name, *args, **kwargs)
+
+    muted = {"_call_callback_hooks": callbacks, "_call_lightning_module_hook": module, "_call_lightning_datamodule_hook": datamodule}
+    for name, function in muted.items():
+        setattr(call, name, function)
+
+    def unmute() -> None:
+        for name, function in before.items():
+            setattr(call, name, function)
+
+    return unmute
+
+
+def no_hyperparameters(trainer: Trainer) -> Callable[[], None]:
+    """Don't log the hyperparameters again (``_log_hyperparams`` in ``Trainer._run``); returns what undoes it."""
+    before = trainer.enable_autolog_hparams
+    trainer.enable_autolog_hparams = False
+
+    def undo() -> None:
+        trainer.enable_autolog_hparams = before
+
+    return undo
+
+
+def loop_position(trainer: Trainer) -> dict[str, Any]:
+    """What the loops of a training run keep between two batches beside what their ``state_dict`` holds."""
+    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    return {
+        "should_stop": trainer.should_stop,
+        "reloaded": fit_loop._last_train_dl_reload_epoch,
+        "validated_at": getattr(trainer, "_last_val_time", None),
+        "started_at": getattr(trainer, "_train_start_time", None),
+        "metrics": {
+            name: {
+                key: value.detach().cpu() if isinstance(value, torch.Tensor) else value for key, value in getattr(connector, name).items()
+            }
+            for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+        },
+    }
+
+
+def set_loop_position(trainer: Trainer, position: dict[str, Any], counters: dict[str, Any]) -> None:
+    """Put the loops just before the next batch of an epoch that has begun, whichever it is; when they are about to begin.
+
+    Lightning's own guess where a checkpoint was saved (``update_restart_stage``) knows the places of its hooks only.
+
+    Args:
+        position: of :func:`loop_position`.
+        counters: the fit loop's ``state_dict`` of then.
+    """
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fit_loop.load_state_dict({**counters, "state_dict": {}})
+    loops: list[Any] = [fit_loop, epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
+    for loop in loops:
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    fit_loop._restart_stage = FitRestartStage.RESTARTED_MID_EPOCH  # so that the epoch isn't begun again
+    fit_loop._resuming_from_checkpoint = True  # so that the loaders' iterators aren't made again
+    epoch_loop._restart_stage = epoch_loop.val_loop._restart_stage = RestartStage.NONE
+
+    def reset() -> None:
+        """``_TrainingEpochLoop.reset`` of an epoch that goes on: it keeps its counters."""
+        del epoch_loop.reset
+
+    epoch_loop.reset = reset  # type: ignore[method-assign]
+    trainer.should_stop = position["should_stop"]
+    fit_loop._last_train_dl_reload_epoch = position["reloaded"]
+    for name, value in (("_last_val_time", position["validated_at"]), ("_train_start_time", position["started_at"])):
+        if value is not None:
+            setattr(trainer, name, value)
+    for name, values in position["metrics"].items():
+        getattr(trainer._logger_connector, name).clear()
+        getattr(trainer._logger_connector, name).update(values)
 
 
 # -- for strategies/launcher.py --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""The command line: ``lightning-autopar devices``, ``calibrate`` and ``plan train.py …``. It parses, asks and prints; no more."""
+"""The command line: ``lightning-autopar devices``, ``calibrate``, ``plan train.py …``, ``status`` and ``yield``.
+
+It parses, asks and prints; no more. What is about runs that are on is in ``cli_runs.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lightning_autopar.cli_runs import add_run_commands, ask_to_yield, show_runs
 from lightning_autopar.memory.inventory import DEVICES_VARIABLE, Inventory, probe
 from lightning_autopar.units import format_bytes
 
@@ -26,8 +30,10 @@ examples:
   lightning-autopar plan --devices 8xH100-80GB train.py plan for what isn't
   lightning-autopar plan --json train.py > plan.json    for a program to read
   lightning-autopar plan --picture plan.png train.py    for a talk
+  lightning-autopar status                              what your elastic runs do, and why
+  lightning-autopar yield train-gpt-3f2a                ask one to move off its devices now
 
-exit codes: 0 a plan fits, 1 none does, 2 the command or the script failed
+exit codes: 0 a plan fits, 1 none does, 2 the command or the script failed; of yield: 0 asked, 1 no answer came, 2 no such run
 """
 
 
@@ -43,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _devices(options.devices, as_json=options.json)
         if options.command == "calibrate":
             return _calibrate(options.devices, as_json=options.json)
+        if options.command == "status":
+            return show_runs(as_json=options.json)
+        if options.command == "yield":
+            return ask_to_yield(options.run, options.device, options.wait, as_json=options.json)
         return _plan(options.script, options.arguments, options.devices, as_json=options.json, picture=options.picture)
     except ValueError as error:
         print(f"lightning-autopar: {error}", file=sys.stderr)
@@ -52,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-autopar",
-        description="What devices there are, and how a training script would run on them.",
+        description="What devices there are, how a training script would run on them, and what your elastic runs do.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -75,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--picture", metavar="FILE", help="draw memory and a step's time into a .png, .svg or .pdf file as well")
     plan.add_argument("script", help="a Python script that calls fit() of lightning.pytorch's Trainer")
     plan.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    add_run_commands(commands)
     return parser
 
 

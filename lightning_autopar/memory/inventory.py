@@ -46,6 +46,8 @@ class Device:
         utilization: share of the last seconds in which it computed, 0 to 1; None where unknown.
         processes: who is on it.
         node: which host it belongs to; 0 is this one.
+        slowdown: how many times longer it takes than it would by itself, at least 1: what somebody knows beyond ``utilization``.
+        error: what is wrong with it, as the driver says it; None where nothing is known to be. Nothing new should run on it.
     """
 
     id: str
@@ -59,6 +61,8 @@ class Device:
     utilization: float | None = None
     processes: tuple[DeviceProcess, ...] = ()
     node: int = 0
+    slowdown: float = 1.0
+    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,7 @@ class Inventory:
     def _by_ends(self) -> dict[frozenset[str], Link]:
         return {frozenset((link.a, link.b)): link for link in reversed(self.links)}
 
-    def restrict(self, devices: Literal["auto"] | int | str | Sequence[int]) -> tuple[Inventory, int | None]:
+    def restrict(self, devices: Literal["auto"] | int | str | Sequence[int], *, fewer: bool = False) -> tuple[Inventory, int | None]:
         """What ``Trainer(devices=...)`` leaves of this inventory, and how many devices of it a plan may use.
 
         As in Lightning the numbers count on each node. A number of devices bounds the plan, which chooses the freest; a
@@ -138,6 +142,7 @@ class Inventory:
 
         Args:
             devices: ``"auto"`` or ``-1``: all; ``2`` or ``"2"``: at most so many; ``[0, 2]`` or ``"0,2"``: those indices.
+            fewer: whether some of them may be missing, as they may in the middle of a run.
 
         Returns:
             The inventory of the devices that a plan may use, and the most that it may use at once on all nodes; None
@@ -152,11 +157,11 @@ class Inventory:
         nodes = {device.node for device in self.devices}
         if isinstance(chosen, int):
             there = min((sum(device.node == node for device in self.devices) for node in nodes), default=0)
-            if chosen > there:
+            if chosen > there and not fewer:
                 raise ValueError(f"devices={devices!r} asks for {chosen}, but there are {there}; {_at_most(there)}")
             return self, chosen * len(nodes)
         there_indices = sorted({device.index for device in self.devices if device.index is not None})
-        if missing := [index for index in chosen if index not in there_indices]:
+        if (missing := [index for index in chosen if index not in there_indices]) and not fewer:
             listed = ", ".join(map(str, there_indices)) or "none"
             raise ValueError(f"devices={devices!r} names device {missing[0]}, but there are: {listed}; choose among those or use 'auto'")
         kept = tuple(device for device in self.devices if device.index in chosen)
@@ -174,8 +179,17 @@ class Inventory:
         }
 
 
-def probe(spec: str | None = None, *, accelerator: Literal["cuda", "cpu"] = "cuda", cpu_devices: int = 1) -> Inventory:
+def probe(
+    spec: str | None = None,
+    *,
+    accelerator: Literal["cuda", "cpu"] = "cuda",
+    cpu_devices: int = 1,
+    own_host_bytes: int = 0,
+) -> Inventory:
     """The devices as they are now. Initialises CUDA neither here nor, NVML being there, anywhere.
+
+    What the file that the environment variable ``AUTOPAR_NEIGHBOURS`` names says of CPU devices is done to them, wherever they come from
+    (:mod:`lightning_autopar.memory.neighbours`).
 
     Args:
         spec: what there is, as :func:`lightning_autopar.memory.spec.parse_spec` reads it; by default the environment
@@ -183,27 +197,38 @@ def probe(spec: str | None = None, *, accelerator: Literal["cuda", "cpu"] = "cud
         accelerator: without a spec, ``"cuda"`` asks NVML, or torch.cuda in a child process where NVML can't be had;
             ``"cpu"`` splits the host.
         cpu_devices: into how many devices the host is split: each has its share of the cores and of the free memory.
+        own_host_bytes: what the caller holds of the host's memory and counts as free: CPU devices without a budget share that, too.
 
     Raises:
-        ValueError: if the spec is malformed, the accelerator unknown or ``cpu_devices`` less than 1.
+        ValueError: if the spec or the neighbours' file is malformed, the accelerator unknown or ``cpu_devices`` less than 1.
     """
+    # It builds on this module's classes.
+    from lightning_autopar.memory.neighbours import read_neighbours, with_neighbours
+
+    return with_neighbours(_probe(spec, accelerator, cpu_devices, own_host_bytes), read_neighbours())
+
+
+def _probe(spec: str | None, accelerator: str, cpu_devices: int, own_host_bytes: int) -> Inventory:
+    """What :func:`probe` gives, before neighbours of CPU devices."""
     # Those modules build on this one's classes.
     from lightning_autopar.memory import nvml, torchcuda
     from lightning_autopar.memory import spec as specs
     from lightning_autopar.memory.host import host_cores, host_memory
 
+    total_bytes, free_bytes = host_memory()
+    free_bytes = min(total_bytes, free_bytes + own_host_bytes)
+    host_bytes = total_bytes, free_bytes
     if spec is not None:
-        return specs.parse_spec(spec)
+        return specs.parse_spec(spec, host_bytes=host_bytes)
     if (variable := os.environ.get(DEVICES_VARIABLE, "")).strip():
         try:
-            return specs.parse_spec(variable)
+            return specs.parse_spec(variable, host_bytes=host_bytes)
         except ValueError as error:
             raise ValueError(f"the environment variable {DEVICES_VARIABLE}: {error}") from error
     if accelerator == "cpu":
-        return specs.split_host(cpu_devices)
+        return specs.split_host(cpu_devices, host_bytes=host_bytes)
     if accelerator != "cuda":
         raise ValueError(f"devices of accelerator {accelerator!r} can't be probed; choose 'cuda' or 'cpu'")
-    total_bytes, free_bytes = host_memory()
     source = "nvml"
     try:
         devices, links, notes = nvml.read_devices()

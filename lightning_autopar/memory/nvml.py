@@ -1,7 +1,8 @@
 """NVML: the GPUs that CUDA would show this process, read from the driver without a CUDA context.
 
 Knows the ``pynvml`` module of the package ``nvidia-ml-py``, old drivers and what may fail; nothing of plans. A device that
-can't be read is left out with a note, never guessed.
+can't be read, as one that is lost, is left out with a note, never guessed; one of which the driver says that something is wrong with it
+is there, with that as its ``error``. What happens to devices in between is :mod:`lightning_autopar.memory.nvml_events`'.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from lightning_autopar.memory.visible import cuda_order, visible_uuids
 
 _T = TypeVar("_T")
 _COMPUTE_EXCLUSIVE_PROCESS, _COMPUTE_PROHIBITED = 3, 2
+#: What the driver says has to be done with a GPU before anything new can run there (nvml.h, ``nvmlDeviceGpuRecoveryAction_t``).
+_RECOVERY_ACTIONS = {1: "a reset", 2: "a reboot of its node", 3: "its peers to be drained", 4: "to be drained and a reset"}
 
 
 class NvmlUnavailable(RuntimeError):
@@ -118,8 +121,8 @@ def _gpus(pynvml: Any, notes: list[str]) -> list[_Gpu]:
             handle = pynvml.nvmlDeviceGetHandleByIndex(number)
             slot = _Slot(
                 handle,
-                _text(pynvml.nvmlDeviceGetUUID(handle)),
-                _text(pynvml.nvmlDeviceGetName(handle)),
+                as_text(pynvml.nvmlDeviceGetUUID(handle)),
+                as_text(pynvml.nvmlDeviceGetName(handle)),
                 topology.bus_id(pynvml.nvmlDeviceGetPciInfo(handle)),
             )
             capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
@@ -143,8 +146,8 @@ def _mig_instances(pynvml: Any, gpu: _Slot, notes: list[str]) -> tuple[_Slot, ..
     for number in range(most):
         try:
             handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, number)
-            uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
-            name = _text(pynvml.nvmlDeviceGetName(handle))
+            uuid = as_text(pynvml.nvmlDeviceGetUUID(handle))
+            name = as_text(pynvml.nvmlDeviceGetName(handle))
         except pynvml.NVMLError as error:
             # The numbers of instances have gaps.
             if error.value != pynvml.NVML_ERROR_NOT_FOUND:
@@ -183,7 +186,27 @@ def _device(pynvml: Any, slot: _Slot, index: int | None, notes: list[str]) -> De
         index=index,
         utilization=utilization,
         processes=processes,
+        error=_error(pynvml, slot),
     )
+
+
+def _error(pynvml: Any, slot: _Slot) -> str | None:
+    """What the driver says is wrong with a GPU that can still be read; None where that is nothing, or it doesn't know.
+
+    An instance has the errors of its GPU, but isn't asked for them.
+    """
+    ask = getattr(pynvml, "nvmlDeviceGetRemappedRows", None)
+    if ask is not None and _answer(pynvml, False, lambda: bool(ask(slot.handle)[3])):
+        return "a broken row of its memory couldn't be replaced"
+    field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+    action = 0 if field is None else _answer(pynvml, 0, lambda: _field(pynvml, slot, field))
+    return f"the driver says that it needs {_RECOVERY_ACTIONS.get(action, f'recovery action {action}')}" if action else None
+
+
+def _field(pynvml: Any, slot: _Slot, field: int) -> int:
+    """One of NVML's fields, a whole number; 0 where the GPU doesn't have it."""
+    (value,) = pynvml.nvmlDeviceGetFieldValues(slot.handle, [field])
+    return 0 if value.nvmlReturn else int(value.value.uiVal)
 
 
 def _memory(pynvml: Any, handle: Any) -> tuple[int, int, int]:
@@ -226,6 +249,6 @@ def _answer(pynvml: Any, otherwise: _T, ask: Callable[[], _T]) -> _T:
         return otherwise
 
 
-def _text(value: str | bytes) -> str:
+def as_text(value: str | bytes) -> str:
     """Text; older versions of the module give bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -67,15 +67,19 @@ def parse_spec(spec: str, *, host_bytes: tuple[int, int] | None = None, cores: i
     return _catalogue_inventory(parts, spec, host_bytes, cores)
 
 
-def split_host(count: int) -> Inventory:
+def split_host(count: int, *, host_bytes: tuple[int, int] | None = None) -> Inventory:
     """The host as ``count`` CPU devices, each with its share of the cores and of the free memory.
+
+    Args:
+        count: of devices.
+        host_bytes: the host's total and free memory; by default as it is.
 
     Raises:
         ValueError: if ``count`` is less than 1, or more than can be.
     """
     if not 1 <= count <= _MOST_DEVICES:
         raise ValueError(f"the host can be split into 1 to {_MOST_DEVICES} CPU devices, not {count!r}; choose such a number")
-    return _cpu_inventory([None] * count, "cpu", None, None)
+    return _cpu_inventory([None] * count, "cpu", host_bytes, None)
 
 
 def _parse_part(text: str, spec: str) -> _Part:

@@ -31,6 +31,7 @@ def freest_first(devices: Sequence[Device], constraints: Constraints) -> list[De
         key=lambda device: (
             -constraints.budget_bytes(device),
             device.utilization or 0.0,
+            device.slowdown,
             len(device.processes),
             device.node,
             -1 if device.index is None else device.index,

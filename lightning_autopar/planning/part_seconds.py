@@ -7,6 +7,7 @@ from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.planning.data_sheet import DataSheet
 from lightning_autopar.planning.rates import Phase, Rates
 from lightning_autopar.planning.roofline import idle_share, layout_of, part_load
+from lightning_autopar.planning.slowed import slowed
 
 _DATA_SHEET = DataSheet()
 
@@ -23,7 +24,7 @@ def part_seconds(
         precision: Lightning's name of it.
         rates: of single operations; data sheets' unless given.
     """
-    source = rates or _DATA_SHEET
+    source = slowed(rates or _DATA_SHEET, (device,))
     layout = layout_of(footprint, precision)
     idle = idle_share(device)
 
@@ -55,7 +56,7 @@ def device_speeds(
     known: dict[tuple[object, ...], float] = {}
     found: dict[str, float] = {}
     for device in inventory.devices:
-        key = (device.kind, device.name, device.threads, idle_share(device))
+        key = (device.kind, device.name, device.threads, idle_share(device), device.slowdown)
         if key not in known:
             parts = part_seconds(footprint, device, 1.0, precision=precision, rates=rates)
             total = sum(forward + backward for _, forward, backward in parts)

@@ -196,7 +196,8 @@ class Search:
         if best is None:
             return
         plan = best.plan
-        kinds = {(device.name, device.threads, device.utilization) for device in map(self.appraiser.device.__getitem__, plan.devices)}
+        devices = map(self.appraiser.device.__getitem__, plan.devices)
+        kinds = {(device.name, device.threads, device.utilization, device.slowdown) for device in devices}
         if plan.shares or (len(kinds) > 1 and self.remedies.shares and plan.engine in ("ddp", "fsdp")):
             plan = self.remedies.better_shares(plan)
         if plan.recompute and plan.engine != "pipeline":

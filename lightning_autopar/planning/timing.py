@@ -18,6 +18,7 @@ from lightning_autopar.planning.collectives import group_bandwidth, pair_bandwid
 from lightning_autopar.planning.data_sheet import DataSheet
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.roofline import computing_dtype, idle_share
+from lightning_autopar.planning.slowed import slowed
 from lightning_autopar.planning.timing_seconds import Seconds, Wire
 from lightning_autopar.planning.timing_stages import PipelineStep
 from lightning_autopar.planning.timing_step import Step
@@ -79,7 +80,7 @@ def step_of(
 
 def device_speed(device: Device, precision: str = "32-true", rates: Rates | None = None) -> float:
     """FLOP/s that a device has to spare for large matrix products."""
-    return _speed_of(computing_dtype(precision), rates or _DATA_SHEET, device) * idle_share(device)
+    return _speed_of(computing_dtype(precision), slowed(rates or _DATA_SHEET, (device,)), device) * idle_share(device)
 
 
 def _speed_of(dtype: str, rates: Rates, device: Device) -> float:

@@ -12,6 +12,7 @@ from lightning_autopar.planning.collectives import topology
 from lightning_autopar.planning.python_calls import SHARDED_OPERATION, fsdp_calls, zero_calls
 from lightning_autopar.planning.rates import Collective, Rates
 from lightning_autopar.planning.roofline import computing_dtype, layout_of, update_load
+from lightning_autopar.planning.slowed import slowed
 from lightning_autopar.planning.timing_ranks import Event, Run, batch_parts, run_of
 from lightning_autopar.planning.timing_replicas import (
     Played,
@@ -65,7 +66,7 @@ class Step:
         self.half = computing_dtype(precision) in ("bf16", "fp16")
         there = topology(inventory).devices
         self.devices = [there[device] if device in there else inventory.device(device) for device in plan.devices]
-        self.rates = rates.among(self.devices, inventory)
+        self.rates = slowed(rates.among(self.devices, inventory), self.devices)
         self.wire = wire
         self.on_cpu = self.devices[0].kind == "cpu"
         self.ours = zero is None

@@ -20,6 +20,7 @@ from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.one_pass import STATE_VERSION, Pass, Settlement, Track
 from lightning_autopar.state.order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.state.share import BatchShare, CollateAll, CollateRows, CollateSamples
+from lightning_autopar.state.worker_rng import CollateAndTell, GoOn, states_of
 
 __all__ = ["BatchShare", "ExactLoader", "Progress", "fit_progress", "is_loader_state", "unwrapped"]
 
@@ -261,9 +262,14 @@ class ExactLoader(DataLoader[Any]):
             return "samples"
         return "rows"
 
-    def _make_inner(self) -> Any:
-        """The iterable that loads: a torch DataLoader as the user's, but for the order and what is collated."""
-        if self._inner is not None:  # its persistent workers hold the dataset
+    def _make_inner(self, workers: Mapping[str, Any] | None = None, first: int = 0) -> Any:
+        """The iterable that loads: a torch DataLoader as the user's, but for the order and what is collated.
+
+        Args:
+            workers: what is known of the workers of the loader that this one goes on for.
+            first: the epoch's batch that it begins with.
+        """
+        if self._inner is not None and workers is None:  # its persistent workers hold the dataset
             return self._inner
         loader = self.wrapped
         if self._source == "iterable":
@@ -273,7 +279,12 @@ class ExactLoader(DataLoader[Any]):
             batched = loader.batch_sampler is not None
             samples = CollateAll if self._collate_all and self._split == "samples" and self._world_size > 1 else CollateSamples
             collate = (samples if batched else CollateRows)(collate, *self._cutting())
-        settings: dict[str, Any] = {"collate_fn": collate, "worker_init_fn": self._worker_init(), "generator": loader.generator}
+        init = self._worker_init()
+        if self._tells:
+            collate = CollateAndTell(collate)
+            if workers is not None:
+                init = GoOn(base=int(workers["base"]), first=first, states=tuple(states_of(workers)), then=init)
+        settings: dict[str, Any] = {"collate_fn": collate, "worker_init_fn": init, "generator": loader.generator}
         for name in ("num_workers", "pin_memory", "timeout", "persistent_workers"):
             settings[name] = getattr(loader, name)
         if loader.num_workers > 0:
@@ -297,9 +308,18 @@ class ExactLoader(DataLoader[Any]):
         else:
             settings |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         inner: DataLoader[Any] = DataLoader(loader.dataset, **settings)
-        if loader.persistent_workers:
-            self.__dict__["_inner"] = inner
+        # In the next epoch worker 0 has the first batch again: workers that stand for others can't go on then.
+        keep = loader.persistent_workers and (workers is None or first % loader.num_workers == 0)
+        self.__dict__["_inner"] = inner if keep else None
         return inner
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the loader's workers tell the random states that a loader which goes on must give its own.
+
+        Of a stream, whose batches are read again, workers come to them by themselves.
+        """
+        return self._load_all and self._source == "order" and self.wrapped.num_workers > 0 and not self._whole_batches
 
     @property
     def _counts(self) -> bool:

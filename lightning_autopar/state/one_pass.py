@@ -19,6 +19,7 @@ from lightning_autopar.state import rng
 from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.order import DrawLog, Order
 from lightning_autopar.state.share import BatchShare, CollateRows, share_of
+from lightning_autopar.state.worker_rng import WorkerStates, states_of
 
 if TYPE_CHECKING:
     from lightning_autopar.state.loader import ExactLoader, Progress
@@ -83,6 +84,9 @@ class Track:
         self.unsettled: dict[str, Any] | None = None
         self.samplers = samplers
         self.sampler_states = _sampler_states(samplers)
+        #: What the loader's workers told, where they do; and whether they live on in the next pass.
+        self.workers: WorkerStates | None = None
+        self.workers_persist = False
         self._log = DrawLog()
         #: Of the last batches handed out: position in this pass, random state before and after the fetch.
         self.fetches: deque[tuple[int, rng.RngState, rng.RngState]] = deque(maxlen=_FETCHES_KEPT)
@@ -105,7 +109,8 @@ class Track:
         if progress is not None:
             finished, running, last = progress.finished - self.base, progress.started > progress.finished, progress.last
         if finished >= self.handed and (self.exhausted or self.handed == self.length or (last and not running and self.handed > 0)):
-            return {STATE_VERSION: 1, "finished": 0, "rng": rng.to_plain(now)}
+            begins = {STATE_VERSION: 1, "finished": 0, "rng": rng.to_plain(now)}
+            return begins if self.workers is None or not self.workers_persist else {**begins, "workers": self.workers.at(self.handed)}
         ahead = [(before, after) for position, before, after in self.fetches if position >= finished]
         if not 0 <= self.handed - finished == len(ahead):
             _log.warning("a batch of the loader's previous round isn't finished yet; a run resumed from here leaves it out")
@@ -120,6 +125,8 @@ class Track:
         state["ahead"] = [rng.to_plain(before) for before, _ in ahead]
         state["running"] = running and bool(ahead)
         state["rng"] = rng.to_plain(now)
+        if self.workers is not None:
+            state["workers"] = self.workers.at(finished)
         return state
 
 
@@ -138,6 +145,8 @@ class Pass(Iterator[Any]):
         self._settle: rng.RngState | None = None
         self._running = False
         self._skipped = 0
+        #: What is known of the loader's workers from before this pass.
+        self._workers: Mapping[str, Any] | None = None
         #: Whether batches may be handed out and not finished, so that their fetches' random states are kept.
         self._keeps = loader._progress is not None
         self._late = loader._draws_late
@@ -146,10 +155,22 @@ class Pass(Iterator[Any]):
         else:  # at the first batch: only then has Lightning told the sampler its epoch
             loader._settlement.waiting.append(weakref.ref(self))
 
-    def _begin_track(self) -> Any:
-        """The inner loader of a new pass, and its empty record."""
+    def _begin_track(self, workers: Mapping[str, Any] | None = None, skip: int = 0) -> Any:
+        """The inner loader of a new pass, and its empty record.
+
+        Args:
+            workers: what is known of the loader workers that the pass goes on for.
+            skip: how many of its batches are done.
+        """
         loader = self._loader
-        inner = loader._make_inner()
+        before = loader._track
+        if workers is not None:
+            self._workers = workers
+            inner = loader._make_inner(workers, skip)
+        else:
+            lived = before is not None and before.workers is not None and before.workers_persist
+            self._workers = before.workers.at(before.handed) if lived and before and before.workers else None
+            inner = loader._make_inner(self._workers if loader._inner is None else None)
         order: Order | None = loader._order if loader._source == "order" else None
         self._previous: Track | None = loader._track
         self._track = Track(order, _samplers(loader) if loader._source == "order" else {}, sized_len(loader))
@@ -158,14 +179,32 @@ class Pass(Iterator[Any]):
             order.on_drawn = self._drawn if not loader.num_workers and (self._keeps or loader._isolates) else None
         return inner
 
-    def _start(self) -> None:
+    def _start(self, workers: Mapping[str, Any] | None = None) -> None:
         self._agree()
-        inner = self._begin_track()
+        inner = self._begin_track(workers)
         if self._track.order is None:
             self._inner = self._track.log.draw(0, self._own, lambda: iter(inner))
         else:
             self._inner = iter(inner)
+            self._listen()
         self._seed_stream()
+
+    def _fitting(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """What a loader's state says of its workers; None where they were more or fewer, or said nothing."""
+        workers: Mapping[str, Any] | None = state.get("workers")
+        return workers if workers is not None and self._loader._tells and len(workers["states"]) == self._loader.num_workers else None
+
+    def _listen(self) -> None:
+        """Note from here on what the loader's workers tell."""
+        loader, track = self._loader, self._track
+        if not loader._tells:
+            return
+        if (workers := self._workers) is None:
+            iterator: Any = self._inner
+            track.workers = WorkerStates(base=int(iterator._base_seed), states=[None] * loader.num_workers)
+        else:
+            track.workers = WorkerStates(base=int(workers["base"]), states=states_of(workers))
+        track.workers_persist = bool(loader.persistent_workers)
 
     def _take_up(self) -> None:
         """Resume, if that's still to be done."""
@@ -178,13 +217,14 @@ class Pass(Iterator[Any]):
         settlement = self._loader._settlement
         if "base" not in state:  # an epoch that had not begun: it begins, as ever, from the random state of then
             settlement.settle(rng.from_plain(state["rng"]), self._own)
-            self._start()
+            self._start(self._fitting(state))
             return
         others = rng.capture({}) if settlement.done else {}
         if not state["exact"]:
             _log.warning("the data order drew from the global random state too often to be replayed; the rest of this epoch may differ")
-        inner = self._begin_track()
-        track, skip = self._track, int(state["finished"])
+        skip, workers = int(state["finished"]), self._fitting(state)
+        inner = self._begin_track(workers, skip)
+        track = self._track
         log = DrawLog.from_plain(state["log"])
         _load_sampler_states(track.samplers, state["samplers"])
         track.sampler_states = state["samplers"]
@@ -192,6 +232,7 @@ class Pass(Iterator[Any]):
             track.order.replay(log, made=int(state["made"]), skip=skip, ended=bool(state["ended"]))
             self._inner = iter(inner)
             track.order.replayed()
+            self._listen()
         else:
             rng.restore(log.entries.get(0, {}), self._own)
             self._inner = iter(inner)
@@ -306,6 +347,9 @@ class Pass(Iterator[Any]):
         index = track.handed
         if loader._source == "iterable":
             got = CollateRows(None, *loader._cutting())(got)
+        if track.workers is not None:
+            got, told = got
+            track.workers.note(track.handed, told)
         if track.order is not None:
             taken = track.order.taken.popleft()
             rows, of, index = taken.rows, taken.of, taken.index

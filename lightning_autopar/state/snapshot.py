@@ -62,11 +62,17 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
         _join_values(rest[_OPTIMIZERS])
     with _alone():
         dcp.save(tensors, checkpoint_id=str(folder / _TENSORS), no_dist=not dist.is_initialized())
+    problem: Exception | None = None
     if strategy.is_global_zero:
         partial = folder / f"{_REST}.part"
-        partial.write_bytes(pickle.dumps(rest))
-        partial.replace(folder / _REST)  # the snapshot is there once this file is
+        try:
+            partial.write_bytes(pickle.dumps(rest))
+            partial.replace(folder / _REST)  # the snapshot is there once this file is
+        except Exception as error:  # a full disk, what has no pickle: the others mustn't wait for ever
+            problem = error
     strategy.barrier("snapshot")
+    if problem is not None:
+        raise problem
 
 
 def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lightning_autopar.memory.inventory import Inventory, probe
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning.candidates import check_allow
 from lightning_autopar.planning.report import Report
+from lightning_autopar.planning.run_picture import RunHistory
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.state.loader import unwrapped
 from lightning_autopar.strategies.decide import CalibrationRule, Settings
@@ -27,7 +28,7 @@ class AutoParallelStrategy(ParallelStrategy):
     Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used:
     for each device id what :class:`lightning_autopar.strategies.measure.Measured` says, such as ``peak_bytes`` and ``step_seconds``. What a
     training run took corrects the next prediction for the same module; the variable AUTOPAR_CACHE is the folder that this is kept in, or
-    "off".
+    "off". After an elastic run ``history`` is what happened to it, which ``planning.run_picture.save`` draws.
 
     Args:
         allow: The engines to choose from: "single", "ddp", "fsdp", "pipeline"; all by default.
@@ -84,6 +85,7 @@ class AutoParallelStrategy(ParallelStrategy):
         self.report: Report | None = None
         self.plan: Plan | None = self.settings.plan
         self.measured: dict[str, dict[str, Any]] = {}
+        self.history: RunHistory | None = None
         self._muted: tuple[list[Any], Any] | None = None
 
     def plan_for(self, devices: str) -> None:
@@ -101,8 +103,12 @@ class AutoParallelStrategy(ParallelStrategy):
         self._requested = requested_devices()
         self._launcher = AutoLauncher(self)
 
-    def inventory(self) -> tuple[Inventory, int | None]:
+    def inventory(self, *, fewer: bool = False, own_host_bytes: int = 0) -> tuple[Inventory, int | None]:
         """The devices to choose from now, and at most how many of them.
+
+        Args:
+            fewer: whether devices that the Trainer asks for may be missing, as in the middle of a run.
+            own_host_bytes: what this run's workers hold of the host's memory, which counts as free.
 
         Raises:
             ValueError: if the Trainer asks for devices that aren't there.
@@ -110,10 +116,10 @@ class AutoParallelStrategy(ParallelStrategy):
         kind: Literal["cuda", "cpu"] = "cuda" if self.root_device.type == "cuda" else "cpu"
         requested = self._requested
         wanted = int(requested) if kind == "cpu" and str(requested).isdigit() else 1
-        found = probe(self._devices_spec, accelerator=kind, cpu_devices=wanted)
+        found = probe(self._devices_spec, accelerator=kind, cpu_devices=wanted, own_host_bytes=own_host_bytes)
         if found.source == "spec":
             return found, None
-        return found.restrict(requested)
+        return found.restrict(requested, fewer=fewer)
 
     def take_over(self, engine: Strategy) -> None:
         """Keep what code after a run asks the strategy for."""

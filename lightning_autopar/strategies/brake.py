@@ -80,6 +80,11 @@ class Brake:
         return bool(self._cells[_HOLD])
 
     @property
+    def batches(self) -> int:
+        """How many batches have begun, of all ranks together."""
+        return sum(self._cells[_FIRST : _FIRST + self._world_size])
+
+    @property
     def longest_seconds(self) -> float:
         """The longest of the ranks' latest batches: how far away a boundary may be."""
         return max(self._cells[_FIRST + self._world_size :]) * 1e-6

@@ -21,6 +21,7 @@ from lightning_autopar.memory.residual_cache import load_residuals
 from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.planning.calibrate import Calibrated
 from lightning_autopar.planning.candidates import Constraints
+from lightning_autopar.planning.changes import usable
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.planning.report import Candidate, Report
@@ -61,10 +62,17 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The report, and the assignment of its best plan."""
+    """The report, and the assignment of its best plan.
+
+    Args:
+        report: of all plans.
+        assignment: of the best one.
+        look: what the report was made of, for :func:`decide_again`; it stays in the process that planned.
+    """
 
     report: Report
     assignment: Assignment
+    look: _Look | None = None
 
     @property
     def candidate(self) -> Candidate:
@@ -87,6 +95,7 @@ def decide(
     *,
     arguments: Mapping[str, Any] | None = None,
     world_size: int | None = None,
+    elastic: bool = False,
 ) -> Decision:
     """The best plan for what the trainer is about to do.
 
@@ -96,35 +105,62 @@ def decide(
         settings: the strategy's.
         bound: the devices to choose from, and at most how many of them.
         world_size: the number of processes, where somebody else has started them: then a plan uses exactly as many devices.
+        elastic: whether other devices than these may be planned for later: then all is found out that any plan may ask.
 
     Raises:
         NothingFits: if no plan fits.
         ValueError: if the devices can only be planned for, or a pinned plan can't be run here.
     """
-    inventory = bound[0]
+    inventory = usable(bound[0]) if usable(bound[0]).devices else bound[0]
     arguments = arguments or {}
     if all(device.kind == "catalogue" for device in inventory.devices):
         names = ", ".join(device.id for device in inventory.devices) or "none"
         raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
-    look = _look(trainer, settings, bound, world_size)
+    look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic)
+    return _decision(trainer, look, settings.batch, arguments.get("ckpt_path"), arguments.get("weights_only"), elastic=elastic)
+
+
+def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, plan: Plan | None = None) -> Decision:
+    """The best plan for the same run on the devices as they are now; what was found out about the module holds.
+
+    Args:
+        trainer: as :func:`decide`'s.
+        decision: of :func:`decide`, with ``elastic``.
+        inventory: the devices to choose from now.
+        plan: if given, the only one that is considered.
+
+    Raises:
+        NothingFits: if no plan fits.
+        ValueError: if ``plan`` can't be run on these devices.
+    """
+    assert decision.look is not None, "it was made here"
+    look = replace(decision.look, inventory=inventory)
+    if plan is not None:
+        look = replace(look, constraints=replace(look.constraints, pinned=plan))
+    return _decision(trainer, look, decision.assignment.batch, None, decision.assignment.weights_only, elastic=True)
+
+
+def _decision(trainer: Trainer, look: _Look, batch: BatchRule, path: Any, weights_only: bool | None, *, elastic: bool) -> Decision:
     report, findings = _stood(trainer, look), look.findings
     plan = report.best
     assert plan is not None, "make_report raises where nothing fits"
     return Decision(
         report=report,
+        look=look,
         assignment=Assignment(
             plan=plan,
-            devices=tuple(inventory.device(device) for device in plan.devices),
-            batch=settings.batch,
+            devices=tuple(look.inventory.device(device) for device in plan.devices),
+            batch=batch,
             draws=findings.draws,
             data_draws=findings.data_draws,
             log_rules=findings.split.log_rules if findings.split is not None else {},
-            from_snapshot=is_snapshot(arguments.get("ckpt_path")),
-            weights_only=arguments.get("weights_only"),
+            from_snapshot=is_snapshot(path),
+            weights_only=weights_only,
             large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
             candidate=report.best_candidate,
             budgets=report.budgets,
             staging=None if findings.staging is None else findings.staging.staging,
+            elastic=elastic,
         ),
     )
 
@@ -198,10 +234,12 @@ class _Look:
         return make_report(self.findings.footprint, self.inventory, self.constraints, rates=self.rates)
 
 
-def _look(trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], world_size: int | None) -> _Look:
+def _look(
+    trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], world_size: int | None, *, elastic: bool = False
+) -> _Look:
     """What is found out, and what it comes to for planning."""
     inventory, max_devices = bound
-    several = _several(inventory, max_devices)
+    several = _several(inventory, max_devices) or (elastic and max_devices != 1)
     verify_configuration(trainer)  # in Lightning's own words what it would say later
     excluded = exclusions(trainer)
 
@@ -211,7 +249,7 @@ def _look(trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | No
     findings = find_out(
         trainer,
         Questions(
-            split=_splits(inventory, settings, max_devices),
+            split=_splits(settings, several),
             room_bytes=_room_bytes(inventory, settings),
             sharded=several and asked("fsdp"),
             partitioned=asked("zero"),
@@ -287,13 +325,13 @@ def _rates(trainer: Trainer, settings: Settings, inventory: Inventory, max_devic
     return calibrated(inventory)
 
 
-def _splits(inventory: Inventory, settings: Settings, max_devices: int | None) -> bool:
+def _splits(settings: Settings, several: bool) -> bool:
     """Whether any candidate would split the batch, so that the probe has something to say."""
     if settings.batch != "global":
         return False
     if settings.plan is not None:
         return settings.plan.world_size > 1 or settings.plan.micro_batches > 1
-    return _several(inventory, max_devices) and any(engine != "single" for engine in settings.allow)
+    return several and any(engine != "single" for engine in settings.allow)
 
 
 def _room_bytes(inventory: Inventory, settings: Settings) -> int | None:

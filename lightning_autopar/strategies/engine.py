@@ -61,6 +61,7 @@ class Assignment:
         candidate: the plan with its prediction.
         budgets: bytes that the plan may use of each device, by its id.
         staging: of a pipeline, where the module's steps can be cut and what crosses each cut.
+        elastic: whether the run may go on under another plan, so that every loader's position must be known.
     """
 
     plan: Plan
@@ -75,6 +76,7 @@ class Assignment:
     candidate: Candidate | None = None
     budgets: Mapping[str, int] = field(default_factory=dict)
     staging: Staging | None = None
+    elastic: bool = False
 
     @property
     def torch_devices(self) -> list[torch.device]:
@@ -109,6 +111,10 @@ class EngineMixin(Strategy):
         self._positions: dict[int, int] = {}
         self._prediction_limits: list[float] = []
         self._asked_predictions: int | float | None = None
+        #: Whether the state is saved between two batches rather than in a hook.
+        self.at_boundary = False
+        #: Called when Lightning is about to enter its loops.
+        self.before_loops: Callable[[], None] | None = None
 
     # -- who and how many --------------------------------------------------------------------------------------------------------------
 
@@ -142,13 +148,22 @@ class EngineMixin(Strategy):
 
     # -- data --------------------------------------------------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Do what needs neither the module's state nor the user's code: the process group, the device's context."""
+        module = self.lightning_module
+        assert module is not None
+        self.connect(module)
+        self.setup_environment()
+        if self.root_device.type == "cuda":
+            torch.empty(1, device=self.root_device)
+
     def process_dataloader(self, dataloader: object) -> object:
         """Hand out the user's own order: this rank's samples of each batch, resumable at any batch."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self._trainer
         if self.assignment.batch == "per_device" or isinstance(dataloader, ExactLoader):
             return dataloader
-        if not isinstance(dataloader, DataLoader) and not self.shares_order:
+        if not isinstance(dataloader, DataLoader) and not self.shares_order and not (self.assignment.elastic and trainer.training):
             return dataloader
         plan = self.assignment.plan
         loader = ExactLoader(
@@ -358,7 +373,7 @@ class EngineMixin(Strategy):
 
     def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to Lightning's dictionary what it takes to go on exactly; every rank calls it."""
-        resume.lay_aside(self._trainer, checkpoint, splits=self.splits)
+        resume.lay_aside(self._trainer, checkpoint, splits=self.splits, at_boundary=self.at_boundary)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write one ordinary ``.ckpt``, with what it takes to go on exactly where plain Lightning doesn't look."""
@@ -384,6 +399,8 @@ class EngineMixin(Strategy):
 
     def on_train_start(self) -> None:
         """The loops are about to go on where a checkpoint was saved, if the run is a resumed one."""
+        if self.before_loops is not None:
+            self.before_loops()
         if self._resumption is not None:
             self._exit.callback(resume.go_on(self._trainer, self._resumption))
         super().on_train_start()

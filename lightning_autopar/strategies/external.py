@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,8 @@ from lightning_autopar._lightning_compat import find_free_network_port, script_c
 from lightning_autopar.memory.host import host_cores, host_memory
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.strategies.engine import Assignment
-from lightning_autopar.strategies.generation import die_with
+from lightning_autopar.strategies.group import meet_at
+from lightning_autopar.strategies.worker import die_with
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.auto import AutoParallelStrategy
@@ -40,6 +42,7 @@ STORE = "AUTOPAR_STORE"
 #: The process id of the one that started a rerun, without which the rerun has no reason to live.
 PARENT = "AUTOPAR_PARENT"
 _TIMEOUT = timedelta(minutes=30)
+_POLL_SECONDS = 0.01
 #: How long this process may take to end by itself once a rerun has failed.
 _GRACE_SECONDS = 3.0
 #: How long the reruns may go on after this process's script has ended.
@@ -50,13 +53,26 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Peers:
-    """The processes of this run, of which this is one."""
+    """The processes of this run, of which this is one.
+
+    Args:
+        store: where they meet; nobody else's keys are in it.
+        rank: of this process.
+        world_size: how many they are.
+        node: this process's.
+        environment: Lightning's view of them.
+        restartable: whether who started them may start them anew, in another number.
+        messages: how many rank 0 has told so far.
+        children: reruns of the script that this process started.
+        running: whether a run is going on that takes all of them.
+    """
 
     store: Any
     rank: int
     world_size: int
     node: int
     environment: ClusterEnvironment
+    restartable: bool = False
     messages: int = 0
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     running: threading.Event = field(default_factory=threading.Event)
@@ -175,9 +191,52 @@ def _find_peers(strategy: AutoParallelStrategy) -> Peers | None:
     if environment is None or not environment.creates_processes_externally or environment.world_size() == 1:
         return None
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
-    rendezvous = dist.rendezvous("env://", rank=environment.global_rank(), world_size=environment.world_size(), timeout=_TIMEOUT)
-    store, rank, world_size = next(iter(rendezvous))
-    return Peers(store=store, rank=rank, world_size=world_size, node=environment.node_rank(), environment=environment)
+    rank, world_size = environment.global_rank(), environment.world_size()
+    store = _connect(rank, world_size)
+    part = _own_part(store, rank, world_size)
+    # A connection of its own: while one waits for torch's messages, ours must not wait with it.
+    meet_at(dist.PrefixStore(f"{part}/group", _connect(rank, world_size)))
+    return Peers(
+        store=dist.PrefixStore(part, store),
+        rank=rank,
+        world_size=world_size,
+        node=environment.node_rank(),
+        environment=environment,
+        restartable=True,
+    )
+
+
+def _connect(rank: int, world_size: int) -> Any:
+    store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=_TIMEOUT)))
+    return store
+
+
+def _own_part(store: Any, rank: int, world_size: int) -> str:
+    """The name of the part of a store that is these very processes' alone; each must call it.
+
+    torchrun's agent keeps one store for all processes that it starts one after the other, so that a restarted process finds what dead
+    ones wrote: an old plan, or in torch's own process group the addresses of processes that are gone ("Gloo connectFullMesh failed:
+    connection refused", seen at one of three restarts; torch 2.13's ``DynamicRendezvousHandler.next_rendezvous`` keeps its
+    ``_bootstrap_store_info``, while ``_create_c10d_store`` counts on a new one). Where the number of nodes changed, they aren't told
+    that they are restarted. So each rank says a word of its own, which nobody can have answered before.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"autopar/hello/{rank}", own)
+        part: str = store.get(f"autopar/welcome/{own}").decode()
+        store.set(f"{part}/here/{rank}", "")
+        return part
+    part = f"autopar/{own}"
+    missing, until = set(range(1, world_size)), time.monotonic() + _TIMEOUT.total_seconds()
+    while missing:
+        for each in sorted(missing):
+            if store.check([f"autopar/hello/{each}"]):  # of this rank as it is now, or of a dead one, which won't listen
+                store.set(f"autopar/welcome/{store.get(f'autopar/hello/{each}').decode()}", part)
+        missing -= {each for each in missing if store.check([f"{part}/here/{each}"])}
+        if time.monotonic() > until:
+            raise TimeoutError(f"ranks {sorted(missing)} of {world_size} didn't come within {_TIMEOUT}; look into their logs")
+        time.sleep(_POLL_SECONDS)
+    return part
 
 
 def rerun_script(strategy: AutoParallelStrategy, world_size: int) -> Peers:

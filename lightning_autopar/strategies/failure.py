@@ -15,9 +15,18 @@ import torch
 #: What gloo, NCCL and torch's stores say when the other end is gone: the words of a bystander, not of a culprit.
 _ECHOES = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "process group", "tcpstore", "filestore", "timed out waiting")
 
+#: What torch and CUDA's libraries say when memory runs out, beside exceptions of their own for it.
+_SHORTAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad alloc", "bad_alloc", "cublas_status_alloc_failed")
+
 
 class WorkerFailed(RuntimeError):
     """A worker ended without saying why: killed by a signal, or by ``os._exit``."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory, or the host's, ran out."""
+    words = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in words for word in _SHORTAGES)
 
 
 class RemoteTraceback(Exception):

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,13 +31,16 @@ from lightning_autopar.strategies.account import announce_measured, learn
 from lightning_autopar.strategies.backward import backward_survives_fork
 from lightning_autopar.strategies.ddp import DDPEngine
 from lightning_autopar.strategies.decide import Decision, decide
+from lightning_autopar.strategies.elastic import ElasticRun, moving
 from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
 from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.fsdp import FSDPEngine
-from lightning_autopar.strategies.generation import Job, Outcome, cap_allocator, run_folder, run_generation
+from lightning_autopar.strategies.generation import Outcome, run_folder, run_generation
 from lightning_autopar.strategies.pipeline import PipelineEngine
+from lightning_autopar.strategies.saving import Moving
 from lightning_autopar.strategies.single import SingleEngine
 from lightning_autopar.strategies.trial import tried
+from lightning_autopar.strategies.worker import Job, cap_allocator
 from lightning_autopar.strategies.zero import ZeroEngine
 from lightning_autopar.strategies.zero_deepspeed import import_deepspeed
 
@@ -89,17 +93,26 @@ class AutoLauncher(Launcher):
                 f"num_nodes={nodes} needs a process on each device of each node, and there is only this one; start the script with "
                 f"torchrun --nnodes={nodes} or srun, or leave num_nodes at 1"
             )
-        decision = decide(trainer, self._strategy.settings, self._strategy.inventory(), arguments=arguments)
+        how = moving(trainer, self._strategy.settings.batch)
+        if how is not None and (torch.cuda.is_initialized() or not backward_survives_fork()):
+            how = None
+            rank_zero_warn(
+                "autopar: this run can't be moved: the process has used a GPU (or run a backward pass) already, so that no workers can be "
+                "forked from it; call fit before anything touches CUDA, or start the script anew"
+            )
+        decision = decide(trainer, self._strategy.settings, self._strategy.inventory(), arguments=arguments, elastic=how is not None)
         if self._strategy.settings.calibrate == "trial" and self._strategy.settings.plan is None and trainer.state.fn == TrainerFn.FITTING:
             decision = tried(decision, trainer, function, arguments)
         self._strategy.report = decision.report
         self._strategy.plan = decision.assignment.plan
         decision.announce()
+        if how is not None:
+            return self._run_elastic(decision, how, function, args, kwargs, trainer)
         if decision.assignment.plan.engine == "single" and decision.assignment.devices[0].index is not None:
             return self._run_here(decision, function, args, kwargs, trainer)
         if torch.cuda.is_initialized() or not backward_survives_fork():
             peers = rerun_script(self._strategy, decision.assignment.plan.world_size)
-            peers.tell(decision)
+            peers.tell(replace(decision, look=None))
             return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
         return self._run_generation(decision, function, args, kwargs, trainer)
 
@@ -142,18 +155,34 @@ class AutoLauncher(Launcher):
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
             job = make_job(assignment, trainer, function, args, kwargs, folder)
-            outcome = run_generation(job)
-            if outcome.error is not None:
-                raise self._failed(outcome, trainer, job)
-            handover.restore(trainer, job.before, outcome.results, folder)
-        self._strategy.measured = {
-            device: left.measured.to_dict() for device, left in zip(assignment.plan.devices, outcome.results, strict=True)
-        }
+            return self._take_back(run_generation(job), job, trainer)
+
+    def _run_elastic(self, decision: Decision, how: Moving, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+        if "zero" in self._strategy.settings.allow and decision.assignment.devices[0].kind == "cpu":
+            import_deepspeed("cpu")  # as in _run_generation
+        run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, make_engine)
+        try:
+            return run.run(lambda outcome, job: self._take_back(outcome, job, trainer))
+        finally:
+            if run.agent is not None:
+                self._strategy.history = run.agent.diary.history(type(trainer.lightning_module).__name__)
+
+    def _take_back(self, outcome: Outcome, job: Job, trainer: Trainer) -> Any:
+        """Bring what the workers left back into this process; the function's value.
+
+        Raises:
+            BaseException: what ended the run.
+        """
+        plan = job.assignment.plan
+        if outcome.error is not None:
+            raise self._failed(outcome, trainer, job)
+        handover.restore(trainer, job.before, outcome.results, job.folder)
+        self._strategy.measured = {device: left.measured.to_dict() for device, left in zip(plan.devices, outcome.results, strict=True)}
         self._account()
         if outcome.tuner_exit:
             raise TunerExit
-        if trainer.state.fn == "predict" and assignment.batch == "global":
-            return interleaved([left.value for left in outcome.results][:: _ranks_per_part(assignment.plan)])
+        if trainer.state.fn == "predict" and job.assignment.batch == "global":
+            return interleaved([left.value for left in outcome.results][:: _ranks_per_part(plan)])
         return outcome.results[0].value
 
     def _failed(self, outcome: Outcome, trainer: Trainer, job: Job) -> BaseException:
@@ -185,7 +214,7 @@ class AutoLauncher(Launcher):
                 peers.tell(error)
                 raise
             decision.announce()
-            peers.tell(decision)
+            peers.tell(replace(decision, look=None))
         else:
             decision = peers.hear()
         self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan

@@ -43,8 +43,8 @@ _BLOCK_BYTES = 4096
 #: Pickled chunks of at least this size are compared by a sum, which is as fast as memory.
 _CHUNK_BYTES = 1024**2
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), torch.dtype, torch.device})
-_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), torch.dtype, torch.device})
+CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
 _VALUES = frozenset({tuple, frozenset, bytearray, torch.Size, torch.UntypedStorage, torch.TypedStorage})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class written in Python, or one that may as well be
 _GENERATORS: tuple[type, ...] = (torch.Generator, random.Random)
@@ -52,7 +52,7 @@ if numpy is not None:
     _GENERATORS += (numpy.random.Generator, numpy.random.RandomState)
 
 #: The part of a container or a tensor that isn't an attribute.
-_ITEMS = ""
+ITEMS = ""
 Part = tuple[int, str]
 Fields = Callable[[Any], Mapping[str, Any] | None]
 
@@ -122,6 +122,11 @@ class Survey:
             number = self._pending.popleft()
             for part, value in self._parts(number).items():
                 self._before[number, part] = self._digest(number, part, value, discover=True)
+        found = hashlib.blake2b()
+        for target, path in zip(self._targets, self._paths, strict=True):
+            found.update(f"{path}\0{type(target).__module__}.{type(target).__qualname__}\n".encode())
+        #: A digest of what was found where: equal in processes whose numbers mean the same.
+        self.signature = found.digest()
 
     def number(self, target: Any) -> int | None:
         """The number of an object from before."""
@@ -137,25 +142,17 @@ class Survey:
         """
         changes = Changes(data=b"")
         parts: dict[Part, Any] = {}
-        seen: set[Part] = set()
-        looked_at = [number for number in range(len(self._targets)) if self._is_under(number, under)]
-        for number in looked_at:
-            for part, value in self._parts(number).items():
-                seen.add((number, part))
-                before, now = self._before.get((number, part)), self._digest(number, part, value, names=names)
-                if before == now:
-                    continue
-                if _size_bytes(value) <= LIMIT_BYTES and self._travels(payload := self._payload(number, value), names):
-                    parts[number, part] = payload
-                    changes.parts[number, part] = now
-                elif not _dispensable(self._targets[number], part):
-                    changes.kept[number, part] = self._name(number, part)
-        numbers = set(looked_at)
-        changes.gone = [key for key in self._before if key not in seen and key[1] != _ITEMS and key[0] in numbers]
+        differing, changes.gone = self.differing(names, under=under)
+        for (number, part), (value, now) in differing.items():
+            if _size_bytes(value) <= LIMIT_BYTES and self._travels(payload := self.payload(number, value), names):
+                parts[number, part] = payload
+                changes.parts[number, part] = now
+            elif not dispensable(self._targets[number], part):
+                changes.kept[number, part] = self.name(number, part)
         sent = {key: value for key, value in extra.items() if self._travels(value, names)}
         changes.unsent = [key for key in extra if key not in sent]
         sink = _Sink(limit_bytes=None)
-        _Pickler(sink, self, names).dump((parts, sent))  # together, so that what two parts share stays one object
+        Pickler(sink, self, names).dump((parts, sent))  # together, so that what two parts share stays one object
         changes.data = sink.data()
         return changes
 
@@ -175,12 +172,91 @@ class Survey:
             if only is not None and (number, part) not in only:
                 continue
             target = self._targets[number]
-            if part != _ITEMS:
+            if part != ITEMS:
                 vars(target)[part] = payload
             else:
-                _set_items(target, payload)
+                set_items(target, payload)
         extra: dict[str, Any] = sent
         return extra
+
+    # -- for those who carry changes in another way ------------------------------------------------------------------------------------
+
+    def differing(
+        self,
+        names: Mapping[int, Any],
+        *,
+        under: str | None = None,
+        skip: Callable[[int, str], bool] | None = None,
+        lazy: bool = False,
+    ) -> tuple[dict[Part, tuple[Any, Any]], list[Part]]:
+        """The parts that differ now, each as it is with a digest of it; and those that no longer exist.
+
+        Args:
+            names: as in :meth:`changes`.
+            under: as in :meth:`changes`.
+            skip: which parts aren't looked at.
+            lazy: give None for the digest where a look tells that a part differs, and count as different what is too large to be looked
+                through.
+        """
+        differing: dict[Part, tuple[Any, Any]] = {}
+        seen: set[Part] = set()
+        looked_at = [number for number in range(len(self._targets)) if self._is_under(number, under)]
+        for number in looked_at:
+            for part, value in self._parts(number).items():
+                seen.add((number, part))
+                if skip is not None and skip(number, part):
+                    continue
+                before = self._before.get((number, part))
+                if lazy and type(value) not in ATOMS and value is not self._targets[number] and (before is None or _is_of_atom(before)):
+                    differing[number, part] = (value, None)
+                    continue
+                now = self._digest(number, part, value, names=names)
+                if before != now or (lazy and _is_partial(now)):
+                    differing[number, part] = (value, now)
+        numbers = set(looked_at)
+        gone = [key for key in self._before if key not in seen and key[1] != ITEMS and key[0] in numbers]
+        return differing, gone if skip is None else [key for key in gone if not skip(*key)]
+
+    def target(self, number: int) -> Any:
+        """The object of a number."""
+        return self._targets[number]
+
+    def path(self, number: int) -> str:
+        """Where an object was found; empty for one that is only known."""
+        return self._paths[number]
+
+    def numbers(self) -> range:
+        """All there are."""
+        return range(len(self._targets))
+
+    def had(self, number: int, part: str) -> bool:
+        """Whether there was this part before."""
+        return (number, part) in self._before
+
+    def parts(self, number: int) -> dict[str, Any]:
+        """What can change in an object, as it is now."""
+        return self._parts(number)
+
+    def digest(self, owner: Any, part: str, value: Any, names: Mapping[int, Any]) -> Any:
+        """Something that is equal where a part is, in all processes forked from the survey's; None of what can't be looked through.
+
+        Args:
+            owner: the part's object: its number, or anything else for one that isn't in the survey.
+            part: the attribute.
+            value: the part.
+            names: as in :meth:`changes`.
+        """
+        if isinstance(owner, int):
+            found = self._digest(owner, part, value, names=names)
+            return None if type(found) is tuple and len(found) == 4 and isinstance(found[1], str) else found
+        if type(value) in ATOMS:
+            return type(value), repr(value)
+        sink = _Sink(limit_bytes=0)
+        try:
+            Pickler(sink, self, names, hashing=True).dump(value)
+        except Exception:  # whatever comes out of a stranger's __reduce__
+            return None
+        return sink.digest()
 
     # -- parts -------------------------------------------------------------------------------------------------------------------------
 
@@ -194,8 +270,9 @@ class Survey:
         path = self._paths[number]
         return root is None or path == root or path.startswith((f"{root}.", f"{root}["))
 
-    def _name(self, number: int, part: str) -> str:
-        return f"{self._paths[number]}.{part}" if part != _ITEMS else self._paths[number]
+    def name(self, number: int, part: str) -> str:
+        """What a warning calls a part."""
+        return f"{self._paths[number]}.{part}" if part != ITEMS else self._paths[number]
 
     def _parts(self, number: int) -> dict[str, Any]:
         """What can change in an object, by attribute; nothing in one that is only known."""
@@ -203,23 +280,23 @@ class Survey:
         if not self._paths[number]:
             return {}
         parts: dict[str, Any] = {}
-        if type(target) in _CONTAINERS or isinstance(target, (Tensor, dict, list, set, *_GENERATORS)) or _is_array(target):
-            parts[_ITEMS] = target
-        if type(target) not in _CONTAINERS and not isinstance(target, (Tensor, *_GENERATORS)):
+        if type(target) in CONTAINERS or isinstance(target, (Tensor, dict, list, set, *_GENERATORS)) or _is_array(target):
+            parts[ITEMS] = target
+        if type(target) not in CONTAINERS and not isinstance(target, (Tensor, *_GENERATORS)):
             fields = self._fields(target)
             parts.update(getattr(target, "__dict__", {}) if fields is None else fields)
         return parts
 
-    def _payload(self, number: int, value: Any) -> Any:
+    def payload(self, number: int, value: Any) -> Any:
         """A part's value as it travels: a container's items by value, and everything else as it is."""
         if value is not self._targets[number]:
             return value
-        return _get_items(value)
+        return get_items(value)
 
     def _digest(self, number: int, part: str, value: Any, *, names: Mapping[int, Any] | None = None, discover: bool = False) -> Any:
         """Something that is equal as long as the part is; may be equal for what can't be looked through."""
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return kind, repr(value)
         if value is self._targets[number]:
             if is_hole(value):
@@ -231,16 +308,16 @@ class Survey:
         sink = _Sink(limit_bytes=0)
         few = value is not self._targets[number] or not hasattr(value, "__len__") or len(value) <= _MOST_ITEMS
         path = f"{self._paths[number]}.{part}" if part else f"{self._paths[number]}[…]"
-        pickler = _Pickler(sink, self, names or {}, path=path if discover and few else None)
+        pickler = Pickler(sink, self, names or {}, path=path if discover and few else None, hashing=True)
         try:
-            pickler.dump(self._payload(number, value))
+            pickler.dump(self.payload(number, value))
         except Exception as error:  # whatever comes out of a stranger's __reduce__: up to there it can be compared
             return sink.digest(), type(error).__name__, id(value), len(value) if hasattr(value, "__len__") else 0
         return sink.digest()
 
     def _travels(self, payload: Any, names: Mapping[int, Any]) -> bool:
         try:
-            _Pickler(_Sink(limit_bytes=LIMIT_BYTES), self, names).dump(payload)
+            Pickler(_Sink(limit_bytes=LIMIT_BYTES), self, names).dump(payload)
         except Exception:  # as above: any exception means that it has no pickle
             return False
         return True
@@ -255,12 +332,22 @@ class Survey:
         return number
 
 
+def _is_of_atom(digest: Any) -> bool:
+    """Whether a digest is of a plain value."""
+    return type(digest) is tuple and len(digest) == 2 and digest[0] in ATOMS
+
+
+def _is_partial(digest: Any) -> bool:
+    """Whether a digest is of a part's beginning only."""
+    return type(digest) is tuple and len(digest) == 4 and digest[1] == TooLarge.__name__
+
+
 def _kind(target: Any) -> str:
     """``"node"``: changes are looked for in it. ``"opaque"``: can't be pickled, so it is only known. ``"value"``: travels by value."""
     kind = type(target)
     if kind in _VALUES:
         return "value"
-    if kind in _CONTAINERS or isinstance(target, _GENERATORS) or _is_array(target):
+    if kind in CONTAINERS or isinstance(target, _GENERATORS) or _is_array(target):
         return "node"
     if kind in (Tensor, nn.Parameter):
         return "node" if target.layout == torch.strided and not target.is_meta else "value"
@@ -268,7 +355,7 @@ def _kind(target: Any) -> str:
         return "opaque"
     if isinstance(target, (type, types.FunctionType, types.BuiltinFunctionType)):
         return "value" if _importable(target) else "opaque"
-    if _is_plain(target):
+    if is_plain(target):
         return "node"
     try:
         target.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -277,14 +364,14 @@ def _kind(target: Any) -> str:
     return "value"
 
 
-def _is_plain(target: Any) -> bool:
+def is_plain(target: Any) -> bool:
     """Whether the object is its ``__dict__`` (and items), as far as anybody could tell from its class."""
     kind = type(target)
     return (
         hasattr(target, "__dict__")
         and kind not in copyreg.dispatch_table
         and all(getattr(kind, name, None) is getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
-        and all(base is object or base in _CONTAINERS or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+        and all(base is object or base in CONTAINERS or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
         and not any(vars(base).get("__slots__") for base in kind.__mro__)
     )
 
@@ -306,7 +393,7 @@ def _size_bytes(value: Any) -> int:
     return int(value.nbytes) if isinstance(value, Tensor) or _is_array(value) else 0
 
 
-def _dispensable(owner: Any, attribute: str) -> bool:
+def dispensable(owner: Any, attribute: str) -> bool:
     """Whether a class leaves this attribute out of its own pickles: then it makes it anew, and nothing is lost without it."""
     if getattr(type(owner), "__getstate__", None) is getattr(object, "__getstate__", None):
         return False
@@ -317,7 +404,7 @@ def _dispensable(owner: Any, attribute: str) -> bool:
     return isinstance(state, dict) and state.get(attribute) is None
 
 
-def _get_items(target: Any) -> Any:
+def get_items(target: Any) -> Any:
     """What an object holds besides its attributes."""
     if isinstance(target, Tensor):
         return target.detach().cpu().clone()
@@ -328,7 +415,8 @@ def _get_items(target: Any) -> Any:
     return tuple(target.items()) if isinstance(target, dict) else tuple(target)
 
 
-def _set_items(target: Any, items: Any) -> None:
+def set_items(target: Any, items: Any) -> None:
+    """Put what :func:`get_items` gave into an object, in place."""
     if isinstance(target, Tensor):
         if target.shape == items.shape and target.dtype == items.dtype:
             target.data.copy_(items)
@@ -400,17 +488,22 @@ class _Sink:
         return b"".join(self._chunks)
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, sink: _Sink, survey: Survey, names: Mapping[int, Any], *, path: str | None = None) -> None:
-        super().__init__(sink, protocol=pickle.HIGHEST_PROTOCOL)
-        self._survey, self._names, self._path = survey, names, path
+class Pickler(pickle.Pickler):
+    """Writes numbers and names for objects that both sides have, and local functions by value."""
+
+    def __init__(
+        self, sink: Any, survey: Survey, names: Mapping[int, Any], *, path: str | None = None, hashing: bool = False, **options: Any
+    ) -> None:
+        super().__init__(sink, protocol=pickle.HIGHEST_PROTOCOL, **options)
+        self._survey, self._names, self._path, self._hashing = survey, names, path, hashing
         self._left = _MOST_OBJECTS
 
     def persistent_id(self, target: Any) -> Any:
+        """What stands for an object that isn't written."""
         self._left -= 1
         if self._left < 0:
             raise TooLarge(f"more than {_MOST_OBJECTS} objects")
-        if type(target) in _ATOMS:
+        if type(target) in ATOMS:
             return None
         number = self._survey.number(target)
         if number is not None:
@@ -420,10 +513,14 @@ class _Pickler(pickle.Pickler):
         return self._survey.discover(target, self._path) if self._path is not None else None
 
     def reducer_override(self, target: Any) -> Any:
+        """How objects are written that have no pickle of their own, or one that doesn't fit here."""
+        if self._hashing and type(target) in (Tensor, nn.Parameter) and target.layout == torch.strided and not target.is_meta:
+            kind = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
+            return _fingerprint, (kind, _fingerprint(target.detach()))  # never called
         if isinstance(target, Tensor) and target.device.type not in ("cpu", "meta"):
             return target.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if type(target) is types.FunctionType and not _importable(target) and _globals(target.__module__) is target.__globals__:
-            return _function, _parts_of_function(target)
+        if type(target) is types.FunctionType and not _importable(target) and _globals(_home(target)) is target.__globals__:
+            return _function, _parts_of_function(target), target.__dict__ or None
         if type(target) is weakref.ref and target() is not None:
             return weakref.ref, (target(),)
         if type(target) in weakref.ProxyTypes:
@@ -431,21 +528,32 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+def _home(target: types.FunctionType) -> str:
+    """The module whose names a function sees; ``functools.wraps`` gives it another one's ``__module__``."""
+    return str(target.__globals__.get("__name__"))
+
+
 def _parts_of_function(target: types.FunctionType) -> tuple[Any, ...]:
     """A local function, such as a scheduler's lambda, by value. Both processes run the same interpreter, so its code travels as it is."""
     cells = tuple(cell.cell_contents for cell in target.__closure__ or ())
-    return marshal.dumps(target.__code__), target.__module__, target.__qualname__, target.__defaults__, target.__kwdefaults__, cells
+    names = target.__module__, target.__qualname__
+    return marshal.dumps(target.__code__), _home(target), names, target.__defaults__, target.__kwdefaults__, cells
 
 
 def _function(
-    code: bytes, module: str, qualname: str, defaults: tuple[Any, ...] | None, keywords: dict[str, Any] | None, cells: tuple[Any, ...]
+    code: bytes,
+    home: str,
+    names: tuple[str, str],
+    defaults: tuple[Any, ...] | None,
+    keywords: dict[str, Any] | None,
+    cells: tuple[Any, ...],
 ) -> types.FunctionType:
     """Undo :func:`_parts_of_function`."""
-    namespace = _globals(module)
-    assert namespace is not None, module
+    namespace = _globals(home)
+    assert namespace is not None, home
     closure = tuple(types.CellType(cell) for cell in cells)
-    function = types.FunctionType(marshal.loads(code), namespace, qualname.rpartition(".")[2], defaults, closure)
-    function.__qualname__, function.__module__, function.__kwdefaults__ = qualname, module, keywords
+    function = types.FunctionType(marshal.loads(code), namespace, names[1].rpartition(".")[2], defaults, closure)
+    (function.__module__, function.__qualname__), function.__kwdefaults__ = names, keywords
     return function
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_autopar._lightning_compat import RestartStage, make_result
+from lightning_autopar._lightning_compat import RestartStage, loop_position, make_result, set_loop_position
 from lightning_autopar.state import rng
 from lightning_autopar.state.checkpoint import KEY, put_loader_states_back, set_loader_states_aside
 from lightning_autopar.state.loader import ExactLoader
@@ -38,21 +38,24 @@ class Resumption:
         last: whether the epoch's last batch was done, but not its end.
         loaders: the training loaders' states.
         extra: what was saved under the package's key.
+        counters: the fit loop's, of a snapshot saved between two batches.
     """
 
     due: bool
     last: bool
     loaders: list[dict[str, Any]]
     extra: dict[str, Any]
+    counters: dict[str, Any] | None = None
 
 
-def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool) -> None:
+def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_boundary: bool = False) -> None:
     """Put into a checkpoint what it takes to go on exactly; every rank calls it.
 
     Args:
         trainer: that dumped the checkpoint just now.
         checkpoint: Lightning's dictionary.
         splits: whether the ranks share each batch.
+        at_boundary: whether this is between two batches, before the next one is fetched, rather than in a hook.
     """
     set_loader_states_aside(checkpoint)
     if KEY not in checkpoint:
@@ -60,7 +63,9 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool) -> 
     extra = checkpoint[KEY]
     loop = trainer.fit_loop.epoch_loop
     batches: Any = loop.batch_progress
-    if batches.total.completed == batches.total.processed - 1 and batches.total.ready == batches.total.processed:
+    if at_boundary:
+        extra["position"] = loop_position(trainer)
+    elif batches.total.completed == batches.total.processed - 1 and batches.total.ready == batches.total.processed:
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
         extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
@@ -81,6 +86,8 @@ def take_up(checkpoint: dict[str, Any]) -> Resumption | None:
     resumption = Resumption(
         due=boundary.get("due", False), last=boundary.get("last", False), loaders=list(extra.get("loaders", ())), extra=extra
     )
+    if "position" in extra:
+        resumption.counters = dict(checkpoint["loops"]["fit_loop"])
     if not resumption.last:  # else the next epoch begins as ever, from the random state at that time
         put_loader_states_back(checkpoint)
     if resumption.due or resumption.last:
@@ -99,6 +106,8 @@ def go_on(trainer: Trainer, resumption: Resumption) -> Callable[[], None]:
     _restore_metric_states(trainer.lightning_module, resumption.extra.get("metrics", {}), rank=trainer.global_rank)
     trainer._logger_connector._callback_metrics.update(resumption.extra.get("callback_metrics", {}))
     fit_loop._restarting = False  # only read from here on to leave out plateau schedulers at the epoch's end, whose metrics are here
+    if resumption.counters is not None:
+        set_loop_position(trainer, resumption.extra["position"], resumption.counters)
     if not (resumption.due or resumption.last):
         return carried.undo
     for loader, state in zip(_train_loaders(trainer), resumption.loaders, strict=False):  # loaders may have been added since

@@ -24,7 +24,8 @@ from lightning_autopar.strategies.backward import backward_survives_fork
 from lightning_autopar.strategies.calibration import be_silent
 from lightning_autopar.strategies.decide import Decision
 from lightning_autopar.strategies.engine import Assignment
-from lightning_autopar.strategies.generation import Job, run_folder, run_generation
+from lightning_autopar.strategies.generation import run_folder, run_generation
+from lightning_autopar.strategies.worker import Job
 from lightning_autopar.units import format_seconds
 
 if TYPE_CHECKING:

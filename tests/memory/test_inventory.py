@@ -44,6 +44,12 @@ def test_a_list_names_the_devices(devices: Any, expected: list[str]) -> None:
     assert restricted.notes == FOUR.notes
 
 
+@pytest.mark.parametrize(("devices", "left", "bound"), [(6, 4, 6), ([0, 7], 1, None), ([7], 0, None), ("auto", 4, None)])
+def test_in_the_middle_of_a_run_devices_may_be_missing(devices: Any, left: int, bound: int | None) -> None:
+    restricted, most = FOUR.restrict(devices, fewer=True)
+    assert (len(restricted.devices), most) == (left, bound)
+
+
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
@@ -138,6 +144,8 @@ def test_to_dict_is_the_reports_object() -> None:
                 "utilization": 0.5,
                 "processes": [{"pid": 7, "used_bytes": None, "own": False}],
                 "node": 0,
+                "slowdown": 1.0,
+                "error": None,
             }
         ],
         "links": [{"a": "GPU-a", "b": "GPU-b", "kind": "p2p", "bytes_per_second": 1e9}],
@@ -183,3 +191,16 @@ def test_an_error_in_the_variable_names_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AUTOPAR_DEVICES", "2xcpu:lots")
     with pytest.raises(ValueError, match=r"environment variable AUTOPAR_DEVICES: .*'lots' is no memory size"):
         probe()
+
+
+def test_what_the_caller_holds_of_the_host_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_autopar.memory.host.host_memory", lambda: (16 * GIB, 4 * GIB))
+    assert [device.free_bytes for device in probe("2xcpu").devices] == [2 * GIB, 2 * GIB]
+    own = probe("2xcpu", own_host_bytes=2 * GIB)
+    assert [device.free_bytes for device in own.devices] == [3 * GIB, 3 * GIB]
+    assert own.host_free_bytes == 6 * GIB
+    split = probe(accelerator="cpu", cpu_devices=2, own_host_bytes=2 * GIB)
+    assert [device.free_bytes for device in split.devices] == [3 * GIB, 3 * GIB]
+    # A budget is nobody's else, and there is no more than there is.
+    assert probe("cpu:1GiB", own_host_bytes=2 * GIB).devices[0].free_bytes == GIB
+    assert probe("cpu", own_host_bytes=99 * GIB).host_free_bytes == 16 * GIB

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,30 @@ def test_a_device_that_vanishes_while_it_is_read(install_nvml: Install) -> None:
     # CUDA still counts what it could identify: the third device's ordinal doesn't move.
     assert indices(inventory) == [0, 2]
     assert "GPU-b" in inventory.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"remapping_failed": True}, "row of its memory"),
+        ({"recovery_action": 1}, "needs a reset"),
+        ({"recovery_action": 6}, "recovery action 6"),
+    ],
+)
+def test_a_device_in_error_is_there_with_its_error(install_nvml: Install, figures: dict[str, Any], words: str) -> None:
+    install_nvml(FakeGpu("GPU-a"), FakeGpu("GPU-b", **figures))
+    first, second = probe().devices
+    assert first.error is None
+    assert second.error is not None
+    assert words in second.error
+
+
+def test_a_device_that_doesnt_know_of_errors_has_none(install_nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvml(FakeGpu("GPU-a", remapping_failed=None, recovery_action=None))
+    assert probe().devices[0].error is None
+    for name in ("nvmlDeviceGetRemappedRows", "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"):
+        monkeypatch.delattr(FakeNvml, name)  # an old module
+    assert probe().devices[0].error is None
 
 
 def test_a_device_that_vanishes_after_its_memory_was_read_has_no_links_that_promise_speed(install_nvml: Install) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from modules import HookCounter, Regression, loader, on_rank, trainer, weights
 
-from lightning_autopar.strategies import generation
+from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.failure import RemoteTraceback, WorkerFailed
 from lightning_autopar.strategies.generation import run_folder
@@ -90,19 +90,21 @@ def _fails(
     counter = HookCounter(folder / "hooks")
     run = trainer(engine, folder, callbacks=[counter, *options.pop("callbacks", [])])
     noted: list[float] = []
-    original = generation._wait
+    original = launcher.run_generation
 
-    def wait(*args: Any) -> None:
+    def timed(*args: Any) -> Any:
         started = time.monotonic()
-        original(*args)
+        outcome = original(*args)
         noted.append(time.monotonic() - started)
+        return outcome
 
-    generation._wait = wait
+    monkeypatched = pytest.MonkeyPatch()
+    monkeypatched.setattr(launcher, "run_generation", timed)
     try:
         with pytest.raises(kind) as raised:
             run.fit(module, loader(**options), loader())
     finally:
-        generation._wait = original
+        monkeypatched.undo()
     assert noted[0] < within_seconds
     assert run.state.status == TrainerStatus.INTERRUPTED
     assert run.state.stage is None

@@ -1,0 +1,95 @@
+"""A run that makes room: halfway a neighbour takes a device's memory, the run moves off it, and later back; then its weights are compared.
+
+The devices are CPU devices with a memory budget, and the neighbour is a file that says what it takes: so this runs anywhere, in workers
+that really end and begin. The same script trains undisturbed first; both runs see the same samples, and come to the same weights.
+
+    python examples/elastic.py                    # about a minute; writes elastic.png into the current folder
+"""
+
+import argparse
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+from train_gpt import ByteGPT, Passages, standard_library
+
+from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, ElasticReplan
+from lightning_autopar.memory.neighbours import Neighbour, write_neighbours
+from lightning_autopar.planning.run_picture import save
+
+BUDGET = "2GiB"
+#: Of the second device: all but a crumb.
+TAKEN_BYTES = 2 * 1024**3 - 1024**2
+
+
+class Neighbourhood(L.Callback):
+    """Somebody else's job: comes to the second device at a step, and leaves it at another."""
+
+    def __init__(self, file: Path, comes: int, leaves: int) -> None:
+        self.file, self.comes, self.leaves = file, comes, leaves
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_index) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.comes:
+            write_neighbours(self.file, {"cpu:1": Neighbour(taken_bytes=TAKEN_BYTES)})
+        if trainer.is_global_zero and trainer.global_step == self.leaves:
+            write_neighbours(self.file, {})
+
+
+def train(steps: int, callbacks: list[L.Callback]) -> tuple[L.Trainer, ByteGPT]:
+    """The same run each time, but for the callbacks."""
+    L.seed_everything(1, verbose=False)
+    text, _ = standard_library()
+    model = ByteGPT(layers=4, width=128, context=128, steps=steps)
+    trainer = L.Trainer(
+        strategy=AutoParallelStrategy(devices=f"2xcpu:{BUDGET}"),
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    trainer.fit(model, DataLoader(Passages(text, 128), batch_size=32, shuffle=True, drop_last=True))
+    return trainer, model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--picture", default="elastic.png", help="where the run's picture goes")
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+
+    _, undisturbed = train(arguments.steps, [])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "neighbours.json"
+        os.environ["AUTOPAR_NEIGHBOURS"] = str(file)
+        trainer, disturbed = train(
+            arguments.steps,
+            [
+                CheckpointMigrate(),
+                # In a minute, what takes hours on a shared machine: look often, and go back soon.
+                ElasticReplan(interval_seconds=0.2, patience=2, min_seconds_between_moves=1.0),
+                Neighbourhood(file, comes=arguments.steps // 5, leaves=arguments.steps * 2 // 5),
+            ],
+        )
+
+    history = trainer.strategy.history
+    print()
+    for span in history.spans:
+        print(f"{span.start_seconds:6.1f} s to {span.end_seconds:5.1f} s: {span.title} on {', '.join(span.devices) or 'no device'}")
+    with torch.no_grad():
+        pairs = zip(undisturbed.parameters(), disturbed.parameters(), strict=True)
+        difference = max((one - other).abs().max().item() for one, other in pairs)
+    print(f"the weights differ from the undisturbed run's by {difference:.1e} at most")
+    save(history, arguments.picture)
+    print(f"the run's picture is in {arguments.picture}")
+
+
+if __name__ == "__main__":
+    main()

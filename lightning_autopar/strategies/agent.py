@@ -1,0 +1,438 @@
+"""The agent of an elastic run: it keeps one generation of workers at work, and takes the run from plan to plan through snapshots.
+
+It lives in the main process, which stays as it was before the run, so that each generation is forked from the same state. What to move to,
+and whether, others say (``watching``); how a rank saves and takes up it doesn't know (``boundary``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from rich.console import Console
+
+from lightning_autopar._lightning_compat import SIGTERMException
+from lightning_autopar.planning.changes import usable
+from lightning_autopar.planning.report import NothingFits
+from lightning_autopar.strategies.boundary import Elastic
+from lightning_autopar.strategies.diary import Diary
+from lightning_autopar.strategies.failure import WorkerFailed, out_of_memory
+from lightning_autopar.strategies.gate import Gate
+from lightning_autopar.strategies.generation import Generation, Outcome
+from lightning_autopar.strategies.running import Running
+from lightning_autopar.strategies.saving import COPY_BYTES_PER_SECOND, Moving, Saver
+from lightning_autopar.strategies.shelf import Shelf
+from lightning_autopar.strategies.watching import RunView, Wish
+from lightning_autopar.strategies.worker import Job
+from lightning_autopar.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lightning_autopar.memory.inventory import Inventory
+    from lightning_autopar.strategies.decide import Decision
+
+#: What forking, setting up and joining take beside the state's copies.
+_MOVE_SECONDS = 2.0
+#: A parked run looks so often whether it fits, where nobody watches.
+_PARKED_LOOK_SECONDS = 5.0
+#: How long a generation may take from the agent's asking to its pause, once it was asked to leave for good.
+_LEAVE_SECONDS = 25.0
+#: Of the budget of a device that ran out of memory under a plan that was predicted to fit.
+_LESS = 0.95
+
+
+class Asked(Protocol):
+    """What others ask of a run, answered before any watcher; called in the main process at every round."""
+
+    def look(self, agent: Agent) -> Wish | None:
+        """What to do now, if anything."""
+
+    def show(self, agent: Agent) -> None:
+        """Show how the run is."""
+
+
+class Watcher(Protocol):
+    """Who says where the run should be; called in the main process, every ``interval_seconds``, or at once where it is ``alarmed``."""
+
+    interval_seconds: float
+
+    def look(self, run: RunView) -> Wish | None:
+        """What to do now, if anything."""
+
+
+class Agent:
+    """Runs a call of ``fit`` through as many generations as it takes.
+
+    Args:
+        make_job: what a generation's workers are to do, by decision and folder.
+        decision: the first one.
+        moving: see there.
+        watchers: asked in their order; the first wish counts.
+        door: what others ask goes first.
+        shelf: for the snapshots.
+        folder: the run's, for what passes between workers and agent.
+        inventory: the devices as they are now, with what the run holds itself counted as free.
+        replan: the best plan for an inventory.
+        state_bytes: of parameters, buffers and optimizer states.
+        on_change: told of each new decision.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_job: Callable[[Decision, Path], Job],
+        decision: Decision,
+        moving: Moving,
+        watchers: Sequence[Watcher],
+        door: Asked | None = None,
+        shelf: Shelf,
+        folder: Path,
+        inventory: Callable[[Running | None], Inventory],
+        replan: Callable[[Inventory], Decision],
+        state_bytes: int,
+        on_change: Callable[[Decision], None],
+    ) -> None:
+        self._make_job, self._moving, self._watchers, self._door = make_job, moving, list(watchers), door
+        self._folder, self._state_bytes, self._on_change = folder, state_bytes, on_change
+        self._probe, self._plan = inventory, replan
+        self.decision = decision
+        self.diary = Diary()
+        self.parked = False
+        #: Whether it stays parked until somebody asks it to go on.
+        self.held = False
+        self.moved_at: float | None = None
+        self._run: Running | None = None
+        self._generations = 0
+        self._began = time.monotonic()
+        self._looked: dict[int, float] = {}
+        self._failures: dict[int, int] = {}
+        self._limits: dict[str, int] = {}
+        self._banned: dict[str, float] = {}
+        self._saver = Saver(shelf, moving, state_bytes)
+        self._pauses: list[float] = []
+        self._left_at: float | None = None
+        #: Whether the next generation is being prepared.
+        self.moving = False
+
+    # -- the run, as watchers see it ---------------------------------------------------------------------------------------------------
+
+    @property
+    def step_seconds(self) -> float | None:
+        """See :class:`RunView`; a parked run has the last generation's."""
+        return None if self._run is None else self._run.step_seconds
+
+    @property
+    def remaining_steps(self) -> float:
+        """See :class:`RunView`."""
+        left = None if self._run is None else self._run.elastic.gate.pace().batches_left
+        return float("inf") if left is None else float(left)
+
+    @property
+    def state_bytes(self) -> int:
+        """See :class:`RunView`."""
+        return self._state_bytes
+
+    @property
+    def move_seconds(self) -> float:
+        """See :class:`RunView`: as the moves so far took, or by the copies of the state."""
+        if self._pauses:
+            return max(self._pauses)
+        return _MOVE_SECONDS + 2 * self._state_bytes / COPY_BYTES_PER_SECOND
+
+    @property
+    def measured_bytes(self) -> dict[str, int]:
+        """See :class:`RunView`."""
+        if self._run is None:
+            return {}
+        used = self._run.elastic.gate.used_bytes()
+        return {device: size for device, size in zip(self.decision.assignment.plan.devices, used, strict=True) if size}
+
+    def inventory(self) -> Inventory:
+        """See :class:`RunView`; without devices that the run was asked to leave alone, and less what ran out of memory before."""
+        found, now = self._probe(self._run), time.monotonic()
+        self._banned = {device: until for device, until in self._banned.items() if until > now}
+        devices = tuple(
+            replace(device, free_bytes=min(device.free_bytes, self._limits.get(device.id, device.free_bytes)))
+            for device in found.devices
+            if device.id not in self._banned
+        )
+        ids = {device.id for device in devices}
+        return usable(replace(found, devices=devices, links=tuple(link for link in found.links if link.a in ids and link.b in ids)))
+
+    def replan(self, inventory: Inventory) -> Decision:
+        """See :class:`RunView`."""
+        if not inventory.devices:
+            raise NothingFits(self.decision.report)
+        return self._plan(inventory)
+
+    # -- the run -----------------------------------------------------------------------------------------------------------------------
+
+    def run(self, noted: list[type[BaseException]]) -> tuple[Outcome, Job, bool]:
+        """Keep the run going until it is over.
+
+        Args:
+            noted: interruptions, as they come.
+
+        Returns:
+            what came out, the job of the generation that it came out of, and whether snapshots are to be kept for the next start.
+        """
+        latest = self._saver.latest
+        if latest is not None:
+            rank_zero_warn(
+                f"autopar: an earlier start of this run ended without leave; it goes on from its snapshot of step {latest.step}. "
+                f"To begin anew, remove {latest.path.parent}"
+            )
+        running = self._begin(self.decision, "the run begins")
+        running.elastic.let_begin(None if latest is None else latest.path)
+        try:
+            while True:
+                assert self._run is not None
+                running = self._run
+                running.generation.round(noted if SIGTERMException not in noted else [])
+                running.note()
+                if noted and noted[0] is SIGTERMException:
+                    return self._leave(running), running.job, True
+                if running.generation.gone:
+                    if running.finished(noted):
+                        return running.generation.outcome(noted), running.job, False
+                    outcome = running.generation.outcome(noted)
+                    ended = self._recover(running, outcome)
+                    if ended is not None:
+                        return ended, running.job, False
+                    if self._run is None and not self._wait_parked(noted):
+                        return Outcome(results=[], error=noted[0](), hooks_ran=True), running.job, noted[0] is SIGTERMException
+                    continue
+                self._watch_over(running)
+                if not self._saver.waits and not noted and (wish := self._wish()) is not None:
+                    self._follow(wish, running, noted)
+                    if self._run is None and not self._wait_parked(noted):
+                        return Outcome(results=[], error=noted[0](), hooks_ran=True), running.job, noted[0] is SIGTERMException
+        finally:
+            if self._run is not None:
+                self._run.generation.end()
+            self.diary.close()
+
+    def leave(self, devices: Sequence[str], seconds: float) -> None:
+        """Don't use these devices for so long; what runs on them moves at the next look."""
+        for device in devices:
+            self._banned[device] = time.monotonic() + seconds
+
+    def allow_again(self) -> None:
+        """All devices count again, and a run that was asked to park may go on."""
+        self._banned.clear()
+        self.held = False
+
+    def save_soon(self) -> None:
+        """Write a snapshot at the next boundary."""
+        self._saver.soon()
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether a generation that is forked now begins from a snapshot."""
+        return self._saver.latest is not None or self.moving
+
+    @property
+    def step(self) -> int | None:
+        """The trainer's global step as far as is known."""
+        step = -1 if self._run is None else self._run.elastic.gate.pace().step
+        if step >= 0:
+            return step
+        return None if self._saver.latest is None else self._saver.latest.step
+
+    # -- generations -------------------------------------------------------------------------------------------------------------------
+
+    def _fork(self, decision: Decision) -> Running:
+        self._generations += 1
+        folder = self._folder / f"g{self._generations}"
+        folder.mkdir()
+        job = self._make_job(decision, folder)
+        gate = Gate(decision.assignment.plan.world_size)
+        elastic = Elastic(gate=gate, begin=get_context("fork").Event(), folder=folder)
+        job = replace(job, elastic=elastic)
+        gate.final = self._failures_in_a_row() >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
+        return Running(generation=Generation(job), elastic=elastic, job=job, decision=decision)
+
+    def _begin(self, decision: Decision, reason: str, running: Running | None = None) -> Running:
+        """Make a decision the one that runs; its workers may have been forked before."""
+        running = running or self._fork(decision)
+        self.diary.begin(decision, reason)
+        self._run, self.decision, self.parked = running, decision, False
+        self._saver.begin()
+        self._on_change(decision)
+        return running
+
+    def _watch_over(self, running: Running) -> None:
+        """Take in what the generation did, have it save when it is time, and end it when it hangs."""
+        gate = running.elastic.gate
+        pace = gate.pace()
+        if pace.boundaries >= 1 and self._left_at is not None and pace.at is not None:
+            pause = pace.at - self._left_at
+            self._left_at = None
+            self._pauses.append(pause)
+            self.diary.paused(pause)
+        if gate.final and pace.boundaries >= 1 and pace.step > max(self._failures, default=-1) and not self._failures:
+            gate.final = False  # from here on there is something to go on from
+        if gate.final and self._failures and pace.step > max(self._failures):
+            gate.final = False
+            self._failures.clear()
+        self._saver.watch(running)
+        self._note(running)
+        if running.hangs(self._moving.hang_seconds):
+            rank_zero_warn(
+                f"autopar: no batch has begun for {format_seconds(self._moving.hang_seconds)} at step {pace.step}; the workers are ended"
+            )
+            running.generation.end()
+
+    def _note(self, running: Running | None) -> None:
+        """Write down what is on the devices, now and then."""
+        if self.diary.is_due():
+            candidate = self.decision.assignment.candidate
+            predicted = {} if candidate is None or running is None else {device: held.reserved for device, held in candidate.bytes.items()}
+            loss = None if running is None else running.elastic.gate.loss()
+            self.diary.sample(self._probe(running), {**predicted, **self.measured_bytes}, loss)
+
+    # -- moves -------------------------------------------------------------------------------------------------------------------------
+
+    def _wish(self) -> Wish | None:
+        """What some watcher wants, each asked as often as it likes."""
+        now = time.monotonic()
+        if self._door is not None and (wish := self._door.look(self)) is not None:
+            return wish
+        for watcher in [] if self.held else self._watchers:
+            due = now - self._looked.get(id(watcher), self._began) >= watcher.interval_seconds
+            if due or getattr(watcher, "alarmed", False):
+                self._looked[id(watcher)] = now
+                wish = watcher.look(self)
+                if wish is not None:
+                    return wish
+        return None
+
+    def _follow(self, wish: Wish, running: Running, noted: list[type[BaseException]]) -> None:
+        """Move or park. What comes in between (a failure, the end of training) is for the caller to see."""
+        if wish.action == "park":
+            rank_zero_info(f"autopar: the run is parked: {wish.reason}")
+            if self._saver.pause(running, noted, on_disk=True):
+                self._left_at = running.elastic.gate.pace().at
+                self._park(wish.reason)
+            return
+        assert wish.decision is not None
+        rank_zero_info(f"autopar: the run moves to {wish.decision.assignment.plan.title()}: {wish.reason}")
+        self.moving = True
+        if self._door is not None:
+            self._door.show(self)
+        following = self._fork(wish.decision)
+        try:
+            while not following.generation.ready and not following.generation.failed and not running.generation.gone:
+                following.generation.round([], timeout_seconds=0.005)
+                running.generation.round(noted, timeout_seconds=0.005)
+            if following.generation.failed:
+                rank_zero_warn(f"autopar: the move is given up, as the new workers failed: {following.why()}")
+                return
+            if running.generation.gone or not self._saver.pause(running, noted):
+                return
+            assert self._saver.latest is not None, "it was just made"
+            self._left_at, self.moved_at = running.elastic.gate.pace().at, time.monotonic()
+            following.elastic.let_begin(self._saver.latest.path)
+            self._begin(wish.decision, wish.reason, following)
+        finally:
+            self.moving = False
+            if self._run is not following:
+                following.generation.end()
+
+    def _park(self, reason: str) -> None:
+        """Nothing runs; the devices are free."""
+        self.diary.park(reason)
+        self._run, self.parked, self.moved_at = None, True, time.monotonic()
+
+    def _wait_parked(self, noted: list[type[BaseException]]) -> bool:
+        """Until the run fits again and has begun; False if it was interrupted."""
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            return self._wait_until_it_fits(noted)
+        with console.status(f"parked at step {self.step}: {self.diary.spans[-1].reason}; waiting for room"):
+            return self._wait_until_it_fits(noted)
+
+    def _wait_until_it_fits(self, noted: list[type[BaseException]]) -> bool:
+        looked = 0.0
+        while not noted:
+            self._note(None)
+            wish = self._wish()
+            if wish is None and not self._watchers and not self.held and time.monotonic() - looked > _PARKED_LOOK_SECONDS:
+                looked = time.monotonic()
+                try:
+                    wish = Wish(action="move", decision=self.replan(self.inventory()), reason="it fits again")
+                except NothingFits:
+                    wish = None
+            if wish is not None and wish.decision is not None:
+                rank_zero_info(f"autopar: the parked run goes on under {wish.decision.assignment.plan.title()}: {wish.reason}")
+                self.moved_at = time.monotonic()
+                self._resume(wish.decision, wish.reason)
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _resume(self, decision: Decision, reason: str) -> None:
+        snapshot = self._saver.look_back()
+        running = self._begin(decision, reason)
+        running.elastic.let_begin(None if snapshot is None else snapshot.path)
+
+    def _leave(self, running: Running) -> Outcome:
+        """The machine is to be left: save on disk and end, within the time that one is given."""
+        if self._saver.pause(running, [], on_disk=True, within_seconds=_LEAVE_SECONDS):
+            assert self._saver.latest is not None, "it was just made"
+            rank_zero_info(f"autopar: terminated at step {self._saver.latest.step}; the next start of this run goes on from there")
+        running.generation.end()
+        return Outcome(results=[], error=SIGTERMException(), hooks_ran=True)
+
+    # -- what wasn't planned -----------------------------------------------------------------------------------------------------------
+
+    def _failures_in_a_row(self) -> int:
+        return max(self._failures.values(), default=0)
+
+    def _recover(self, running: Running, outcome: Outcome) -> Outcome | None:
+        """Go on after a failure; the outcome, where the run is over."""
+        error, pace = outcome.error, running.elastic.gate.pace()
+        assert error is not None, "else it is finished"
+        self._saver.give_up(running)
+        short = out_of_memory(error)
+        theirs = not isinstance(error, WorkerFailed) and not short
+        if theirs and (running.elastic.gate.final or pace.boundaries == 0):
+            return outcome
+        self._failures = {pace.step: self._failures.get(pace.step, 0) + 1}
+        if self._failures[pace.step] >= self._moving.failures:
+            return outcome
+        where = "from the beginning" if (snapshot := self._saver.look_back()) is None else f"from the snapshot of step {snapshot.step}"
+        rank_zero_warn(f"autopar: a failure at step {pace.step}, the run goes on {where}: {type(error).__name__}: {error}")
+        self.diary.failed(f"{type(error).__name__} at step {pace.step}: {error}")
+        self._left_at = pace.at
+        if short:
+            self._lower_limits(running)
+        try:
+            decision = self._after(running)
+        except NothingFits:
+            self._park(f"nothing fits after {type(error).__name__}: {error}")
+            return None
+        self._resume(decision, f"{type(error).__name__} at step {pace.step}")
+        return None
+
+    def _lower_limits(self, running: Running) -> None:
+        """A plan that was predicted to fit didn't: no plan may take as much of its devices again."""
+        candidate = running.decision.assignment.candidate
+        for device in running.decision.assignment.plan.devices:
+            if candidate is not None and (held := candidate.bytes.get(device)) is not None:
+                self._limits[device] = int(_LESS * held.reserved)
+                rank_zero_info(f"autopar: {device} is planned for with {format_bytes(self._limits[device])} from now on")
+
+    def _after(self, running: Running) -> Decision:
+        """The plan to go on with: the same one while its devices are there with room for it."""
+        inventory = self.inventory()
+        there = {device.id: device.free_bytes for device in inventory.devices}
+        candidate, plan = running.decision.assignment.candidate, running.decision.assignment.plan
+        needed = {} if candidate is None else {device: held.reserved for device, held in candidate.bytes.items()}
+        if all(device in there and needed.get(device, 0) <= there[device] for device in plan.devices):
+            return running.decision
+        return self.replan(inventory)

@@ -1,0 +1,250 @@
+"""A rank of an elastic run at the boundary between two batches: it tells how it comes along, writes snapshots, leaves and takes up.
+
+All that happens before a batch is fetched: the step before it is over, its validation as well, and nothing of the next one has begun. It
+doesn't know why a snapshot is wanted nor what runs next.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ProgressBar
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_autopar._lightning_compat import mute_hooks, no_hyperparameters
+from lightning_autopar.state.snapshot import save_snapshot
+from lightning_autopar.strategies.carried import carry, carry_loggers_in, take_over
+from lightning_autopar.strategies.gate import Gate
+from lightning_autopar.strategies.journal import Journal
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.strategies.results import Before
+
+#: Hooks that have run once in the run, in its first generation: what they did is carried.
+MUTED = frozenset({"prepare_data", "on_fit_start", "on_train_start"})
+#: Between two looks at the loss.
+_TELL_SECONDS = 0.5
+_START, _REQUEST, _REFUSAL, _BEGIN = "start.pkl", "request", "refusal", "begin"
+
+
+class Paused(BaseException):
+    """All ranks leave at this boundary, with a snapshot behind them. No Exception: no hook of the user's is to see it."""
+
+
+@dataclass(kw_only=True)
+class Elastic:
+    """What a worker of an elastic run has besides its job.
+
+    Args:
+        gate: where its generation's ranks meet.
+        begin: set when the generation is to begin; what with lies in the folder then.
+        folder: the generation's.
+    """
+
+    gate: Gate
+    begin: Event
+    folder: Path
+
+    # -- in the agent ------------------------------------------------------------------------------------------------------------------
+
+    def let_begin(self, snapshot: Path | None) -> None:
+        """Let the generation begin, from a snapshot or as the user's call says."""
+        (self.folder / _START).write_bytes(pickle.dumps(snapshot))
+        self.begin.set()
+
+    def request(self, target: Path) -> None:
+        """Where the next snapshot goes; to be said before the gate asks."""
+        (self.folder / _REQUEST).write_text(str(target), encoding="utf-8")
+
+    def refusal(self) -> str:
+        """Why the latest snapshot couldn't be written."""
+        path = self.folder / _REFUSAL
+        return path.read_text(encoding="utf-8") if path.is_file() else "no rank said why"
+
+    # -- in a worker -------------------------------------------------------------------------------------------------------------------
+
+    def beginning(self) -> Path | None:
+        """Wait for the word; the snapshot to begin from."""
+        self.begin.wait()
+        snapshot: Path | None = pickle.loads((self.folder / _START).read_bytes())
+        return snapshot
+
+    def target(self) -> Path:
+        """Where the snapshot goes that the gate asks for."""
+        return Path((self.folder / _REQUEST).read_text(encoding="utf-8"))
+
+    def refuse(self, error: BaseException) -> None:
+        """Say why a snapshot couldn't be written; a rank at a time, as the last word is as good as the first."""
+        with suppress(OSError):  # the disk that was full may be this one
+            (self.folder / _REFUSAL).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+
+
+class Boundary:
+    """One rank's boundaries.
+
+    Args:
+        trainer: with the engine installed.
+        elastic: see there; None in a class that meets in another way.
+        before: the survey of before the fork.
+        rank: this rank.
+    """
+
+    def __init__(self, trainer: Trainer, elastic: Elastic | None, before: Before, rank: int) -> None:
+        self._trainer, self._before, self._rank = trainer, before, rank
+        if elastic is not None:
+            self._elastic = elastic
+        self._told = float("-inf")
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
+        self._advance: Callable[[Any], None] = self._epoch_loop.advance
+        vars(self._epoch_loop)["advance"] = self._meet_and_advance
+        #: Of rank 0, which writes checkpoints; None before the run goes on or begins anew.
+        self._journal: Journal | None = None
+        if rank == 0:
+            self._note_checkpoints()
+
+    def _note_checkpoints(self) -> None:
+        """Keep a journal of the checkpoints that are written."""
+        engine = self._trainer.strategy
+        save: Callable[..., None] = engine.save_checkpoint
+
+        def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+            if self._journal is not None:
+                self._journal.note(str(filepath))
+            save(checkpoint, filepath, *args, **kwargs)
+
+        vars(engine)["save_checkpoint"] = save_checkpoint
+
+    def _go_on_after(self, beside: Path) -> None:
+        """The run goes on from here: what it wrote afterwards, before it was lost, is no part of it."""
+        if self._rank == 0:
+            self._journal = Journal(beside)
+            self._journal.undo(self._trainer.strategy.remove_checkpoint)
+
+    def take_up(self, snapshot: Path) -> None:
+        """Prepare this process to go on from a snapshot, before the trainer's function runs; the rest follows when the loops begin."""
+        trainer, engine = self._trainer, self._trainer.strategy
+        self._go_on_after(snapshot)
+        carry_loggers_in(trainer, self._before, snapshot)
+        say_again = _say_no_restore()
+        unmute = mute_hooks(MUTED, heard_by=ProgressBar)
+        log_again = no_hyperparameters(trainer)
+
+        def go_on() -> None:
+            take_over(trainer, self._before, snapshot)
+            log_again()
+            unmute()
+            say_again()
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+                if isinstance(callback, ProgressBar):  # its epoch begins here
+                    callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+        engine.before_loops = go_on  # type: ignore[attr-defined]  # of EngineMixin
+
+    def _meet_and_advance(self, data_fetcher: Any) -> None:
+        """``_TrainingEpochLoop.advance`` behind a boundary."""
+        gate, trainer = self._elastic.gate, self._trainer
+        if self._journal is None:
+            self._go_on_after(self._elastic.folder.parent / _BEGIN)
+        gate.tell_bytes(self._rank, self._used_bytes())
+        self._tell_loss()
+        in_window = self._epoch_loop.batch_progress.current.ready > 0 and self._epoch_loop._should_accumulate()
+        ask = gate.arrive(self._rank, step=trainer.global_step, batches_left=self._batches_left(), in_window=in_window)
+        if ask is not None:
+            trainer.strategy.meter.pause(trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step
+            started = time.monotonic()
+            saved = self._save(target := self._elastic.target())
+            if saved and self._rank == 0:
+                self._journal = Journal(target)
+                self._journal.clear()
+            gate.answer(self._rank, done=saved, save_seconds=time.monotonic() - started)
+            if saved and ask == "pause":
+                raise Paused
+        self._advance(data_fetcher)
+
+    def _tell_loss(self) -> None:
+        """What the user logs as a loss, for the run's picture; seldom, as on a GPU to read a value is to wait for it."""
+        if self._rank != 0 or time.monotonic() - self._told < _TELL_SECONDS:
+            return
+        self._told = time.monotonic()
+        for name, value in self._trainer.callback_metrics.items():
+            if "loss" in name and not name.startswith("val"):
+                self._elastic.gate.tell_loss(0, self._trainer.global_step, float(value))
+                return
+
+    def _used_bytes(self) -> int:
+        device = self._trainer.strategy.root_device
+        if device.type == "cuda":
+            import torch
+
+            return torch.cuda.memory_reserved(device)
+        return 0
+
+    def _batches_left(self) -> int | None:
+        """Training batches to go, by the trainer's limits; None without any."""
+        trainer, progress = self._trainer, self._epoch_loop.batch_progress
+        a_epoch, done = trainer.num_training_batches, progress.current.ready
+        left: list[float] = []
+        if trainer.max_steps >= 0:
+            left.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+            left.append(a_epoch - done + (trainer.max_epochs - trainer.current_epoch - 1) * a_epoch)
+        least = min(left, default=float("inf"))
+        return None if least == float("inf") else max(0, int(least))
+
+    def _save(self, target: Path) -> bool:
+        """Write a snapshot together; False on every rank where one couldn't."""
+        trainer, engine = self._trainer, self._trainer.strategy
+        failure: BaseException | None = None
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            carry(trainer, self._before, target, self._rank)
+            engine.at_boundary = True  # type: ignore[attr-defined]  # of EngineMixin
+            save_snapshot(trainer, target)
+        except (Exception, CheckpointException) as error:  # a full disk, a stranger's object: training goes on, and the agent is told
+            failure = error
+            self._refuse(error)
+        finally:
+            engine.at_boundary = False  # type: ignore[attr-defined]
+        if engine.assignment.plan.world_size == 1:  # type: ignore[attr-defined]
+            return failure is None
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, failure is None)
+        return all(everyones)
+
+    def _refuse(self, error: BaseException) -> None:
+        """Say why a snapshot couldn't be written."""
+        self._elastic.refuse(error)
+
+    def close_bars(self) -> None:
+        """Take leave of progress bars: the next generation has its own."""
+        if self._rank == 0:
+            for callback in self._trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+                if isinstance(callback, ProgressBar):
+                    callback.teardown(self._trainer, self._trainer.lightning_module, "fit")
+
+
+def _say_no_restore() -> Callable[[], None]:
+    """Keep Lightning from saying that it restores a checkpoint, and that its folder has files: the user has asked for neither.
+
+    Returns what lets it speak of checkpoints again; the folder is told of at each setup of a callback, and was the first time.
+    """
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    speaker = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # of ``_CheckpointConnector``'s ``rank_zero_info``
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(("Restoring states from the checkpoint path", "Restored all states from the checkpoint"))
+
+    speaker.addFilter(is_other)
+    return lambda: speaker.removeFilter(is_other)

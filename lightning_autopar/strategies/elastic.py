@@ -1,0 +1,283 @@
+"""An elastic call of ``fit``: what its agent needs of trainer, strategy and host, put together.
+
+It knows which callbacks make a run elastic, by what they have; it decides nothing about where the run should be.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_autopar._lightning_compat import TrainerFn, run_arguments
+from lightning_autopar.planning.report import NothingFits
+from lightning_autopar.state.snapshot import is_snapshot
+from lightning_autopar.strategies import results as handover
+from lightning_autopar.strategies.agent import Agent, Watcher
+from lightning_autopar.strategies.decide import Decision, decide_again
+from lightning_autopar.strategies.engine import BatchRule
+from lightning_autopar.strategies.generation import Outcome, noted_interrupts, run_folder
+from lightning_autopar.strategies.run_files import Request, RunFiles, open_run
+from lightning_autopar.strategies.running import Running, own_bytes
+from lightning_autopar.strategies.saving import Moving
+from lightning_autopar.strategies.shelf import Shelf, run_key
+from lightning_autopar.strategies.watching import Wish
+from lightning_autopar.strategies.worker import Job
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.memory.inventory import Inventory
+    from lightning_autopar.strategies.auto import AutoParallelStrategy
+
+#: How long a device that somebody asked a run to leave is left alone, unless the run is told otherwise.
+YIELD_SECONDS = 600.0
+_DOOR_SECONDS = 0.1
+
+#: Of this process's elastic runs so far: a script may call ``fit`` several times.
+_runs = 0
+
+
+def moving(trainer: Trainer, batch: BatchRule) -> Moving | None:
+    """How the run is to be saved and moved; None where no callback asks for it, or nothing is trained.
+
+    Args:
+        trainer: of the run.
+        batch: what a batch is to several devices.
+
+    Raises:
+        ValueError: if each device draws batches of its own.
+    """
+    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    found = [callback.autopar_moving for callback in callbacks if isinstance(getattr(callback, "autopar_moving", None), Moving)]
+    if trainer.state.fn != TrainerFn.FITTING or not (found or watchers(trainer)):
+        return None
+    if batch == "per_device":
+        raise ValueError(
+            "batch='per_device' gives each device batches of its own, so that a run on other devices would be another run; use "
+            "batch='global', or leave out CheckpointMigrate and ElasticReplan"
+        )
+    return found[0] if found else Moving()
+
+
+def watchers(trainer: Trainer) -> list[Watcher]:
+    """The trainer's callbacks that say where the run should be."""
+    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]  # as above
+    return [callback for callback in callbacks if callable(getattr(callback, "look", None)) and hasattr(callback, "interval_seconds")]
+
+
+class ElasticRun:
+    """One elastic call of ``fit``.
+
+    Args:
+        strategy: the user's.
+        trainer: as before the run.
+        decision: the first plan.
+        job: what workers are to do, by assignment and folder.
+        how: how the run is saved and moved.
+    """
+
+    def __init__(
+        self,
+        strategy: AutoParallelStrategy,
+        trainer: Trainer,
+        decision: Decision,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        how: Moving,
+        make_engine: Callable[..., Any],
+    ) -> None:
+        global _runs
+        _runs += 1
+        self._strategy, self._trainer, self._decision, self._how = strategy, trainer, decision, how
+        self._function, self._args, self._kwargs, self._make_engine = function, args, kwargs, make_engine
+        self._before = handover.survey(trainer)
+        self._number = _runs
+        footprint = decision.report.footprint
+        self.state_bytes = footprint.parameter_bytes + footprint.optimizer_bytes
+        self.agent: Agent | None = None
+
+    def run(self, restore: Callable[[Outcome, Job], Any]) -> Any:
+        """Train; returns what ``restore`` makes of the outcome, while the results' files are there."""
+        disk = self._how.folder or Path(self._trainer.default_root_dir) / ".autopar"
+        keep = False
+        shelf = Shelf(self._key(), disk, self.state_bytes)
+        try:
+            with run_folder(self.state_bytes) as folder, open_run() as files, noted_interrupts() as noted, _told_to_move() as told:
+                self.agent = Agent(
+                    make_job=self._job,
+                    decision=self._decision,
+                    moving=self._how,
+                    watchers=watchers(self._trainer),
+                    door=Door(files, told, self._trainer),
+                    shelf=shelf,
+                    folder=folder,
+                    inventory=self._inventory,
+                    replan=self._replan,
+                    state_bytes=self.state_bytes,
+                    on_change=self._changed,
+                )
+                outcome, job, keep = self.agent.run(noted)
+                return restore(outcome, job)
+        finally:
+            shelf.close(keep=keep)
+
+    def _key(self) -> str:
+        """What the run is known by at the next start of the same script."""
+        module, trainer = self._trainer.lightning_module, self._trainer
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+        limits = trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches, trainer.accumulate_grad_batches
+        path = run_arguments(self._function, self._args, self._kwargs).get("ckpt_path")
+        where = os.getcwd(), trainer.default_root_dir
+        return run_key(sys.argv, where, self._number, type(module).__qualname__, shapes, limits, str(path), str(trainer.precision))
+
+    def _job(self, decision: Decision, folder: Path) -> Job:
+        resumed = self.agent is not None and self.agent.has_snapshot
+        path = run_arguments(self._function, self._args, self._kwargs).get("ckpt_path")
+        return Job(
+            assignment=replace(decision.assignment, from_snapshot=resumed or is_snapshot(path), elastic=True),
+            make_engine=self._make_engine,
+            trainer=self._trainer,
+            function=self._function,
+            args=self._args,
+            kwargs=self._kwargs,
+            folder=folder,
+            before=self._before,
+        )
+
+    def _inventory(self, running: Running | None) -> Inventory:
+        host_bytes = 0 if running is None else host_bytes_of(running.generation.pids())
+        found, _ = self._strategy.inventory(fewer=True, own_host_bytes=host_bytes)
+        devices = tuple(replace(device, free_bytes=device.free_bytes + own_bytes(running, device.id)) for device in found.devices)
+        return replace(found, devices=devices)
+
+    def _replan(self, inventory: Inventory) -> Decision:
+        return decide_again(self._trainer, self._decision, inventory)
+
+    def _changed(self, decision: Decision) -> None:
+        self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
+
+
+def host_bytes_of(pids: Sequence[int]) -> int:
+    """What processes hold of the host's memory by themselves: resident, and not a file's or shared."""
+    held_bytes = 0
+    for pid in pids:
+        with suppress(psutil.Error):  # it has just ended
+            memory = psutil.Process(pid).memory_info()
+            held_bytes += max(0, memory.rss - getattr(memory, "shared", 0))
+    return held_bytes
+
+
+class Door:
+    """Where a run is asked for something by others on its host, and shows how it is.
+
+    Args:
+        files: the run's.
+        told: signals that came.
+        trainer: for the number of steps.
+    """
+
+    def __init__(self, files: RunFiles, told: list[int], trainer: Trainer) -> None:
+        self._files, self._told, self._trainer = files, told, trainer
+        self._looked = 0.0
+
+    def look(self, agent: Agent) -> Wish | None:
+        """Show the run's status, take what was asked, and return what follows from it."""
+        now = time.monotonic()
+        if now - self._looked < _DOOR_SECONDS:
+            return None
+        self._looked = now
+        self.show(agent)
+        requests = self._files.requests()
+        while self._told:
+            self._told.pop()
+            requests.append(Request(ask="yield", device=None, at=time.time(), by="SIGUSR1"))
+        wish: Wish | None = None
+        for request in requests:
+            made, words = self._answer(agent, request)
+            rank_zero_info(f"autopar: asked by {request.by} to {request.ask}: {words}")
+            self._files.answer(request, words)
+            if made is not None and (wish is None or wish.action != "park"):  # who parks leaves every device
+                wish = made
+        return wish
+
+    def _answer(self, agent: Agent, request: Request) -> tuple[Wish | None, str]:
+        if request.ask == "snapshot":
+            agent.save_soon()
+            return None, "a snapshot is written at the next boundary"
+        if request.ask == "resume":
+            agent.allow_again()
+            return None, "the run uses any device again"
+        if request.ask == "park":
+            agent.held = True
+            return None if agent.parked else Wish(
+                action="park", decision=None, reason=f"{request.by} asked for it", urgent=True
+            ), "it parks"
+        held = agent.decision.assignment.plan.devices
+        leaves = held if request.device is None else tuple(device for device in held if device == request.device)
+        agent.leave(held if request.device is None else (request.device,), YIELD_SECONDS)
+        if agent.parked or not leaves:
+            return None, "the run isn't on it" if not agent.parked else "the run is parked, and won't use it"
+        reason = f"{request.by} asked it to leave {', '.join(leaves)}"
+        try:
+            decision = agent.replan(agent.inventory())
+        except NothingFits:
+            return Wish(
+                action="park", decision=None, reason=f"{reason}, and nothing else fits", urgent=True
+            ), "it parks, as nothing else fits"
+        return Wish(action="move", decision=decision, reason=reason, urgent=True), f"it moves to {decision.assignment.plan.title()}"
+
+    def show(self, agent: Agent) -> None:
+        """Show the run's status."""
+        plan, candidate = agent.decision.assignment.plan, agent.decision.assignment.candidate
+        spans = agent.diary.spans
+        span = spans[-1] if spans else None
+        claimed = {} if candidate is None or agent.parked else {device: held.reserved for device, held in candidate.bytes.items()}
+        left = agent.remaining_steps
+        step = agent.step
+        self._files.show(
+            replace(
+                self._files.status,
+                state="parked" if agent.parked else "moving" if agent.moving else "running",
+                plan="" if agent.parked else plan.title(),
+                devices=() if agent.parked else plan.devices,
+                leased_bytes=claimed,
+                used_bytes=agent.measured_bytes,
+                step=step,
+                steps=None if left == float("inf") or step is None else step + -(-int(left) // self._trainer.accumulate_grad_batches),
+                step_seconds=agent.step_seconds,
+                generation=len(spans),
+                since=self._files.status.since if span is None else time.time() - (agent.diary.seconds() - span.begun),
+                reason="" if span is None else span.reason,
+            )
+        )
+
+
+@contextmanager
+def _told_to_move() -> Iterator[list[int]]:
+    """While open, SIGUSR1 asks the run to move off its devices; the user's own handler goes before."""
+    told: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        rank_zero_warn("autopar: fit isn't called from the main thread, so that SIGUSR1 can't ask this run to move")
+        yield told
+        return
+    before = signal.getsignal(signal.SIGUSR1)
+    if before not in (signal.SIG_DFL, None):
+        yield told
+        return
+    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -1,0 +1,199 @@
+"""Folders of runs in a place that all users share: whose they are, whether their run is alive, and files in them that are whole.
+
+A run's folder has a lock that the kernel lets go of however its process dies. In such a place anybody can make a folder of any name, so
+one is trusted only if it is this user's own. Needs the standard library alone; doesn't know what the files say.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pwd
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+#: A folder for all runs' folders, where the host has no ``/dev/shm`` that its processes share.
+RUNS_VARIABLE = "AUTOPAR_RUNS"
+_SHARED_MEMORY = Path("/dev/shm")
+_LOCK = "lock"
+#: Larger files aren't ours.
+_MOST_BYTES = 64 * 1024
+#: A hidden folder without a lock may be one that is being made; not so long.
+_MAKING_SECONDS = 60.0
+
+#: Locks that this process holds. A forked child that kept one would hold it after its parent's death.
+_own_locks: set[int] = set()
+
+
+def _let_go_in_child() -> None:
+    for lock in _own_locks:
+        os.close(lock)
+    _own_locks.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def user_name(uid: int | None = None) -> str:
+    """A user's name, this process's by default; ``"user 1001"`` where the host knows none."""
+    number = os.geteuid() if uid is None else uid
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # a container's user
+        return f"user {number}"
+
+
+def run_homes() -> list[Path]:
+    """Where runs' folders may lie, the best place first."""
+    if named := os.environ.get(RUNS_VARIABLE, "").strip():
+        return [Path(named).expanduser()]
+    homes = [_SHARED_MEMORY, Path("/tmp")]
+    with suppress(OSError):  # no temporary folder at all
+        homes.insert(1, Path(tempfile.gettempdir()))
+    return list(dict.fromkeys(homes))
+
+
+def own_root(home: Path) -> Path:
+    """The folder of this user's runs, made if need be.
+
+    Raises:
+        OSError: if it can't be made, or is somebody else's.
+    """
+    root = home / f"autopar-runs-{os.geteuid()}"
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    if not is_own(root):
+        raise PermissionError(f"{root.name} is there already, and is {user_name(root.lstat().st_uid)}'s or no folder")
+    if stat.S_IMODE(root.stat().st_mode) != 0o700:
+        root.chmod(0o700)
+    return root
+
+
+def is_own(path: Path) -> bool:
+    """Whether it is a folder of this user's: in a shared place anybody can make one of that name, or a link to something else."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def make_folder(folder: Path, files: Mapping[str, Any]) -> int:
+    """A run's folder with its first files, seen by others only once it is locked; returns the lock, for :func:`let_go`.
+
+    Raises:
+        FileExistsError: if there is one of that name.
+        OSError: if it can't be made.
+    """
+    hidden = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    lock = None
+    try:
+        lock = os.open(hidden / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        _own_locks.add(lock)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name, data in files.items():
+            write_json(hidden / name, data)
+        if os.path.lexists(folder):  # an empty one would be replaced
+            raise FileExistsError(f"{folder} is there")
+        try:
+            hidden.rename(folder)
+        except OSError as error:
+            raise FileExistsError(f"{folder} is there") if os.path.lexists(folder) else error from None
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        if lock is not None:
+            let_go(lock)
+        raise
+    return lock
+
+
+def let_go(lock: int) -> None:
+    """Close a lock of :func:`make_folder`: to others the run is over."""
+    _own_locks.discard(lock)
+    os.close(lock)
+
+
+def is_alive(folder: Path) -> bool:
+    """Whether the run is alive: its agent holds the lock. What can't be told counts as alive, since dead runs are removed."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether it may be removed: its run is dead, and it isn't one that is being made right now."""
+    if is_alive(folder):
+        return False
+    try:
+        return not folder.name.startswith(".") or time.time() - folder.lstat().st_mtime > _MAKING_SECONDS
+    except OSError:
+        return False
+
+
+def remove_folder(folder: Path) -> None:
+    """Hidden first, so that nobody sees a half, and what is written there meanwhile goes with it."""
+    hidden = folder.with_name(f".gone-{secrets.token_hex(8)}")
+    with suppress(OSError):  # somebody is quicker
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """A file that is there whole or not at all.
+
+    Raises:
+        OSError: if it can't be written.
+    """
+    hidden = path.with_name(f".{secrets.token_hex(8)}")
+    try:
+        handle = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file, allow_nan=False)
+        os.replace(hidden, path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds; only a plain one of this user's own: a pipe or a link could make the reader wait, or read something else.
+
+    Raises:
+        OSError: if it can't be read.
+        ValueError: if it isn't ours.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb", closefd=True) as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size > _MOST_BYTES:
+            raise ValueError(f"it is no file of {user_name()}'s of at most {_MOST_BYTES} bytes")
+        return json.loads(file.read(_MOST_BYTES))
+
+
+def take_away(path: Path) -> bool:
+    """Whether it was this call that removed it."""
+    try:
+        path.unlink()
+    except (IsADirectoryError, PermissionError):
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,66 @@
+"""A generation at work as its agent sees it: its pace, whether it hangs, and what it holds. It asks nothing of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_autopar.strategies.boundary import Elastic
+from lightning_autopar.strategies.generation import Generation
+from lightning_autopar.strategies.worker import Job
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.decide import Decision
+
+
+@dataclass(kw_only=True)
+class Running:
+    """A generation at work, as the agent sees it."""
+
+    generation: Generation
+    elastic: Elastic
+    job: Job
+    decision: Decision
+    step_seconds: float | None = None
+    _boundaries: int = 0
+    _moved_at: float = 0.0
+    _progress: int = -1
+
+    def note(self) -> None:
+        """Take in its pace: a running mean of what batches take, without the first ones."""
+        pace = self.elastic.gate.pace()
+        if pace.boundaries != self._boundaries and pace.batch_seconds is not None and pace.boundaries > 2:
+            known = self.step_seconds
+            self.step_seconds = pace.batch_seconds if known is None else 0.9 * known + 0.1 * pace.batch_seconds
+        self._boundaries = pace.boundaries
+        progress = self.generation.progress
+        if progress != self._progress:
+            self._progress, self._moved_at = progress, time.monotonic()
+
+    def hangs(self, seconds: float) -> bool:
+        """Whether no batch of any loop has begun for so long, since the first one."""
+        return self._boundaries > 0 and not self.generation.gone and time.monotonic() - self._moved_at > seconds
+
+    def finished(self, noted: list[type[BaseException]]) -> bool:
+        """Whether the run is over, by its end or by the user's interruption."""
+        return bool(noted) or not (self.generation.failed or self.generation.paused or self.generation.ended_by_us)
+
+    def why(self) -> str:
+        """What its failure was."""
+        while not self.generation.gone:
+            self.generation.round([])
+        return str(self.generation.outcome([]).error)
+
+
+def own_bytes(running: Running | None, device: str) -> int:
+    """What a run itself holds of a GPU, which others see as taken: what its allocator reserved, and the context around it."""
+    if running is None or device not in running.decision.assignment.plan.devices or not torch.cuda.is_available():
+        return 0
+    rank = running.decision.assignment.plan.devices.index(device)
+    used = running.elastic.gate.used_bytes()[rank]
+    candidate = running.decision.assignment.candidate
+    held: Any = None if candidate is None else candidate.bytes.get(device)
+    return used + (held.context if held is not None and used else 0)

@@ -1,0 +1,274 @@
+"""Where an elastic run keeps its snapshots: in memory where they fit, else on disk, the latest ones only, and known again after its death.
+
+A snapshot counts once it is complete, which its manifest says; one that doesn't agree with its manifest any more is passed over, with a
+warning. Knows files and sizes; no trainer, no process but this one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from lightning_autopar.memory.host import host_memory
+
+log = logging.getLogger(__name__)
+
+_LOCK, _MANIFEST = "in-use", "manifest.json"
+#: How many complete snapshots are kept: one that turns out to be damaged must leave another.
+_KEPT = 2
+#: What of a home's free space snapshots may take: a neighbour's files must fit as well.
+_SHARE = 0.8
+#: Snapshots of a run that was killed wait so long for the run's next start.
+_DEAD_SECONDS = 24 * 3600.0
+_BLOCK_BYTES = 8 * 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A complete snapshot.
+
+    Args:
+        path: its folder.
+        step: the trainer's global step in it.
+        on_disk: whether it survives the machine's restart.
+    """
+
+    path: Path
+    step: int
+    on_disk: bool
+
+
+class Shelf:
+    """The snapshots of one run, while it lasts; after the process's death they are there at its next start, after :meth:`close` not.
+
+    Args:
+        key: what the run is known by at its next start; see :func:`run_key`.
+        disk: a folder on disk for what doesn't fit into memory, made if need be.
+        needed_bytes: about what a snapshot takes.
+        shared: whether processes of other machines write and read them: then all go to the disk, which all must have. One process of the
+            run has the shelf.
+    """
+
+    def __init__(self, key: str, disk: Path, needed_bytes: int, *, shared: bool = False) -> None:
+        self._needed_bytes, self._shared = needed_bytes, shared
+        memory = Path("/dev/shm")
+        self._memory_home = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+        self._disk_home = disk
+        _remove_old(self._memory_home)
+        for number in range(1000):
+            name = f"autopar-shelf-{os.getuid()}-{key}-{number}"
+            self._homes = (self._memory_home / name, disk / name)
+            if (locks := self._lock()) is not None:
+                break
+        else:
+            raise RuntimeError(f"1000 runs of the key {key} are there, or none can be kept in {disk}; can this process write there?")
+        self._locks = locks
+        if shared:
+            self._move_to_disk()
+        self._number = max((_number(path) for path in self._all()), default=0)
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Shelf:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close()
+
+    def _lock(self) -> list[int] | None:
+        """Make both homes ours; None where a run that lives has one of them."""
+        memory, disk = self._homes
+        first = _locked(memory)
+        if first is None or not (self._shared or disk.is_dir()):
+            return None if first is None else [first]
+        second = _locked(disk)
+        if second is None:
+            os.close(first)
+            return None
+        return [first, second]
+
+    def _move_to_disk(self) -> None:
+        """What an earlier start, as one process, left in this machine's memory others can't read there."""
+        memory, disk = self._homes
+        for path in memory.glob("s*"):
+            with suppress(OSError):  # a full disk: an older one may be there
+                if path.is_file():  # what goes with a snapshot
+                    shutil.copy(path, disk)
+                elif (path / _MANIFEST).is_file():
+                    partial = disk / f"{path.name}.part"
+                    shutil.copytree(path, partial)
+                    partial.replace(disk / path.name)
+        for path in memory.glob("s*"):
+            path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+
+    @property
+    def home(self) -> Path:
+        """The folder of the snapshots on disk."""
+        return self._homes[1]
+
+    def target(self, *, on_disk: bool = False) -> Path:
+        """The folder for the next snapshot, which doesn't exist yet.
+
+        Args:
+            on_disk: whether it must survive this machine's restart, or didn't fit into memory.
+        """
+        self._number += 1
+        home = self._homes[1] if on_disk or self._shared or not self._fits() else self._homes[0]
+        return home / f"s{self._number:06d}"
+
+    def _fits(self) -> bool:
+        """Whether there is room in memory, for the file system as for the machine."""
+        room_bytes = min(psutil.disk_usage(str(self._memory_home)).free, host_memory()[1])
+        return self._needed_bytes <= _SHARE * room_bytes
+
+    def keep(self, path: Path, step: int) -> Snapshot:
+        """A snapshot is complete: write its manifest, and remove those that aren't wanted any more."""
+        files = {str(each.relative_to(path)): each.stat().st_size for each in sorted(path.rglob("*")) if each.is_file()}
+        snapshot = Snapshot(path=path, step=step, on_disk=self._homes[1] in path.parents)
+        if snapshot.on_disk:
+            for each in files:
+                _flush(path / each)
+        self._write(path, {"step": step, "bytes": files, "sums": {}})
+        thread = threading.Thread(target=self._sum, args=(path, step, files), name="autopar-sums", daemon=True)
+        thread.start()  # nobody waits for it: sums are for those who come after a crash
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        complete = [each for each in self._all() if (each / _MANIFEST).is_file()]
+        for each in self._all():
+            if each not in complete[:_KEPT] and each != path:
+                shutil.rmtree(each, ignore_errors=True)
+        return snapshot
+
+    @staticmethod
+    def _write(path: Path, manifest: dict[str, object]) -> None:
+        partial = path / f"{_MANIFEST}.part"
+        partial.write_text(json.dumps(manifest), encoding="utf-8")
+        _flush(partial)
+        partial.replace(path / _MANIFEST)
+
+    def _sum(self, path: Path, step: int, files: dict[str, int]) -> None:
+        with suppress(OSError):  # removed, as a newer one is there
+            self._write(path, {"step": step, "bytes": files, "sums": {name: _checksum(path / name) for name in files}})
+
+    def discard(self, path: Path) -> None:
+        """Remove what isn't complete."""
+        shutil.rmtree(path, ignore_errors=True)
+
+    def latest(self) -> Snapshot | None:
+        """The latest snapshot that is complete and as it was written; each that isn't is said, and removed."""
+        for path in self._all():
+            damage = _damage(path)
+            if damage is None:
+                manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+                return Snapshot(path=path, step=int(manifest["step"]), on_disk=self._homes[1] in path.parents)
+            if damage:
+                log.warning("autopar: a snapshot is passed over, and the one before it used: %s", damage)
+            shutil.rmtree(path, ignore_errors=True)
+        return None
+
+    def close(self, *, keep: bool = False, within_seconds: float | None = None) -> None:
+        """The run is over; its snapshots are of no use to anybody, unless it is to go on at its next start.
+
+        Args:
+            keep: whether it is.
+            within_seconds: how long to wait for sums, without which files are known by their sizes alone; None: until they are there.
+        """
+        until = float("inf") if within_seconds is None else time.monotonic() + within_seconds
+        for thread in self._threads:
+            thread.join(None if within_seconds is None else max(0.0, until - time.monotonic()))
+        if not keep:
+            for home in self._homes:
+                shutil.rmtree(home, ignore_errors=True)
+        for lock in self._locks:
+            os.close(lock)
+
+    def _all(self) -> list[Path]:
+        """All there are, complete or not, the latest first."""
+        found = [path for home in self._homes if home.is_dir() for path in home.iterdir() if _number(path)]
+        return sorted(found, key=_number, reverse=True)
+
+
+def run_key(*parts: object) -> str:
+    """What a run is known by: the same parts at its next start, the same key."""
+    return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:16]
+
+
+def _number(path: Path) -> int:
+    """A snapshot's number; 0 of what is none."""
+    digits = path.name[1:]
+    return int(digits) if path.name.startswith("s") and digits.isdecimal() else 0
+
+
+def _locked(folder: Path) -> int | None:
+    """Make a folder ours; None where a run that lives has it, or it is somebody else's."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+            return None
+        lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # some shared file systems have no locks
+            return lock
+        os.close(lock)
+        return None
+    return lock
+
+
+def _flush(path: Path) -> None:
+    """Have a file on the disk, before anybody says that it is there."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _remove_old(home: Path) -> None:
+    """Remove what dead runs left long ago and nobody has taken up: in memory it would stay until the machine restarts."""
+    for folder in home.glob(f"autopar-shelf-{os.getuid()}-*"):
+        with suppress(OSError):
+            old = time.time() - folder.stat().st_mtime > _DEAD_SECONDS
+            if old and (lock := _locked(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a snapshot: None if nothing, "" if it was never complete."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        sizes, sums = manifest["bytes"], manifest["sums"]
+        for name, size_bytes in sizes.items():
+            found_bytes = (path / name).stat().st_size
+            if found_bytes != size_bytes:
+                return f"{path / name} has {found_bytes} bytes, and had {size_bytes} when it was written"
+        for name, total in sums.items():
+            if _checksum(path / name) != total:
+                return f"{path / name} isn't what was written"
+    except FileNotFoundError as error:
+        return "" if error.filename == str(path / _MANIFEST) else f"{error.filename} is missing"
+    except (OSError, ValueError, KeyError) as error:
+        return f"{path}: {error}"
+    return None
+
+
+def _checksum(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            total = zlib.crc32(block, total)
+    return total

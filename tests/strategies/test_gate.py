@@ -1,0 +1,116 @@
+"""All ranks stop at the same boundary, whatever the moment of asking, and never inside of an accumulation window."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+
+import pytest
+
+from lightning_autopar.strategies.gate import Ask, Gate
+
+
+def _arrive(gate: Gate, rank: int, *, step: int = 0, in_window: bool = False) -> Ask | None:
+    return gate.arrive(rank, step=step, batches_left=None, in_window=in_window)
+
+
+def test_nobody_is_held_without_a_request() -> None:
+    gate = Gate(1)
+    assert [_arrive(gate, 0) for _ in range(3)] == [None] * 3
+    assert gate.pace().boundaries == 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_ranks_do_it_at_the_same_boundary(seed: int) -> None:
+    """Ranks of separate processes come at times of their own; each reports the boundary at which it was told."""
+    draw = random.Random(seed)
+    gate, world, children, pipes = Gate(3), 3, [], []
+    for rank in range(world):
+        read, write = os.pipe()
+        pauses = [draw.uniform(0, 0.004) for _ in range(400)]
+        pid = os.fork()
+        if pid == 0:
+            for number, pause in enumerate(pauses):
+                time.sleep(pause)
+                if _arrive(gate, rank, step=number) == "pause":
+                    gate.answer(rank, done=True, save_seconds=0.0)
+                    os.write(write, f"{number}\n".encode())
+                    os._exit(0)
+            os._exit(1)
+        os.close(write)
+        children.append(pid)
+        pipes.append(read)
+    while gate.pace().boundaries < draw.randint(1, 20):
+        time.sleep(1e-3)
+    gate.ask("pause")
+    where = [os.read(pipe, 100) for pipe in pipes]
+    assert len(set(where)) == 1
+    assert where[0]
+    assert gate.answered() is True
+    for pid in children:
+        os.waitpid(pid, 0)
+
+
+def test_a_window_of_accumulation_ends_first() -> None:
+    gate = Gate(1)
+    _arrive(gate, 0)
+    gate.ask("snapshot")
+    assert _arrive(gate, 0, in_window=True) is None
+    assert gate.answered() is None
+    assert _arrive(gate, 0) == "snapshot"
+
+
+def test_a_request_is_handed_out_once_and_the_next_one_again() -> None:
+    gate = Gate(1)
+    for number, done in ((1, True), (2, False), (3, True)):
+        assert gate.ask("snapshot") == number
+        assert _arrive(gate, 0) == "snapshot"
+        gate.answer(0, done=done, save_seconds=0.25)
+        assert gate.answered() is done
+        assert gate.pace().save_seconds == 0.25
+        assert _arrive(gate, 0) is None
+
+
+def test_a_rank_that_waits_is_let_go_when_the_request_is_void() -> None:
+    """Its agent withdraws what other ranks can't answer any more."""
+    gate = Gate(2)
+    gate.ask("pause")
+    told: list[Ask | None] = []
+    thread = threading.Thread(target=lambda: told.append(_arrive(gate, 0)))
+    gate.withdraw()
+    thread.start()
+    thread.join(5)
+    assert told == [None]
+
+
+def test_the_pace_is_rank_0s() -> None:
+    gate = Gate(2)
+    pace = gate.pace()
+    assert (pace.boundaries, pace.step, pace.batches_left, pace.batch_seconds, pace.save_seconds, pace.at) == (
+        0,
+        -1,
+        None,
+        None,
+        None,
+        None,
+    )
+    gate.arrive(0, step=4, batches_left=10, in_window=False)
+    assert gate.pace().boundaries == 0  # the other one hasn't come
+    gate.arrive(1, step=4, batches_left=10, in_window=False)
+    time.sleep(0.01)
+    gate.arrive(0, step=5, batches_left=9, in_window=False)
+    pace = gate.pace()
+    assert (pace.boundaries, pace.step, pace.batches_left) == (1, 5, 9)
+    assert pace.batch_seconds is not None
+    assert 0.01 <= pace.batch_seconds < 1
+    gate.tell_bytes(1, 7)
+    assert gate.used_bytes() == [0, 7]
+
+
+def test_whether_a_failure_is_final_is_the_agents_to_say() -> None:
+    gate = Gate(1)
+    assert not gate.final
+    gate.final = True
+    assert gate.final

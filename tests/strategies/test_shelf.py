@@ -1,0 +1,144 @@
+"""Snapshots on the shelf: the latest complete one, the one before where it is damaged, and a dead run's at its next start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from lightning_autopar.strategies.shelf import Shelf, run_key
+
+Usage = namedtuple("Usage", ["total", "used", "free"])
+
+
+@pytest.fixture
+def key() -> str:
+    """A run that nobody else has."""
+    return run_key("test", os.getpid(), os.urandom(8))
+
+
+def _write(shelf: Shelf, step: int, *, on_disk: bool = False, complete: bool = True) -> Path:
+    target = shelf.target(on_disk=on_disk)
+    (target / "tensors").mkdir(parents=True)
+    (target / "tensors" / "data").write_bytes(bytes([step]) * 1000)
+    (target / "rest.pkl").write_bytes(b"rest")
+    if complete:
+        shelf.keep(target, step)
+    return target
+
+
+def test_the_latest_complete_one_counts(key: str, tmp_path: Path) -> None:
+    with Shelf(key, tmp_path, 1000) as shelf:
+        assert shelf.latest() is None
+        first = _write(shelf, 1)
+        _write(shelf, 2)
+        _write(shelf, 3, complete=False)
+        latest = shelf.latest()
+        assert latest is not None
+        assert latest.step == 2
+        assert not latest.on_disk
+        assert first.is_dir()
+        _write(shelf, 4)
+        assert not first.is_dir(), "two are enough"
+    assert not first.parent.exists(), "nothing is left behind"
+
+
+@pytest.mark.parametrize("damage", ["short", "changed", "missing", "manifest"])
+def test_a_damaged_one_is_passed_over_and_said(damage: str, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Shelf(key, tmp_path, 1000) as shelf:
+        _write(shelf, 1)
+        second = _write(shelf, 2)
+        for thread in shelf._threads:
+            thread.join()
+        file = second / "tensors" / "data"
+        if damage == "short":
+            file.write_bytes(b"x")
+        elif damage == "changed":
+            file.write_bytes(b"x" * 1000)
+        elif damage == "missing":
+            file.unlink()
+        else:
+            (second / "manifest.json").write_text("{", encoding="utf-8")
+        with caplog.at_level(logging.WARNING):
+            latest = shelf.latest()
+        assert latest is not None
+        assert latest.step == 1
+        assert str(second) in caplog.text
+
+
+def test_what_does_not_fit_into_memory_goes_to_disk(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Shelf(key, tmp_path, 10_000) as shelf:
+        assert tmp_path not in shelf.target().parents
+        assert tmp_path in shelf.target(on_disk=True).parents
+        monkeypatch.setattr("psutil.disk_usage", lambda path: Usage(20_000, 8_000, 12_000))
+        assert tmp_path in shelf.target().parents
+        path = _write(shelf, 5)
+        latest = shelf.latest()
+        assert latest is not None
+        assert latest.on_disk
+        assert latest.path == path
+
+
+def test_numbers_go_on_over_both_homes(key: str, tmp_path: Path) -> None:
+    with Shelf(key, tmp_path, 1000) as shelf:
+        _write(shelf, 1)
+        _write(shelf, 2, on_disk=True)
+        _write(shelf, 3)
+        latest = shelf.latest()
+        assert latest is not None
+        assert latest.step == 3
+
+
+def test_a_killed_runs_snapshot_is_there_at_its_next_start(key: str, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _write(Shelf(key, tmp_path, 1000), 7)
+        os.write(write, b"written")
+        signal.pause()
+    assert os.read(read, 100) == b"written"
+    with Shelf(key, tmp_path, 1000) as beside:
+        assert beside.latest() is None, "a run that lives keeps its own"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with Shelf(key, tmp_path, 1000) as again:
+        latest = again.latest()
+        assert latest is not None
+        assert latest.step == 7
+    with Shelf(run_key("another"), tmp_path, 1000) as other:
+        assert other.latest() is None
+
+
+def test_a_run_that_is_to_go_on_keeps_them(key: str, tmp_path: Path) -> None:
+    shelf = Shelf(key, tmp_path, 1000)
+    _write(shelf, 9, on_disk=True)
+    shelf.close(keep=True)
+    with Shelf(key, tmp_path, 1000) as again:
+        latest = again.latest()
+        assert latest is not None
+        assert latest.step == 9
+
+
+def test_long_dead_runs_are_removed(key: str, tmp_path: Path) -> None:
+    shelf = Shelf(key, tmp_path, 1000)
+    path = _write(shelf, 9)
+    shelf.close(keep=True)
+    os.utime(path.parent, (0, 0))
+    with Shelf(run_key("another"), tmp_path, 1000):
+        assert not path.exists()
+
+
+def test_a_manifest_says_what_was_written(key: str, tmp_path: Path) -> None:
+    with Shelf(key, tmp_path, 1000) as shelf:
+        path = _write(shelf, 3)
+        for thread in shelf._threads:
+            thread.join()
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        assert manifest["step"] == 3
+        assert manifest["bytes"] == {"rest.pkl": 4, "tensors/data": 1000}
+        assert set(manifest["sums"]) == set(manifest["bytes"])
