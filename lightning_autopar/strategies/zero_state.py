@@ -7,6 +7,9 @@ pages of a file. Knows ranks, parts and tensors; no plan, no trainer, and of Dee
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,6 +168,33 @@ def _gather(
 # -- loaded ----------------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Place:
+    """Where a module has a parameter or buffer, and what stands there for it while a state dict is loaded.
+
+    Args:
+        child: the module.
+        tensors: its parameters or its buffers.
+        path: the tensor's in the root's state dict.
+        name: its name in the module.
+        tensor: itself.
+        stand_in: what torch replaces.
+    """
+
+    child: nn.Module
+    tensors: dict[str, Any]
+    path: str
+    name: str
+    tensor: Tensor
+    stand_in: Tensor
+
+    def put_back(self) -> None:
+        """By the way that torch took: a module may keep lists of its parameters, which its ``__setattr__`` sees to (RNNs do)."""
+        if self.tensors.get(self.name) is not self.stand_in:
+            setattr(self.child, self.name, self.tensor)
+        self.tensors[self.name] = self.tensor
+
+
 def load_state_dict(module: nn.Module, parts: Mapping[int, Part], state_dict: Mapping[str, Any], *, strict: bool) -> None:
     """Load this rank's part of a whole state dict; of one that is mapped from a file, no more is read.
 
@@ -179,47 +209,87 @@ def load_state_dict(module: nn.Module, parts: Mapping[int, Part], state_dict: Ma
 
     Raises:
         RuntimeError: as ``Module.load_state_dict`` does, on missing or unexpected keys or shapes that differ, where ``strict``; where a
-            module writes into its parameters when it loads, rather than leave that to torch.
+            module writes into its parameters when it loads, rather than leave that to torch; where it keeps what has been loaded, and
+            would go on to use that in place of its parameters.
     """
     if not parts:
         module.load_state_dict(state_dict, strict=strict)
         return
-    kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-    for child in module.modules():
-        places: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
-        for tensors in places:
+    _refuse_kept(_load(module, parts, state_dict, strict=strict))
+
+
+def _load(
+    module: nn.Module, parts: Mapping[int, Part], state_dict: Mapping[str, Any], *, strict: bool
+) -> list[tuple[str, weakref.ref[Tensor]]]:
+    """Load, and tell what stood in the tensors' places meanwhile, which nobody should have any more."""
+    places: list[_Place] = []
+    for path, child in module.named_modules():
+        kinds: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for tensors in kinds:
             for name, tensor in tensors.items():
-                if tensor is not None and (id(tensor) in parts or tensors is places[1]):
-                    kept.append((tensors, name, tensor, _stand_in(tensor, parts.get(id(tensor)))))
+                if tensor is not None and (id(tensor) in parts or tensors is kinds[1]):
+                    stand_in = _stand_in(tensor, parts.get(id(tensor)))
+                    its_path = f"{path}.{name}".lstrip(".")
+                    places.append(_Place(child=child, tensors=tensors, path=its_path, name=name, tensor=tensor, stand_in=stand_in))
     try:
-        for tensors, name, _, stand_in in kept:
-            tensors[name] = stand_in
-        missing = set(module.load_state_dict(state_dict, strict=strict, assign=True).missing_keys)
-        found = [(tensors, name, tensors[name]) for tensors, name, _, _ in kept]
+        for place in places:
+            place.tensors[place.name] = place.stand_in
+        missing = set(module.load_state_dict(_own_objects(state_dict), strict=strict, assign=True).missing_keys)
+        found = [place.tensors[place.name] for place in places]
     finally:
-        for tensors, name, tensor, _ in kept:
-            tensors[name] = tensor
-    paths = {id(child._parameters): path for path, child in module.named_modules()}
+        for place in places:
+            place.put_back()
     with torch.no_grad():
-        for (tensors, name, tensor, stand_in), (_, _, loaded) in zip(kept, found, strict=True):
-            part = parts.get(id(tensor))
-            if part is None:
-                if loaded is not None and loaded is not stand_in:
-                    tensor.copy_(loaded)
-                elif stand_in is not tensor and stand_in._version:
-                    tensor.copy_(stand_in)
-                continue
-            path = f"{paths[id(tensors)]}.{name}".lstrip(".")
-            if loaded is stand_in:
-                if stand_in._version or (path in state_dict and path not in missing):
-                    raise RuntimeError(
-                        f"{path} is loaded by its module's own _load_from_state_dict, which can't write into a parameter that is "
-                        "partitioned; load the checkpoint under a plan without ZeRO-3"
-                    )
-                continue
-            part.flat.copy_(part.cut(loaded))
-            if tensor.shape == loaded.shape and tensor.numel():  # whole at the moment
-                tensor.copy_(loaded)
+        for place, loaded in zip(places, found, strict=True):
+            _take(place, parts.get(id(place.tensor)), loaded, is_given=place.path in state_dict and place.path not in missing)
+    return [
+        (place.path, weakref.ref(each))
+        for place, loaded in zip(places, found, strict=True)
+        for each in (place.stand_in, loaded)
+        if each is not None
+    ]
+
+
+def _own_objects(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same tensors, as objects that nobody else has."""
+    own = OrderedDict((name, value.detach() if isinstance(value, Tensor) else value) for name, value in state_dict.items())
+    if (versions := getattr(state_dict, "_metadata", None)) is not None:
+        own._metadata = versions  # type: ignore[attr-defined]  # torch's way of telling modules' versions
+    return own
+
+
+def _take(place: _Place, part: Part | None, loaded: Tensor | None, *, is_given: bool) -> None:
+    """Write what has been loaded in a tensor's place into the tensor, of a partitioned one this rank's part."""
+    tensor, stand_in = place.tensor, place.stand_in
+    if part is None:
+        if loaded is not None and loaded is not stand_in:
+            tensor.copy_(loaded)
+        elif stand_in._version:
+            tensor.copy_(stand_in)
+        return
+    if loaded is None or loaded is stand_in:
+        if stand_in._version or is_given:
+            raise RuntimeError(
+                f"{place.path} is loaded by its module's own _load_from_state_dict, which can't write into a parameter that is "
+                "partitioned; load the checkpoint under a plan without ZeRO-3"
+            )
+        return
+    part.flat.copy_(part.cut(loaded))
+    if tensor.shape == loaded.shape and tensor.numel():  # whole at the moment
+        tensor.copy_(loaded)
+
+
+def _refuse_kept(passed: Sequence[tuple[str, weakref.ref[Tensor]]]) -> None:
+    """Refuse to go on where a module still has what stood in a parameter's place: it would be used and not be trained."""
+    if any(reference() is not None for _, reference in passed):
+        gc.collect()
+    for path, reference in passed:
+        if reference() is not None:
+            raise RuntimeError(
+                f"the module keeps {path} elsewhere as well since the checkpoint has been loaded (in a hook on loading, or in its own "
+                "__setattr__), and would use what it keeps rather than the parameter that is trained; load the checkpoint under a plan "
+                "without ZeRO-3"
+            )
 
 
 def _stand_in(tensor: Tensor, part: Part | None) -> Tensor:

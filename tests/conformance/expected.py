@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
+
+import torch
+from torch import nn
 
 from lightning_autopar.plans import Offload, Plan
 from tests.conformance.features import FEATURES, PLAIN, Feature
@@ -103,6 +107,30 @@ REFUSED: dict[tuple[str, str], str] = {
     ("weight-averaging", "fsdp offload"): "works on whole parameters",
     **{("weight-averaging", kind): "works on whole parameters" for kind in ZERO},
 }
+
+#: (module, feature): what it takes of a CPU; without, plain Lightning fails as well.
+NEEDED: dict[tuple[str, str], str] = {("lstm", "bf16-mixed"): "an LSTM in bf16-mixed needs a CPU with AVX-512"}
+
+
+def needed(cell: Cell) -> str | None:
+    """What the cell needs that not every CPU has; None if any will do."""
+    return NEEDED.get((cell.case, cell.feature))
+
+
+def why_not_here(cell: Cell) -> str | None:
+    """Why this CPU can't run the cell; None if it can."""
+    return None if _runs_lstm_in_bf16() else needed(cell)
+
+
+@cache
+def _runs_lstm_in_bf16() -> bool:
+    """Whether this CPU has oneDNN's LSTM in bfloat16."""
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            nn.LSTM(4, 12)(torch.zeros(1, 1, 4))
+    except RuntimeError:
+        return False
+    return True
 
 
 def refusal(cell: Cell) -> str | None:

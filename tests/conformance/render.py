@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tests.conformance.expected import CELLS, ENGINES, FEATURE_CELLS, MODULE_CELLS, PLAN_CELLS, Cell
+from tests.conformance.expected import CELLS, ENGINES, FEATURE_CELLS, MODULE_CELLS, PLAN_CELLS, Cell, needed, why_not_here
 from tests.conformance.features import FEATURES
 from tests.conformance.pinned import PINNED
 from tests.conformance.verdict import RESULTS, Verdict
 from tests.conformance.zoo import ZOO
 
-#: What stands where the page was written without a cell (`--partly`).
-NOT_RUN = "not run yet"
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 
 HEAD = """# What runs where
@@ -27,6 +25,7 @@ module, data and seed: every logged row, the metrics, counters, callbacks' state
 - **warned** the loss isn't a mean over samples, so that splitting a batch changes it under any tool; the report says so, with the size of
   the difference, before the run. The number is the largest difference in this run. `AutoParallelStrategy(exact=True)` excludes such plans.
 - **refused** by a sentence, before any process starts.
+- **not run** where the CPU that the page was written on can't run it under plain Lightning either.
 
 A pipeline has two stages here, cut where and worked off as the planner finds best, and is tried on one of a feature's modules that can be
 cut. The columns of ZeRO and of offload are pinned plans, `zero-3 offload` and `fsdp offload` with parameters and optimizer in host memory;
@@ -43,7 +42,7 @@ instead: an engine may be no further from that than plain Lightning is, by a ten
 
 
 def page(verdicts: Mapping[str, Verdict]) -> str:
-    """The page's text, from verdicts by the cells' ids."""
+    """The page's text, from verdicts by the cells' ids; those that not every CPU can run may be missing."""
     footnotes: list[str] = []
     lines = [HEAD, "## Modules", ""]
     lines += _table("Module", {name: case.about for name, case in ZOO.items()}, MODULE_CELLS, "case", verdicts, footnotes)
@@ -79,36 +78,43 @@ def _table(
         columns = []
         for engine in ENGINES:
             asked = [cell for cell in cells if getattr(cell, attribute) == name and cell.engine == engine]
-            found = {cell.case: verdicts[cell.id] for cell in asked if cell.id in verdicts}
-            columns.append(_words(found, footnotes) or (NOT_RUN if asked else "–"))
+            columns.append(_words(asked, verdicts, footnotes) or "–")
         lines.append(f"| **{name}**: {about} | " + " | ".join(columns) + " |")
     return lines
 
 
-def _words(found: Mapping[str, Verdict], footnotes: list[str]) -> str:
+def _words(asked: Sequence[Cell], verdicts: Mapping[str, Verdict], footnotes: list[str]) -> str:
     """A table's cell: one outcome for all modules, or each outcome with the modules that it holds for."""
-    by_outcome: dict[str, list[str]] = {}
-    for case, verdict in found.items():
-        by_outcome.setdefault(verdict.outcome, []).append(case)
+    by_outcome: dict[str, list[Cell]] = {}
+    for cell in asked:
+        assert cell.id in verdicts or needed(cell), cell.id
+        outcome = verdicts[cell.id].outcome if cell.id in verdicts else f"not run: {needed(cell)}"
+        by_outcome.setdefault(outcome, []).append(cell)
     words = []
-    for outcome, cases in by_outcome.items():
-        largest = max((found[case].difference or 0.0) for case in cases)
-        size = "0" if largest == 0 else f"{largest:.0e}".replace("e-0", "e-").replace("e+0", "e+")
-        if outcome == "refused":
-            reason = found[cases[0]].reason.strip().splitlines()[0]
-            if reason not in footnotes:
-                footnotes.append(reason)
-            text = f"refused [{footnotes.index(reason) + 1}]"
-        else:
-            text = f"✓ {size}" if outcome == "parity" else f"warned: {size}"
-        words.append(text if len(by_outcome) == 1 else f"{text} ({', '.join(cases)})")
+    for outcome, cells in by_outcome.items():
+        text = _outcome(outcome, [verdicts[cell.id] for cell in cells if cell.id in verdicts], footnotes)
+        words.append(text if len(by_outcome) == 1 else f"{text} ({', '.join(cell.case for cell in cells)})")
     return "; ".join(words)
 
 
+def _outcome(outcome: str, found: Sequence[Verdict], footnotes: list[str]) -> str:
+    """An outcome in words, with the largest difference or the sentence that refuses; ``found`` is empty where nothing was run."""
+    if not found:
+        return outcome
+    if outcome == "refused":
+        reason = found[0].reason.strip().splitlines()[0]
+        if reason not in footnotes:
+            footnotes.append(reason)
+        return f"refused [{footnotes.index(reason) + 1}]"
+    largest = max(verdict.difference or 0.0 for verdict in found)
+    size = "0" if largest == 0 else f"{largest:.0e}".replace("e-0", "e-").replace("e+0", "e+")
+    return f"✓ {size}" if outcome == "parity" else f"warned: {size}"
+
+
 def main() -> int:
-    """Write the page; fails if a cell is missing in the results, unless called with ``--partly``."""
+    """Write the page; fails if a cell is missing in the results that this CPU can run."""
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    missing = [cell.id for cell in CELLS if cell.id not in results and "--partly" not in sys.argv]
+    missing = [cell.id for cell in CELLS if cell.id not in results and why_not_here(cell) is None]
     if missing:
         print(f"{len(missing)} cells have no outcome in {RESULTS}, such as {missing[0]}: run the tests first", file=sys.stderr)
         return 1

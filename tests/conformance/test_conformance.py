@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
+from tests.conformance import render
 from tests.conformance.expected import (
     CELLS,
     DEVICES,
@@ -24,30 +23,21 @@ from tests.conformance.expected import (
     SPLITTING,
     Cell,
     expected,
+    needed,
     refusal,
+    why_not_here,
 )
 from tests.conformance.features import FEATURES, PLAIN
 from tests.conformance.harness import ROWS, Run, distance, run
 from tests.conformance.pinned import PINNED
-from tests.conformance.render import NOT_RUN, PAGE, page
+from tests.conformance.render import PAGE, page
 from tests.conformance.verdict import SIZE, Verdict, autopar, judge, keep
 from tests.conformance.zoo import ZOO
 
 
-@functools.cache
-def runs_lstm_in_bf16() -> bool:
-    """Whether this CPU has oneDNN's LSTM in bfloat16, which needs AVX-512; without it plain Lightning fails, too."""
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            nn.LSTM(4, 12)(torch.zeros(1, 1, 4))
-    except RuntimeError:
-        return False
-    return True
-
-
 def check(cell: Cell, root: Path) -> None:
-    if cell.case == "lstm" and cell.feature == "bf16-mixed" and not runs_lstm_in_bf16():
-        pytest.skip("plain Lightning can't run an LSTM in bf16-mixed on this CPU")
+    if (reason := why_not_here(cell)) is not None:
+        pytest.skip(f"plain Lightning can't run it on this CPU: {reason}")
     verdict = judge(cell, root)
     assert verdict.outcome == expected(cell), f"{cell.id} came to {verdict}"
     if verdict.outcome == "refused":
@@ -119,14 +109,35 @@ def outcomes(text: str) -> list[list[str]]:
 
 
 def test_the_page_shows_what_is_expected() -> None:
+    """Of all cells; of those that not every CPU can run, it may say that they weren't."""
     verdicts = {cell.id: Verdict(outcome=expected(cell), difference=0.0, reason=refusal(cell) or "") for cell in CELLS}
     wanted = outcomes(page(verdicts))
+    without = outcomes(page({cell.id: verdicts[cell.id] for cell in CELLS if needed(cell) is None}))
     assert len(wanted) == len(ZOO) + len(FEATURES) + len(PINNED)
+    assert sum(line != other for line, other in zip(wanted, without, strict=True)) == 1
     shown = outcomes(PAGE.read_text(encoding="utf-8"))
     assert len(shown) == len(wanted)
-    for line, expected_line in zip(shown, wanted, strict=True):
-        pairs = zip(line, expected_line, strict=True)
-        assert all(cell == outcome or cell == NOT_RUN.split()[0] for cell, outcome in pairs), f"{line}: run `make conformance`"
+    for line, whole, partial in zip(shown, wanted, without, strict=True):
+        assert line in (whole, partial), f"{line}: run `make conformance`"
+
+
+def test_the_page_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(render, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(render, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(render, "why_not_here", needed)  # a CPU without what some cells need
+    verdicts = {cell.id: asdict(Verdict(outcome=expected(cell), reason=refusal(cell) or "")) for cell in CELLS if needed(cell) is None}
+    left_out = verdicts.pop("gpt-plain-ddp")
+    render.RESULTS.write_text(json.dumps(verdicts), encoding="utf-8")
+    assert render.main() == 1
+    assert "1 cells have no outcome" in capsys.readouterr().err
+    assert not render.PAGE.exists()
+    render.RESULTS.write_text(json.dumps({**verdicts, "gpt-plain-ddp": left_out}), encoding="utf-8")
+    assert render.main() == 0
+    text = render.PAGE.read_text(encoding="utf-8")
+    assert text.count("not run: an LSTM in bf16-mixed needs a CPU with AVX-512") == sum(needed(cell) is not None for cell in CELLS)
+    assert text == page({name: Verdict(**verdict) for name, verdict in {**verdicts, "gpt-plain-ddp": left_out}.items()})
 
 
 def test_the_devices_of_the_suite_are_enough_for_every_engine() -> None:

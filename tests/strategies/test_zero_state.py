@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,49 @@ def test_a_module_that_loads_in_its_own_way_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"0\.weight is loaded by its module's own _load_from_state_dict"):
         zero_state.load_state_dict(module, {id(module[0].weight): part}, {"0.weight": torch.ones(2, 2)}, strict=True)
     assert module[0].weight is part.parameter
+
+
+def loaded_in_parts(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Load other weights as the second of two ranks does; what its parts were, by name."""
+    its: Any = module
+    parts = {
+        id(parameter): Part(
+            parameter=parameter, shape=tuple(parameter.shape), flat=torch.zeros(parameter.numel() // 2), start=parameter.numel() // 2
+        )
+        for parameter in its.parameters()
+    }
+    other = {name: torch.full_like(value, number) for number, (name, value) in enumerate(its.state_dict().items(), start=1)}
+    shapes = {id(parameter): parameter.data for parameter in its.parameters()}
+    for parameter in its.parameters():
+        parameter.data = parameter.data.new_empty(0)
+    try:
+        zero_state.load_state_dict(its, parts, other, strict=True)
+    finally:
+        for parameter in its.parameters():
+            parameter.data = shapes[id(parameter)]
+    return {name: parts[id(parameter)].flat for name, parameter in its.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_module_that_lists_its_parameters_goes_on_with_those_that_are_trained(kind: Callable[..., nn.RNNBase]) -> None:
+    """Torch's RNNs compute with a list that their ``__setattr__`` keeps, not with their attributes."""
+    module = kind(3, 2, num_layers=2)
+    before = dict(module.named_parameters())
+    flats = loaded_in_parts(module)
+    assert [flat[0].item() for flat in flats.values()] == list(range(1, 9))
+    assert all(one is other for one, other in zip(module.parameters(), before.values(), strict=True))
+    assert all(one is other for one, other in zip(module._flat_weights, before.values(), strict=True))
+    module(torch.ones(1, 1, 3))[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_a_module_that_keeps_what_was_loaded_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    kept: list[Any] = []
+    hook = module[0].register_load_state_dict_post_hook(lambda child, _: kept.append(child.weight))
+    with pytest.raises(RuntimeError, match=r"keeps 0\.weight elsewhere"):
+        loaded_in_parts(module)
+    hook.remove()
+    module[1].register_load_state_dict_post_hook(lambda child, _: kept.append(child.running_mean))
+    with pytest.raises(RuntimeError, match=r"keeps 1\.running_mean elsewhere"):
+        loaded_in_parts(module)
