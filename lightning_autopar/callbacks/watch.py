@@ -6,7 +6,6 @@ import math
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -38,8 +37,6 @@ from lightning_autopar.units import format_bytes, format_seconds
 
 #: What planning may take of a core while a run is parked, which needs none.
 _PARKED_SHARE = 0.05
-#: For so many times a verdict's patience: a validation or a checkpoint makes some steps long, too.
-_SLOW_PATIENCE = 4
 #: A move that has to be and fails is tried again after so long, then after twice that and so on, up to the longest.
 _RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 5.0, 120.0
 #: How long a device that the run left is taken to be as slow as it was.
@@ -159,7 +156,7 @@ class Watch:
         plan = run.decision.assignment.plan
         if not run.parked:
             pace = tuple((device.slowdown, device.utilization) for device in inventory.devices if device.id in plan.devices)
-            slower = self._steps.slower(run.step_seconds, (plan.devices, pace, run.moved_at), _SLOW_PATIENCE * self._rules.patience)
+            slower = self._steps.slower(run.step_seconds, (plan.devices, pace, run.moved_at), now, self._rules.patience)
             for device in plan.devices:
                 if slower > 1:
                     self._slowed[device] = slower, now
@@ -263,9 +260,12 @@ class Watch:
         began = time.perf_counter()
         decision = None
         if inventory.devices:
-            # Where nothing fits there is no decision.
-            with suppress(NothingFits):
+            try:
                 decision = run.replan(_as_measured(inventory, run.decision.candidate, run.measured_bytes))
+            except NothingFits:
+                decision = None
+            except ValueError as error:  # a pinned plan whose device isn't there, say: for now there is none
+                self._add(run, "verdict", "refused", f"planning again found no plan: {error}", None)
         self._budget.spent(time.perf_counter() - began)
         self._answer = Answer(decision=decision, inventory=inventory)
         return self._answer

@@ -15,6 +15,7 @@ from lightning_autopar.strategies.decide import Decision
 _IN_A_ROW = 4
 #: A plan's devices count as slowed from where a step takes so many times what it usually took there, until it takes less than that.
 _SLOWED, _SLOW_NO_MORE = 1.5, 1.2
+_SLOW_AFTER_SECONDS = 60.0
 #: How much of a look's step counts in what is usual.
 _USUAL_SHARE = 0.1
 #: Of the host's memory: a change by more is a reason to plan again.
@@ -69,6 +70,7 @@ class Steps:
         self._usual = 0.0
         self._looks = 0
         self._turns = 0
+        self._turned_at = 0.0
         self._ratio = 1.0
 
     @property
@@ -76,13 +78,14 @@ class Steps:
         """Whether there is anything to compare with."""
         return self._looks > 0
 
-    def slower(self, step_seconds: float | None, of: object, patience: int) -> float:
+    def slower(self, step_seconds: float | None, of: object, now: float, patience: int) -> float:
         """How many times longer than usual a step takes; 1 unless that has been so for long.
 
         Args:
             step_seconds: of late; None where nothing was measured.
             of: what they belong to: another one has a usual of its own.
-            patience: so many looks in a row change the answer.
+            now: of the look.
+            patience: so many looks in a row, over a minute, change the answer: a validation or a checkpoint makes some steps long, too.
         """
         if of != self._of:
             self._of, self._looks, self._turns, self._ratio = of, 0, 0, 1.0
@@ -94,8 +97,12 @@ class Steps:
         ratio = step_seconds / self._usual
         slow = self._ratio > 1
         turned = ratio < _SLOW_NO_MORE if slow else ratio >= _SLOWED
-        self._turns = self._turns + 1 if turned else 0
-        if self._turns >= patience:
+        if not turned:
+            self._turns = 0
+        elif not self._turns:
+            self._turned_at = now
+        self._turns += turned
+        if self._turns >= patience and now - self._turned_at >= _SLOW_AFTER_SECONDS:
             self._turns, self._ratio = 0, 1.0 if slow else ratio
         if not slow and not turned:
             self._usual += _USUAL_SHARE * (step_seconds - self._usual)

@@ -17,6 +17,9 @@ from lightning_autopar.memory.footprint import Footprint, Moment
 Column: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
+#: What ``torch.utils.checkpoint`` keeps for each block of the CPU's random numbers (``torch.get_rng_state``), in host memory whatever the
+#: device is; a GPU's own state, of 16 bytes, lies there as well.
+RNG_STATE_BYTES = 5056
 #: Footprints whose columns are kept at hand.
 _REMEMBERED = 8
 
@@ -69,25 +72,29 @@ class _Columns:
 _known: dict[int, tuple[Footprint, _Columns]] = {}
 
 
-def moments_of(footprint: Footprint, recomputed: Collection[int], share: float) -> Moments:
+def moments_of(footprint: Footprint, recomputed: Collection[int], share: float, *, random_bytes: int = 0) -> Moments:
     """The moments of a rank that computes ``share`` of the batch at a time.
 
-    Recomputed blocks hold their input only, from their forward to their backward; in their backward they hold everything, and at its
-    beginning their forward runs again. Of a part of the batch a random draw is made for the whole of it, and rows of it are kept.
+    Recomputed blocks hold their input only, and the state of random numbers, from their forward to their backward; in their backward they
+    hold everything, and at its beginning their forward runs again, while the state of that time is kept aside (``torch.random.fork_rng``).
+    Of a part of the batch a random draw is made for the whole of it, and rows of it are kept.
 
     Args:
         footprint: at the whole batch.
         recomputed: indices of blocks.
         share: the part of the batch; what has a fixed size stays as it is.
+        random_bytes: of a state of random numbers, where the device holds it: :data:`RNG_STATE_BYTES` on a CPU device, 0 on others.
     """
     columns = _columns_of(footprint)
     whole = columns.moments
+    states = np.zeros_like(whole.held)
     scaled, fixed = whole.activations, columns.fixed
     again = np.zeros(0, dtype=np.intp)
     if recomputed:
         chosen = np.zeros(len(footprint.blocks), dtype=np.int64)
         chosen[list(recomputed)] = 1
         # A block that has just begun its backward hasn't run its forward again yet.
+        states = random_bytes * _before(chosen, np.minimum(whole.held + whole.running, len(chosen)))
         begins = whole.backward & whole.running & whole.boundary
         gone = whole.held + begins
         scaled = scaled - _before(chosen * (columns.block_scaled - columns.block_extra), gone)
@@ -99,6 +106,7 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float) 
         scaled = scaled - np.where(runs, _at(chosen * (columns.block_peak - columns.block_unsaved), whole.held), 0)
         again = np.flatnonzero(begins & (_at(chosen, whole.held) > 0))
     activations = np.maximum(scaled, 0)
+    states = np.concatenate([states, states[again] + random_bytes])
     temporary = np.rint(whole.temporary * share).astype(np.int64) + np.maximum(fixed, 0)
     draws = columns.draws if share < 1 else np.zeros_like(columns.draws)
     if len(again):
@@ -126,7 +134,7 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float) 
         accumulated=flags(whole.accumulated),
         waiting=flags(whole.waiting),
         gradients=sizes(whole.gradients),
-        activations=np.rint(activations * share).astype(np.int64),
+        activations=np.rint(activations * share).astype(np.int64) + states,
         temporary=temporary,
     )
 

@@ -25,12 +25,11 @@ from dataclasses import dataclass
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.moments import RNG_STATE_BYTES
 from lightning_autopar.memory.parts import Part, parts_of
 from lightning_autopar.memory.schedules import rank_actions
 from lightning_autopar.plans import Plan
 
-#: What ``torch.utils.checkpoint`` keeps of the CPU's random numbers for each block, in host memory (``torch.get_rng_state``).
-_RNG_STATE_BYTES = 5056
 #: From this size on replicas average a gradient by itself, without a copy (``strategies/staged/replicas.py``).
 _AVERAGED_ALONE_BYTES = 1024**2
 
@@ -58,7 +57,7 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     parts = parts_of(footprint.tape, len(footprint.blocks))
     recomputed = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
     stages = {
-        stage: _Stage.of(footprint, parts, starts, stage, share, recomputed, _RNG_STATE_BYTES if on_cpu else 0)
+        stage: _Stage.of(footprint, parts, starts, stage, share, recomputed, RNG_STATE_BYTES if on_cpu else 0)
         for stage in range(position, plan.stages, plan.devices_per_replica)
     }
     held = _states(plan, stages)
@@ -210,7 +209,7 @@ class _Stage:
             most_first = part.first[given, lent_too].at(share)
             if number in recomputed:
                 kept = before[number - begin]
-                again = kept + part.forward.at(share) + (inside if given else 0)
+                again = kept + kept_random + part.forward.at(share) + (inside if given else 0)
                 most, most_first = max(most + kept, again), max(most_first + kept, again)
             waiting = passing + below + sum(size_bytes for low, high, size_bytes in twice if low <= number < high)
             backward = max(backward, waiting + most)

@@ -13,7 +13,7 @@ import numpy as np
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.memory.moments import Moments, moments_of
+from lightning_autopar.memory.moments import RNG_STATE_BYTES, Moments, moments_of
 from lightning_autopar.memory.occasions import checkpoint_bytes, start_bytes, validation_bytes
 from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
 from lightning_autopar.memory.remembered import Remembered
@@ -120,7 +120,10 @@ def _fullest(
     else:
         parts = max(1, plan.micro_batches)
         once = -(-rows // parts) / footprint.batch_size if footprint.batch_size else 1.0 / parts
-        moments = _MOMENTS.get(footprint, (recomputed, once), lambda: moments_of(footprint, recomputed, once))
+        # A GPU's recomputed blocks keep the state of random numbers in host memory, which a CPU device's own is.
+        random_bytes = RNG_STATE_BYTES if on_cpu else 0
+        key = recomputed, once, random_bytes
+        moments = _MOMENTS.get(footprint, key, lambda: moments_of(footprint, recomputed, once, random_bytes=random_bytes))
         if plan.engine == "fsdp":
             step = fsdp_bytes(footprint, plan, moments, rank=rank, share=share, copies=on_cpu, widths=widths)
         else:

@@ -12,6 +12,10 @@ As torch 2.13 does it (``torch/distributed/fsdp/_fully_shard``):
   flat buffer and freed, and the reduced part becomes this rank's gradients, with its padding. The flat buffer stays until the next unit's
   gradients are ready. The root's own are reduced last.
 - gloo makes a copy of the whole buffer of each collective (``ProcessGroupGloo.cpp``); NCCL makes none in torch's allocator.
+- A rank that shares with nobody gathers nothing: it copies each parameter from its shard, without a buffer, and nothing is ahead
+  (``_fsdp_param_group.py``, ``unshard``). Its gradients are reduced as others' are, through two buffers, without a collective.
+- Offloaded, shards of gradients lie in host memory, and the optimizer works there. Whole gradients are the device's, and so is a GPU's
+  reduced part, until it is copied.
 """
 
 from __future__ import annotations
@@ -178,7 +182,8 @@ def fsdp_bytes(
         widths: of parameters and gradients, beside those in the trace.
     """
     sharding = sharding_of(footprint, plan, rank, widths)
-    levels = _levels(sharding, bool(plan.reshard_after_forward), copies, plan.micro_batches > 1 or bool(moments.accumulated.any()))
+    adds = plan.micro_batches > 1 or bool(moments.accumulated.any())
+    levels = _levels(sharding, bool(plan.reshard_after_forward), copies, adds, bool(plan.offload))
     best: tuple[int, int, _Occasion] | None = None
     for occasion in chain(_in_forward(levels, moments), _in_backward(levels, moments), _after_backward(levels, moments)):
         if len(occasion.rows):
@@ -193,7 +198,7 @@ def fsdp_bytes(
     row = occasion.rows[place]
     return replace(
         resident,
-        gradients=int(occasion.gradients[place]) if "optimizer" not in plan.offload else 0,
+        gradients=int(occasion.gradients[place]),
         activations=int(moments.activations[row]),
         temporary=int(moments.temporary[row]) // occasion.parts if occasion.parts else 0,
         communication=int(occasion.communication[place]),
@@ -219,6 +224,10 @@ def evaluation_communication(sharding: Sharding, *, reshard: bool) -> tuple[int,
         The most while a block begins, whose parameters are copied out of its buffer, and the most while one computes.
     """
     gathered = before = sharding.root.gathered
+    if sharding.shards == 1:
+        sizes = [unit.gathered for unit in sharding.blocks]
+        most = gathered + (max(sizes, default=0) if reshard else sum(sizes))
+        return most, most
     begins, computes = 2 * gathered, 2 * gathered
     for unit in sharding.blocks:
         if unit.gathered:
@@ -259,21 +268,27 @@ class _Levels:
         sharding: the units.
         copy: buffers that a collective makes of its own, 0 or 1.
         adds: whether gradients of an earlier batch, or part of it, are there.
+        offloads: whether shards of gradients lie in host memory.
         own: block i, gathered.
+        flat: the buffer through which it is gathered.
         reduced: its gradients' flat buffer.
+        output: where offloaded, its reduced part on its way to the host; a CPU device makes it there.
         behind: the buffer of the last unit that forward gathered before block i.
         ahead: the buffer that backward gathers ahead in block i: that of the unit before it.
         left: the flat gradients that are left of the first unit from i on.
         stays: what forward leaves gathered of the blocks before i.
         whole: whole gradients of the blocks from i on.
-        sharded: the same in shards.
+        sharded: the same in shards, as far as they lie on the device.
     """
 
     sharding: Sharding
     copy: int
     adds: bool
+    offloads: bool
     own: Column
+    flat: Column
     reduced: Column
+    output: Column
     behind: Column
     ahead: Column
     left: Column
@@ -284,7 +299,7 @@ class _Levels:
     @property
     def root_part(self) -> int:
         """The root's gradients in shards."""
-        return self.sharding.root.kept
+        return 0 if self.offloads else self.sharding.root.kept
 
     @property
     def all_sharded(self) -> int:
@@ -292,22 +307,27 @@ class _Levels:
         return int(self.sharded[0]) + self.root_part
 
 
-def _levels(sharding: Sharding, reshard: bool, copies: bool, adds: bool) -> _Levels:
+def _levels(sharding: Sharding, reshard: bool, copies: bool, adds: bool, offloads: bool) -> _Levels:
     root, blocks = sharding.root, sharding.blocks
     gathered, reduced = [unit.gathered for unit in blocks], [unit.reduced for unit in blocks]
     nothing = [0] * (len(blocks) + 1)
+    alone = sharding.shards == 1
+    kept = [0 if offloads else unit.kept for unit in blocks]
     return _Levels(
         sharding,
-        1 if copies else 0,
+        1 if copies and not alone else 0,
         adds,
+        offloads,
         own=_array([*gathered, 0]),
+        flat=_array(nothing if alone else [*gathered, 0]),
         reduced=_array([*reduced, 0]),
-        behind=_array(_carried(gathered, root.gathered)),
-        ahead=_array(_carried(gathered, 0) if reshard else nothing),
+        output=_array([*(unit.kept for unit in blocks), 0] if offloads and not copies else nothing),
+        behind=_array(nothing if alone else _carried(gathered, root.gathered)),
+        ahead=_array(_carried(gathered, 0) if reshard and not alone else nothing),
         left=_array(_carried(reduced[::-1], 0)[::-1]),
         stays=_array(nothing if reshard else accumulate(gathered, initial=0)),
         whole=_array([*accumulate((unit.gradients for unit in reversed(blocks)), initial=0)][::-1]),
-        sharded=_array([*accumulate((unit.kept for unit in reversed(blocks)), initial=0)][::-1]),
+        sharded=_array([*accumulate(reversed(kept), initial=0)][::-1]),
     )
 
 
@@ -318,11 +338,11 @@ def _in_forward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
     there = (moments.gradients[rows] > 0) | levels.adds
     gradients = np.where(there, levels.all_sharded, 0)
     always, gathers = levels.sharding.root.gathered, levels.own[held] > 0
-    buffer = np.where(running & gathers, levels.own[held], levels.behind[held])
+    buffer = np.where(running & gathers, levels.flat[held], levels.behind[held])
     yield _Occasion(rows, gradients, always + levels.stays[held] + running * levels.own[held] + buffer)
     begins = boundary & running & gathers
     # The buffer before it is let go when the copy is done: a local name holds it so long (``wait_for_unshard``, ``prev_all_gather_state``).
-    copying = always + levels.stays + levels.behind + 2 * levels.own
+    copying = always + levels.stays + levels.behind + levels.own + levels.flat
     yield _Occasion(rows[begins], gradients[begins], copying[held[begins]])
     first = boundary & ~running & (held == 0)
     yield _Occasion(rows[first], gradients[first], np.full(int(first.sum()), always * (1 + levels.copy), dtype=np.int64))
@@ -357,7 +377,7 @@ def _in_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
     # The reduced part becomes the rank's gradients, or is added to them.
     replaced, added = (np.zeros_like(part), part) if adds else (part, np.zeros_like(part))
     yield _Occasion(rows[ends], gradients[ends] + whole - replaced, around + levels.reduced[at])
-    yield _Occasion(rows[ends], gradients[ends] + added, around + levels.reduced[at] * (1 + levels.copy))
+    yield _Occasion(rows[ends], gradients[ends] + added, around + levels.reduced[at] * (1 + levels.copy) + levels.output[at])
 
 
 def _after_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
@@ -368,10 +388,12 @@ def _after_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
     late = [unit for index, unit in enumerate(levels.sharding.blocks) if index not in told]
     gathered = sum(unit.gathered for unit in late)
     base = levels.all_sharded if levels.adds else levels.all_sharded - levels.root_part
-    waiting = np.full(len(rows), base + sum(unit.gradients - unit.kept for unit in late), dtype=np.int64)
+    waiting = np.full(len(rows), base + sum(unit.gradients - (0 if levels.offloads else unit.kept) for unit in late), dtype=np.int64)
+    output = root.kept if levels.output.any() else 0
     yield _Occasion(rows, waiting + root.gradients, np.full_like(rows, root.reduced + gathered), 0)
-    yield _Occasion(rows, waiting + levels.root_part, np.full_like(rows, root.reduced * (1 + levels.copy) + gathered), 0)
-    yield _Occasion(rows, np.full_like(rows, levels.all_sharded), np.zeros_like(rows), parts)
+    yield _Occasion(rows, waiting + levels.root_part, np.full_like(rows, root.reduced * (1 + levels.copy) + output + gathered), 0)
+    if not levels.offloads:
+        yield _Occasion(rows, np.full_like(rows, levels.all_sharded), np.zeros_like(rows), parts)
 
 
 def _carried(values: list[int], start: int) -> list[int]:

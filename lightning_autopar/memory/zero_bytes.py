@@ -12,7 +12,8 @@ As DeepSpeed 0.19.8 does it (``runtime/zero/stage_1_and_2.py``, ``stage3.py``, `
   parameter is kept if it is used again within ``max_reuse_elements`` of parameters. Others are gathered ahead, a bucket at each module that
   runs, up to ``max_live_elements`` in all; the flat buffer of each such gather stays until the last of its parameters is used. Where
   nothing is gathered ahead, a module's parameters are there while it runs; several of them are copied out of one buffer.
-- gloo makes a copy of what it gathers.
+- gloo makes a copy of what it gathers, and at stage 3 of what it reduces (``ProcessGroupGloo.cpp``, ``_reduce_scatter_base``).
+- Where a block's forward runs again in backward, parameters that it gathers are there until the backward of their module is over.
 - Offloaded, the optimizer's copy, its gradients and its state lie in host memory, and so do the parameters' parts between uses.
 """
 
@@ -24,11 +25,13 @@ from typing import NamedTuple
 
 from lightning_autopar.memory.device_bytes import DeviceBytes, Occasion
 from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.moments import RNG_STATE_BYTES
 from lightning_autopar.memory.zero_layers import course_of, layers_of
 from lightning_autopar.memory.zero_settings import ZeroSettings, settings_of
 from lightning_autopar.plans import Plan
 
 _FP32_BYTES = 4
+_CAST_BYTES = 2
 
 
 def zero_bytes(
@@ -117,8 +120,10 @@ class _Zero:
         self.recomputed = frozenset(2 * known[fqn] + 1 for fqn in plan.recompute)
         converted = precision.endswith("mixed") and settings.converts
         self.element = _FP32_BYTES if precision.startswith("32") or (precision.endswith("mixed") and not converted) else 2
-        #: Autocast's casts of parameters, which aren't made where the parameters themselves are of 16 bits.
-        self.casts = not converted
+        #: Autocast's casts of parameters until backward. They aren't made where the parameters themselves are of 16 bits, nor are they kept
+        #: at stage 3 (``zero_deepspeed._linear``), where each is there while its module runs.
+        self.casts = not converted and self.stage < 3
+        self.passing_casts = self.stage == 3 and precision.endswith("mixed") and not converted
         self.parameters = footprint.parameters
         self.trainable = footprint.trainable_parameters
         self.layers = layers_of(footprint, settings.persistence_elements)
@@ -187,48 +192,62 @@ class _Zero:
         bucket = self.settings.reduce_bucket_elements
         flushed = 0  # elements of gradients that have been reduced
         filled = 0  # elements that wait for their reduction
+        several = 0  # gradients that these are of
         beside = 0  # of those the ones in a gradient that is larger than the bucket, and stays where it is
         kept = self.part(self.element) if self.accumulates and self.stage == 2 and not self.offload else 0
         waiting = self.trainable if self.accumulates and self.stage == 1 else 0  # elements of gradients of earlier micro-batches
         buckets = 0
         size = self.bucket * (2 if self.settings.overlap_comm else 1) if self.stage < 3 else 0
-        course = course_of(self.footprint, share, self.recomputed, casts=self.casts, shrink=self.shrink)
-        for phase, number, begin_bytes, size_bytes, end_bytes in course:
-            gathered = self.gathered(phase, number) if self.stage == 3 else 0
-            if phase == "backward" and self.settings.converts:
+        random_bytes = RNG_STATE_BYTES if self.on_cpu else 0
+        course = course_of(self.footprint, share, self.recomputed, casts=self.casts, shrink=self.shrink, random_bytes=random_bytes)
+        for leg in course:
+            number, phase = leg.number, leg.phase
+            gathered = self.gathered(phase, number)
+            if self.passing_casts and phase != "backward":
+                gathered += self.layers[number].leaf * _CAST_BYTES
+            if phase != "forward" and self.settings.converts:
                 buckets = size
-            for level, more in ((begin_bytes, self._gathering(number)), (size_bytes, gathered)):
+            for level, more in ((leg.begin, self._gathering(number)), (leg.most, gathered)):
                 yield _Moment(
                     gradients=kept + self._own(flushed) + (waiting + beside) * self.element,
                     activations=level if phase == "forward" else 0,
-                    temporary=level if phase == "backward" else 0,
+                    temporary=level if phase != "forward" else 0,
                     communication=buckets + more,
                 )
-            if phase == "forward":
+            if phase != "backward":
                 continue
             done = 0
-            for elements in reversed(self.layers[number].gradients):
+            layer = self.layers[number]
+            for position in layer.arrivals if self.stage == 3 else reversed(range(len(layer.gradients))):
+                elements = layer.gradients[position]
                 if filled and filled + elements > bucket:
                     flushed += filled
-                    progress = done / sum(self.layers[number].gradients)
+                    progress = done / sum(layer.gradients)
                     yield _Moment(
                         gradients=kept + self._own(flushed) + (waiting + beside) * self.element,
-                        temporary=round(size_bytes * (1 - progress) + end_bytes * progress),
-                        communication=buckets + gathered + self._flat(filled),
+                        # What has just arrived still lies where backward made it.
+                        temporary=min(leg.most, round(leg.without * (1 - progress) + leg.end * progress) + elements * self.element),
+                        communication=buckets + self.gathered(phase, number, position) + self._flat(filled, several),
                     )
-                    filled = beside = 0
+                    filled = beside = several = 0
                 buckets = size  # they are made for the first gradient
                 filled += elements
+                several += 1
                 beside += elements if elements > bucket and not self.settings.converts else 0
                 done += elements
                 waiting = max(0, waiting - elements)
-        flat = buckets + self._flat(filled)
+        flat = buckets + self._flat(filled, several)
         yield _Moment(gradients=kept + self._own(self.trainable) + beside * self.element, communication=flat)
         yield from self._update(kept)
 
-    def _flat(self, elements: int) -> int:
-        """The copy through which a bucket is reduced."""
-        return elements * self.element if self.ranks > 1 else 0
+    def _flat(self, elements: int, gradients: int) -> int:
+        """Copies through which a bucket of so many gradients is reduced.
+
+        Stage 3 makes one of several gradients, or of one that has to be padded, though there be but one rank; gloo makes another.
+        """
+        if self.stage < 3:
+            return elements * self.element if self.ranks > 1 else 0
+        return elements * self.element * ((gradients > 1 or elements % self.ranks > 0) + self.on_cpu)
 
     def _own(self, flushed: int) -> int:
         """The rank's own part of the gradients, under stages 1 and 2: there from the first reduction that brings any of it."""
@@ -274,17 +293,27 @@ class _Zero:
     def _around(self, number: int) -> int:
         return self.around + (self.layers[number].around if number % 2 else 0)
 
-    def gathered(self, phase: str, number: int) -> int:
-        """Gathered parameters while a part runs: its own, those kept for a later use, those gathered ahead, and flat buffers."""
-        if self.whole:
+    def gathered(self, phase: str, number: int, gradient: int | None = None) -> int:
+        """Gathered parameters while a part runs: its own, those kept for a later use, those gathered ahead, and flat buffers.
+
+        Args:
+            phase: of the step.
+            number: of the part.
+            gradient: the one of the part's that is just made, if any.
+        """
+        if self.stage < 3 or self.whole:
             return 0
         if self._one_by_one:
+            if number in self.recomputed and phase != "forward":
+                layer = self.layers[number]
+                there = layer.passing - layer.around if gradient is None else layer.again[gradient]
+                return (self._around(number) + there) * self.element
             return (self._around(number) + self.layers[number].leaf) * self.element
         settings, before = self.settings, self.passing
         kept = before[number] - before[min(number, self.reused)]
         live = kept + before[number + 1] - before[number]
         coming = before[-1] - before[number + 1] if phase == "forward" else before[number]
-        if phase == "backward":
+        if phase != "forward":
             coming -= kept
         ahead = min(coming, max(0, settings.max_live_elements - live)) if settings.prefetch_elements else 0
         flat = 0

@@ -62,8 +62,10 @@ def zero_settings(plan: Plan, *, parameters: int, trainable: int, on_cpu: bool) 
         trainable: of those that require a gradient.
         on_cpu: whether its devices are CPUs. There a collective overlaps with nothing, and nothing is gained by gathering ahead.
     """
+    # One rank sends nothing, and a bucket would be filled and copied for that (up to three times its size); larger gradients pass it by.
+    share = trainable // _BUCKETS if plan.world_size > 1 else 0
     return ZeroSettings(
-        reduce_bucket_elements=min(_DEFAULT.reduce_bucket_elements, max(_LEAST_BUCKET, trainable // _BUCKETS)),
+        reduce_bucket_elements=min(_DEFAULT.reduce_bucket_elements, max(_LEAST_BUCKET, share)),
         # Without, stage 1 reduces nothing before backward is over, and all gradients are there.
         overlap_comm=plan.zero_stage == 1 or (not on_cpu and plan.world_size > 1),
         prefetch_elements=0 if on_cpu else min(_DEFAULT.prefetch_elements, parameters // _PREFETCH_SHARE),

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
@@ -95,6 +95,7 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
     # Sending weights to ranks that have them would copy every page that forked workers share; and it can't send those without dimensions.
     runtime.DeepSpeedEngine._broadcast_model = lambda self: None
     partitioning.Init._zero_init_param = _partition
+    partitioning.zero3_linear_wrap = _linear()
     copying = device_type == "cpu" and "offload_param" in config["zero_optimization"]
     for name in ("NoGatherHandle", "NoGatherCoalescedHandle"):
         original = _ORIGINALS.setdefault(name, getattr(partitioning, name))
@@ -134,6 +135,31 @@ def _partition(self: Any, parameter: nn.Parameter) -> None:
     """``Init._zero_init_param`` without its broadcast."""
     self._convert_to_deepspeed_param(parameter)
     parameter.partition()  # type: ignore[attr-defined]
+
+
+def _linear() -> Callable[..., Tensor]:
+    """What DeepSpeed puts in the place of ``torch.nn.functional.linear`` at stage 3, such that it saves what torch's saves.
+
+    DeepSpeed's saves the parameter, which may be gone until backward, rather than a view that keeps it. But it saves the input of a frozen
+    weight, which no gradient is made of, and under autocast the input as it was, rather than its cast (0.19.8, ``runtime/zero/linear.py``).
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3 as Theirs
+
+    class Linear(Theirs):  # type: ignore[misc]
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            Theirs.setup_context(ctx, inputs, output)
+            x, weight, *bias = inputs
+            ctx.save_for_backward(x if weight.requires_grad else None, weight, *(bias or [None]))
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # its names are torch's
+        kind = weight.device.type
+        if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype != torch.float64:
+            input = input.to(torch.get_autocast_dtype(kind))
+        output: Tensor = Linear.apply(input, weight, bias)
+        return output
+
+    return linear
 
 
 def _copying(handle: Any) -> Any:
@@ -213,6 +239,8 @@ def reduce_by(optimizer: Any, reduction: Reduction) -> None:
             gather(module)
 
         gathering.pre_sub_module_forward_function = gather_and_note
+        # Of an offloaded gradient it takes the norm by a copy in 64 bits, twice what the gradient takes.
+        optimizer._constant_buffered_norm2 = lambda gradient: torch.zeros(())
         optimizer._get_norm_groups = lambda: [torch.zeros(())]
         optimizer.unscale_and_clip_grads = lambda *_: None
         return
@@ -234,6 +262,7 @@ def reduce_by(optimizer: Any, reduction: Reduction) -> None:
 
     optimizer.process_gradients = arrive
     setattr(optimizer, last, finish_then)
+    optimizer.set_norm_for_param_grad_in_gpu = lambda parameter: None  # as at stage 3
     optimizer.scaled_global_norm = lambda norm_type=2: torch.zeros(())
     optimizer.unscale_and_clip_grads = lambda *_: None
 

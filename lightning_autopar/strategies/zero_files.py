@@ -60,6 +60,10 @@ class ZeroFiles(OneFile):
         self._watch = Watch(self.lightning_module, self.weight_parts)
         self._exit.callback(self._watch.close)
 
+    def own_attributes(self) -> dict[int, set[str]]:
+        """What DeepSpeed has put on each module, by the module's id."""
+        return {} if self._traces is None else self._traces.attributes()
+
     # -- what the user's code sees -----------------------------------------------------------------------------------------------------
 
     def _inside(self) -> AbstractContextManager[None]:

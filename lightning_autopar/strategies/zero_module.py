@@ -95,15 +95,22 @@ class Traces:
             names, hooks = self._known[path]
             self._theirs[path] = set(vars(child)) - names, _hooks(child) - hooks
 
+    def attributes(self) -> dict[int, set[str]]:
+        """DeepSpeed's attributes of each module, by its id."""
+        return {id(child): self._names(path, child) for path, child in self._root.named_modules()}
+
+    def _names(self, path: str, child: nn.Module) -> set[str]:
+        names, _ = self._theirs.get(path, (set(), set()))
+        return {name for name in vars(child) if name in names or name.startswith(_PREFIX) or name in _OTHERS}
+
     def undo(self) -> None:
         """Take away DeepSpeed's hooks and attributes; parameters keep what they hold."""
         for path, child in self._root.named_modules():
-            names, hooks = self._theirs.get(path, (set(), set()))
+            _, hooks = self._theirs.get(path, (set(), set()))
             for place, key in hooks:
                 getattr(child, place).pop(key, None)
-            for name in list(vars(child)):
-                if name in names or name.startswith(_PREFIX) or name in _OTHERS:
-                    del child.__dict__[name]
+            for name in self._names(path, child):
+                del child.__dict__[name]
             child.__dict__["_parameters"] = self._kinds.get(path, dict)(child._parameters)
         for parameter in self._root.parameters():
             known = self._attributes.get(id(parameter))

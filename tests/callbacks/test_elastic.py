@@ -13,11 +13,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_autopar.callbacks import watch as watching
 from lightning_autopar.callbacks.elastic import ElasticReplan
 from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.planning.moving import fits, must_leave
+from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.decide import Decision
 from lightning_autopar.strategies.watching import Wish
 from tests.fakes.nvml import FakeGpu, FakeNvml
@@ -127,6 +131,20 @@ def test_a_run_is_parked_for_want_of_host_memory_and_resumes() -> None:
     clock.run.there = inventory(cpu(0), cpu(1), host_total_bytes=16 * GIB, host_free_bytes=12 * GIB)
     clock.look(3)
     assert not clock.run.parked
+
+
+def test_a_pinned_plan_waits_for_its_device() -> None:
+    run = FakeRun(FOOTPRINT, inventory(cpu(0), cpu(1)), pinned=Plan(engine="single", devices=("cpu:1",)))
+    clock = Clock(ElasticReplan(), run)
+    clock.look(2)
+    run.set("cpu:1", gone=True)
+    wish = clock.look()
+    assert wish is not None
+    assert wish.action == "park"
+    assert any("'cpu:1', which isn't there" in moment.text for moment in clock.callback.timeline)
+    run.set("cpu:1")
+    clock.look(5)
+    assert (run.parked, run.plan.devices) == (False, ("cpu:1",))
 
 
 def test_a_run_without_any_device_is_parked() -> None:
@@ -265,6 +283,34 @@ def test_another_run_begins_anew() -> None:
     second.look(3)
     assert second.wishes == []
     assert clock.callback.timeline == timeline
+
+
+HAPPENINGS = st.tuples(
+    st.sampled_from(["cpu:0", "cpu:1", "cpu:2"]),
+    st.sampled_from(
+        [{"free_bytes": MIB}, {"free_bytes": 2 * GIB}, {"free_bytes": 4 * GIB}, {"gone": True}, {"error": "XID 79"}, {"slowdown": 3.0}]
+    ),
+    st.integers(1, 8),
+)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(course=st.lists(HAPPENINGS, min_size=5, max_size=20))
+def test_whatever_happens_it_is_where_it_can_be(course: list[tuple[str, dict[str, Any], int]]) -> None:
+    clock = watch(inventory(cpu(0), cpu(1), cpu(2)))
+    for device, figures, looks in course:
+        clock.run.set(device, **({"error": None, "slowdown": 1.0} | figures))
+        for _ in range(looks):
+            wish = clock.look()
+            there = clock.run.there
+            if wish is not None and wish.decision is not None:
+                assert fits(wish.decision.candidate, there)
+            if not clock.run.parked:
+                assert must_leave(clock.run.decision.candidate, there) is None
+    for device in ("cpu:0", "cpu:1", "cpu:2"):
+        clock.run.set(device, free_bytes=4 * GIB, error=None, slowdown=1.0)
+    clock.look(200)
+    assert not clock.run.parked, "it resumes in the end"
 
 
 # -- what it costs and says ------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,18 @@ def test_recomputed_blocks() -> None:
     assert found.activations.tolist() == [800 - 260 - 400, 900 - 260 - 400, 850 - 260, 450 + 40, 900 - 260 - 400 + 500]
     assert found.temporary.tolist() == [0, 0, 30, 130, 0]
     assert found.boundary.tolist() == [False, True, False, False, False]
+    # Each keeps a state of random numbers until its backward is over; while a forward runs again, there is that of the time beside it.
+    kept = moments_of(replace(FOOTPRINT, blocks=blocks, moments=moments), (0, 1), 0.5, random_bytes=7)
+    without = moments_of(replace(FOOTPRINT, blocks=blocks, moments=moments), (0, 1), 0.5)
+    assert (kept.activations - without.activations).tolist() == [14, 14, 14, 7, 21]
+    one = moments_of(replace(FOOTPRINT, blocks=blocks, moments=moments), (1,), 1.0, random_bytes=7)
+    assert (one.activations - moments_of(replace(FOOTPRINT, blocks=blocks, moments=moments), (1,), 1.0).activations).tolist() == [
+        7,
+        7,
+        7,
+        0,
+        14,
+    ]
 
 
 def test_a_blocks_backward_ends_where_the_next_part_begins() -> None:

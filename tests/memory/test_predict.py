@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_autopar.memory import pipeline_bytes, zero_bytes
+from lightning_autopar.memory import predict as prediction
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.moments import RNG_STATE_BYTES
 from lightning_autopar.memory.predict import DeviceBytes, predict
 from lightning_autopar.memory.trace import trace
 from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
@@ -116,11 +119,11 @@ def test_recomputed_blocks_give_up_what_they_saved() -> None:
     footprint = replace(FOOTPRINT, moments=FOOTPRINT.moments[:-1])
     held = one(footprint, plan(recompute=names))
     # Forward's end keeps 80 of 880; while block 1 runs, block 0 has given up 400.
-    assert held.activations == 400
+    assert held.activations == 400 + 2 * RNG_STATE_BYTES  # a CPU device is the host, on which those lie
     some = one(footprint, plan(recompute=names[:1]))
-    assert some.activations == 880 - 400
+    assert some.activations == 880 - 400 + RNG_STATE_BYTES
     extra = replace(footprint, blocks=tuple(replace(part, input_extra_bytes=40) for part in FOOTPRINT.blocks))
-    assert one(extra, plan(recompute=names)).activations == 440
+    assert one(extra, plan(recompute=names)).activations == 440 + 2 * RNG_STATE_BYTES
 
 
 def test_without_moments_the_peak_is_the_sum() -> None:
@@ -128,18 +131,18 @@ def test_without_moments_the_peak_is_the_sum() -> None:
     held = one(footprint, plan())
     assert held.allocated == 2500 + 2500 + 5000 + 16 + 880 + 100 + 80
     recomputing = one(footprint, plan(recompute=("blocks.0", "blocks.1")))
-    assert recomputing.activations == 880 - 800 + 400
+    assert recomputing.activations == 880 - 800 + 400 + 2 * RNG_STATE_BYTES
 
 
 def test_a_recomputed_block_runs_its_forward_again_when_its_backward_begins() -> None:
     blocks = tuple(replace(part, forward_peak_bytes=640, forward_unsaved_bytes=240) for part in FOOTPRINT.blocks)
     begins = moment("backward", held=1, running=True, boundary=True, activation_bytes=800, temporary_bytes=80)
     held = one(replace(FOOTPRINT, blocks=blocks, moments=(begins,)), plan(recompute=("blocks.0", "blocks.1")))
-    assert held.activations == 800 - 2 * 400 + 640
+    assert held.activations == 800 - 2 * 400 + 640 + 3 * RNG_STATE_BYTES
     # In forward nothing is saved: between what the operations need and what local names may hold.
     runs = moment("forward", held=1, running=True, activation_bytes=800)
     held = one(replace(FOOTPRINT, blocks=blocks, moments=(runs,)), plan(recompute=("blocks.0", "blocks.1")))
-    assert held.activations == 800 - 400 - (640 - 240) // 2
+    assert held.activations == 800 - 400 - (640 - 240) // 2 + 2 * RNG_STATE_BYTES
 
 
 def test_parts_of_a_batch_hold_less_at_a_time_and_the_gradients_of_the_parts_before() -> None:
@@ -182,6 +185,29 @@ def test_every_engine_is_predicted() -> None:
         assert all(0.2 * alone < held.allocated for held in found.values())
         if each.engine != "zero":  # DeepSpeed's buckets are as large for a small module
             assert all(held.allocated < 2 * alone for held in found.values())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_every_engine_keeps_a_state_of_random_numbers_for_each_recomputed_block(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    footprint = trace(Module(GPT()), make_trainer(), next(iter(DataLoader(tokens(), 4))))
+    names = tuple(part.fqn for part in footprint.blocks)
+    plans = [
+        plan(kind=kind, recompute=names),
+        plan("ddp", 2, kind=kind, recompute=names),
+        plan("fsdp", 2, kind=kind, reshard_after_forward=True, shard=names, recompute=names),
+        plan("zero", 2, kind=kind, zero_stage=2, recompute=names),
+        plan("zero", 2, kind=kind, zero_stage=3, recompute=names),
+        plan("pipeline", 2, kind=kind, cuts=names[1:2], micro_batches=1, schedule="gpipe", recompute=names),
+    ]
+    before = [one(footprint, each).allocated for each in plans]
+    state_bytes = 100 * 1024**2
+    for module in (prediction, pipeline_bytes, zero_bytes):
+        monkeypatch.setattr(module, "RNG_STATE_BYTES", state_bytes)
+    for each, allocated in zip(plans, before, strict=True):
+        blocks = 1 if each.engine == "pipeline" else len(names)
+        # And another while a block's forward runs again; what of it hides behind another moment is less than one.
+        more = one(footprint, each).allocated - allocated
+        assert more == 0 if kind == "cuda" else blocks * state_bytes < more <= (blocks + 1) * state_bytes
 
 
 def test_a_hundred_blocks_take_no_millisecond() -> None:

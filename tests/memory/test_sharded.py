@@ -195,6 +195,44 @@ def test_offloaded_shards_lie_on_the_host() -> None:
     assert held.communication > 0
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_offloaded_gradients_are_the_devices_until_they_are_reduced(copies: bool) -> None:
+    offload = plan(2, offload=("parameters", "optimizer"))
+    # Block 0 runs: 300 of its gradients are whole, and so are 200 of the root's; those of block 1 lie on the host.
+    runs = footprint(Moment(phase="backward", held=0, running=True, gradient_bytes=1500))
+    held, there = (held_by(runs, one, copies=copies) for one in (offload, plan(2)))
+    assert (held.gradients, there.gradients) == (500, 500 + 500)
+    assert held.communication == there.communication
+    # A GPU's reduced part is there until it is copied; a CPU device's is made where it stays.
+    ends = footprint(
+        Moment(phase="backward", held=1, running=True),
+        Moment(phase="backward", held=0, running=True, boundary=True, gradient_bytes=1000),
+    )
+    held = held_by(ends, offload, copies=copies)
+    always = 600 + 1000 + 1000  # the root, block 0's buffer ahead, block 1's flat buffer
+    assert held.gradients + held.communication == max(always + 1000, always + (1000 if copies else 500))
+    # The optimizer works on the host.
+    steps = footprint(Moment(phase="optimizer", gradient_bytes=2500, fixed_bytes=40_000))
+    assert held_by(steps, offload, copies=copies).temporary == 0
+
+
+def test_a_rank_of_one_gathers_without_buffers() -> None:
+    # Nothing is padded for one rank.
+    begins = footprint(Moment(**FORWARD, held=1, running=True, boundary=True))
+    runs = footprint(Moment(phase="backward", held=1, running=True, gradient_bytes=700))
+    ends = footprint(
+        Moment(phase="backward", held=1, running=True),
+        Moment(phase="backward", held=0, running=False, boundary=True, gradient_bytes=1000),
+    )
+    for copies in (False, True):
+        assert held_by(begins, plan(1), copies=copies).communication == 500 + 1000
+        assert held_by(runs, plan(1), copies=copies).communication == 500 + 1000
+        assert held_by(ends, plan(1), copies=copies).communication == 500 + 1000
+    sharding = sharding_of(footprint(), plan(1))
+    assert evaluation_communication(sharding, reshard=True) == (500 + 1000, 500 + 1000)
+    assert evaluation_communication(sharding, reshard=False) == (500 + 2000, 500 + 2000)
+
+
 def test_without_rows_sizes_are_cut_evenly() -> None:
     moment = Moment(**FORWARD, held=2, activation_bytes=800)
     known = footprint(moment)

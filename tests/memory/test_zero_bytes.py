@@ -14,8 +14,8 @@ from benchmarks.memory_zero import GOAL, MODELS, RESULTS, ROWS, Case, cases
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace import trace
 from lightning_autopar.memory.zero_bytes import ZeroSettings, zero_bytes, zero_host_bytes
-from lightning_autopar.memory.zero_layers import layers_of
-from lightning_autopar.plans import Plan
+from lightning_autopar.memory.zero_layers import course_of, layers_of
+from lightning_autopar.plans import OFFLOADS, Plan
 from tests.memory.test_pipeline_bytes import hand_made
 
 #: A bucket of nothing to speak of: what is left are states and activations.
@@ -157,3 +157,41 @@ def test_a_module_that_was_not_traced_is_predicted_from_its_totals() -> None:
 def test_a_plan_for_another_module_is_refused() -> None:
     with pytest.raises(ValueError, match="'head'"):
         zero_bytes(hand_made(2), plan(1, recompute=("head",)), share=1.0)
+
+
+def test_a_recomputed_block_has_its_parameters_until_their_backward() -> None:
+    """On a CPU device, where modules else gather theirs one after the other."""
+    footprint = gpt()
+    block = layers_of(footprint, 10_000)[1]
+    # Those of the modules before, and its own, while each gradient is made; norms and biases stay gathered.
+    assert [*block.again] == sorted(block.again)
+    assert (block.again[0], block.again[-1]) == (0, block.passing)
+    names = tuple(block.fqn for block in footprint.blocks)
+    none = ZeroSettings(reduce_bucket_elements=0, prefetch_elements=0, max_reuse_elements=0, persistence_elements=10_000, converts=False)
+    again, once = (
+        zero_bytes(footprint, plan(3, 1, offload=OFFLOADS, recompute=recompute), share=1e-6, on_cpu=True, settings=none).communication
+        for recompute in (names, ())
+    )
+    assert again > 4 * block.passing > once - 4 * 10_000
+
+
+def test_what_one_rank_copies_to_reduce_nothing() -> None:
+    """Stage 3 makes a flat copy of several gradients in a bucket, and gloo another."""
+    footprint = gpt()
+    bucket = ZeroSettings(reduce_bucket_elements=300_000, converts=False, prefetch_elements=0, max_reuse_elements=0)
+    alone = plan(3, 1, offload=("optimizer", "parameters"))
+    on_gpu, on_cpu = (zero_bytes(footprint, alone, share=1e-6, on_cpu=on_cpu, settings=bucket).communication for on_cpu in (False, True))
+    # Of four parameters of a block three fill it best.
+    assert 200_000 * 4 < on_cpu - on_gpu <= 300_000 * 4
+
+
+def test_casts_of_parameters_pass_at_stage_3() -> None:
+    """Elsewhere autocast's casts are there until backward."""
+    module: Any = MODELS["gpt"][0]()
+    footprint = trace(module, None, torch.zeros(ROWS, module.length, dtype=torch.long), precision="bf16-mixed")
+    course = {casts: course_of(footprint, 1e-6, frozenset(), casts=casts, shrink=1.0) for casts in (True, False)}
+    ends = {casts: max(leg.end for leg in legs if leg.phase == "forward") for casts, legs in course.items()}
+    linear = sum(layer.passing for layer in layers_of(footprint, 10_000)[1:])
+    # Two bytes of each matrix after the embeddings, which nobody casts.
+    assert ends[True] - ends[False] == pytest.approx(2 * linear, rel=0.05)
+    assert all(one.most >= other.most for one, other in zip(course[True], course[False], strict=True))

@@ -55,3 +55,9 @@ def test_planning_has_them_from_the_footprint() -> None:
     known = footprint()
     counted = {"parameters": known.parameters, "trainable": known.trainable_parameters}
     assert settings_of(known, plan(3), on_cpu=True) == zero_settings(plan(3), **counted, on_cpu=True)
+
+
+def test_one_rank_has_the_least_bucket() -> None:
+    """There is nothing to send in it."""
+    alone, two = (zero_settings(plan(3, ranks), parameters=10**9, trainable=10**9, on_cpu=False) for ranks in (1, 2))
+    assert (alone.reduce_bucket_elements, two.reduce_bucket_elements) == (1 << 16, 10**9 // 16)
