@@ -59,6 +59,7 @@ __all__ = [
     "init_dist_connection",
     "installed",
     "is_overridden",
+    "latest_metrics",
     "let_steps_be_skipped",
     "loader_sources",
     "loop_position",
@@ -415,6 +416,14 @@ def no_hyperparameters(trainer: Trainer) -> Callable[[], None]:
         trainer.enable_autolog_hparams = before
 
     return undo
+
+
+def latest_metrics(trainer: Trainer) -> dict[str, Any]:
+    """``callback_metrics`` as of the latest batch's end (``_LoggerConnector.on_batch_end``).
+
+    The public property computes them anew, which is a collective where a metric is among them: no rank may ask for itself alone.
+    """
+    return trainer._logger_connector._callback_metrics
 
 
 def loop_position(trainer: Trainer) -> dict[str, Any]:

@@ -161,13 +161,14 @@ class Agent:
             if device.id not in self._banned
         )
         ids = {device.id for device in devices}
-        return usable(replace(found, devices=devices, links=tuple(link for link in found.links if link.a in ids and link.b in ids)))
+        return replace(found, devices=devices, links=tuple(link for link in found.links if link.a in ids and link.b in ids))
 
     def replan(self, inventory: Inventory) -> Decision:
         """See :class:`RunView`."""
-        if not inventory.devices:
+        there = usable(inventory)
+        if not there.devices:
             raise NothingFits(self.decision.report)
-        return self._plan(inventory)
+        return self._plan(there)
 
     # -- the run -----------------------------------------------------------------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class Agent:
             while True:
                 assert self._run is not None
                 running = self._run
-                running.generation.round(noted if SIGTERMException not in noted else [])
+                running.round(noted)
                 running.note()
                 if noted and noted[0] is SIGTERMException:
                     return self._leave(running), running.job, True
@@ -328,7 +329,7 @@ class Agent:
         try:
             while not following.generation.ready and not following.generation.failed and not running.generation.gone:
                 following.generation.round([], timeout_seconds=0.005)
-                running.generation.round(noted, timeout_seconds=0.005)
+                running.round(noted, timeout_seconds=0.005)
             if following.generation.failed:
                 rank_zero_warn(f"autopar: the move is given up, as the new workers failed: {following.why()}")
                 return
@@ -430,7 +431,7 @@ class Agent:
     def _after(self, running: Running) -> Decision:
         """The plan to go on with: the same one while its devices are there with room for it."""
         inventory = self.inventory()
-        there = {device.id: device.free_bytes for device in inventory.devices}
+        there = {device.id: device.free_bytes for device in usable(inventory).devices}
         candidate, plan = running.decision.assignment.candidate, running.decision.assignment.plan
         needed = {} if candidate is None else {device: held.reserved for device, held in candidate.bytes.items()}
         if all(device in there and needed.get(device, 0) <= there[device] for device in plan.devices):

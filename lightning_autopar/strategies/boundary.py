@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ProgressBar
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_autopar._lightning_compat import mute_hooks, no_hyperparameters
+from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_hyperparameters
 from lightning_autopar.state.snapshot import save_snapshot
 from lightning_autopar.strategies.carried import carry, carry_loggers_in, take_over
 from lightning_autopar.strategies.gate import Gate
@@ -178,7 +178,7 @@ class Boundary:
         if self._rank != 0 or time.monotonic() - self._told < _TELL_SECONDS:
             return
         self._told = time.monotonic()
-        for name, value in self._trainer.callback_metrics.items():
+        for name, value in latest_metrics(self._trainer).items():
             if "loss" in name and not name.startswith("val"):
                 self._elastic.gate.tell_loss(0, self._trainer.global_step, float(value))
                 return
@@ -199,25 +199,38 @@ class Boundary:
         if trainer.max_steps >= 0:
             left.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-            left.append(a_epoch - done + (trainer.max_epochs - trainer.current_epoch - 1) * a_epoch)
+            more = trainer.max_epochs - trainer.current_epoch - 1
+            left.append(a_epoch - done + (more * a_epoch if more else 0))  # of a stream a_epoch is infinite
         least = min(left, default=float("inf"))
         return None if least == float("inf") else max(0, int(least))
 
     def _save(self, target: Path) -> bool:
         """Write a snapshot together; False on every rank where one couldn't."""
         trainer, engine = self._trainer, self._trainer.strategy
-        failure: BaseException | None = None
-        try:
+
+        def bring() -> None:
             target.mkdir(parents=True, exist_ok=True)
             carry(trainer, self._before, target, self._rank)
+
+        def save() -> None:
             engine.at_boundary = True  # type: ignore[attr-defined]  # of EngineMixin
-            save_snapshot(trainer, target)
+            try:
+                save_snapshot(trainer, target)
+            finally:
+                engine.at_boundary = False  # type: ignore[attr-defined]
+
+        # What one rank alone can't do must be known before the others wait for it in a collective.
+        return self._do_together(bring) and self._do_together(save)
+
+    def _do_together(self, part: Callable[[], None]) -> bool:
+        """Do a part of the saving; False on every rank where one couldn't."""
+        failure: BaseException | None = None
+        try:
+            part()
         except (Exception, CheckpointException) as error:  # a full disk, a stranger's object: training goes on, and the agent is told
             failure = error
             self._refuse(error)
-        finally:
-            engine.at_boundary = False  # type: ignore[attr-defined]
-        if engine.assignment.plan.world_size == 1:  # type: ignore[attr-defined]
+        if self._trainer.strategy.assignment.plan.world_size == 1:  # type: ignore[attr-defined]  # of EngineMixin
             return failure is None
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, failure is None)

@@ -201,6 +201,8 @@ class _Things:
         self._skipped = [type(each).__name__ for each in self._callbacks if isinstance(each, ProgressBar)]
         self._skipped += ["trainer.profiler"]
         self._skipped += [path for path in map(self.path, trainer.loggers) if path]
+        #: What DeepSpeed has put on each module, by its id.
+        self._engines: dict[int, set[str]] = self.engine.own_attributes() if hasattr(self.engine, "own_attributes") else {}
         self._metrics = {
             path: _metrics_own(each)
             for each in self.module.modules()
@@ -247,11 +249,11 @@ class _Things:
     def skipped(self, number: int, part: str) -> bool:
         """Whether a part isn't carried here.
 
-        Progress bars and profilers live on in each process, loggers are carried first, and the states of the module's metrics are restored
-        from all ranks' together.
+        Progress bars and profilers live on in each process, loggers are carried first, the states of the module's metrics are restored from
+        all ranks' together, and an engine hangs its own on modules.
         """
         path = self.survey.path(number)
-        if any(_is_under(path, root) for root in self._skipped):
+        if any(_is_under(path, root) for root in self._skipped) or part in self._engines.get(id(self.survey.target(number)), ()):
             return True
         for root, its in self._metrics.items():
             if path == root and part in its:
@@ -266,7 +268,7 @@ class _Things:
             (("module", name), attribute): (value, None)
             for name, each in self.modules.items()
             for attribute, value in vars(each).items()
-            if attribute not in _modules_own(each)
+            if attribute not in _modules_own(each) and attribute not in self._engines.get(id(each), ())
         }
 
     def packing(self) -> Packing:

@@ -83,8 +83,9 @@ class ElasticRun:
         strategy: the user's.
         trainer: as before the run.
         decision: the first plan.
-        job: what workers are to do, by assignment and folder.
+        function: the trainer's, with ``args`` and ``kwargs``.
         how: how the run is saved and moved.
+        make_engine: the Lightning strategy of an assignment.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class ElasticRun:
         _runs += 1
         self._strategy, self._trainer, self._decision, self._how = strategy, trainer, decision, how
         self._function, self._args, self._kwargs, self._make_engine = function, args, kwargs, make_engine
-        self._before = handover.survey(trainer)
-        self._number = _runs
+        self.before = handover.survey(trainer)
+        self.number = _runs
         footprint = decision.report.footprint
         self.state_bytes = footprint.parameter_bytes + footprint.optimizer_bytes
         self.agent: Agent | None = None
@@ -112,7 +113,7 @@ class ElasticRun:
         """Train; returns what ``restore`` makes of the outcome, while the results' files are there."""
         disk = self._how.folder or Path(self._trainer.default_root_dir) / ".autopar"
         keep = False
-        shelf = Shelf(self._key(), disk, self.state_bytes)
+        shelf = Shelf(self.key(), disk, self.state_bytes)
         try:
             with run_folder(self.state_bytes) as folder, open_run() as files, noted_interrupts() as noted, _told_to_move() as told:
                 self.agent = Agent(
@@ -133,14 +134,14 @@ class ElasticRun:
         finally:
             shelf.close(keep=keep)
 
-    def _key(self) -> str:
+    def key(self) -> str:
         """What the run is known by at the next start of the same script."""
         module, trainer = self._trainer.lightning_module, self._trainer
         shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
         limits = trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches, trainer.accumulate_grad_batches
         path = run_arguments(self._function, self._args, self._kwargs).get("ckpt_path")
         where = os.getcwd(), trainer.default_root_dir
-        return run_key(sys.argv, where, self._number, type(module).__qualname__, shapes, limits, str(path), str(trainer.precision))
+        return run_key(sys.argv, where, self.number, type(module).__qualname__, shapes, limits, str(path), str(trainer.precision))
 
     def _job(self, decision: Decision, folder: Path) -> Job:
         resumed = self.agent is not None and self.agent.has_snapshot
@@ -153,7 +154,7 @@ class ElasticRun:
             args=self._args,
             kwargs=self._kwargs,
             folder=folder,
-            before=self._before,
+            before=self.before,
         )
 
     def _inventory(self, running: Running | None) -> Inventory:

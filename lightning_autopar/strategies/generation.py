@@ -36,7 +36,7 @@ GRACE_SECONDS = 3.5
 #: How long a worker may take over the hooks of its exception (they may write a checkpoint) and over handing its state back.
 _HOOKS_SECONDS = 300.0
 #: A crash shows in no pipe while something that the worker started still holds it open, so we look ourselves so often.
-_LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.05
 _LOCK_NAME = "in-use"
 
 
@@ -229,7 +229,7 @@ class Generation:
         """Those of the workers that still run, in rank order."""
         return [self.pid(worker.rank) for worker in self._workers if not worker.gone]
 
-    def round(self, noted: list[type[BaseException]], *, timeout_seconds: float = _LOOK_SECONDS) -> None:
+    def round(self, noted: list[type[BaseException]], *, timeout_seconds: float = LOOK_SECONDS) -> None:
         """Listen once. A failure, an interruption or the end of the work sets a time after which workers that linger are killed."""
         workers = self._workers
         connection.wait([worker.pipe for worker in workers if worker.open], timeout=timeout_seconds)

@@ -15,9 +15,18 @@ from lightning_autopar._lightning_compat import distributed_is_initialized, init
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
+    from torch.distributed import Store
 
 #: Where the parent tells its forked workers which file they meet at. A file needs no port that somebody else could take in between.
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
+#: Where the processes that a launcher started meet, if not as the environment says.
+_store: Store | None = None
+
+
+def meet_at(store: Store) -> None:
+    """Have this process's group formed at a store that no earlier processes have used."""
+    global _store
+    _store = store
 
 
 def join_group(strategy: ParallelStrategy, backend: str) -> None:
@@ -36,6 +45,8 @@ def join_group(strategy: ParallelStrategy, backend: str) -> None:
         dist.init_process_group(backend, init_method=f"file://{path}", rank=strategy.global_rank, world_size=strategy.world_size, **options)
     else:
         assert strategy.cluster_environment is not None
+        if _store is not None:
+            options["store"] = _store
         init_dist_connection(strategy.cluster_environment, backend, **options)
         if backend == "gloo":  # for NCCL Lightning does the same (``_init_dist_connection``)
             atexit.register(_leave_group)

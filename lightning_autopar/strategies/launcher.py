@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from lightning_autopar.strategies.decide import Decision, decide
 from lightning_autopar.strategies.elastic import ElasticRun, moving
 from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
 from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
+from lightning_autopar.strategies.external_elastic import RestartableRun, leaving
 from lightning_autopar.strategies.fsdp import FSDPEngine
 from lightning_autopar.strategies.generation import Outcome, run_folder, run_generation
 from lightning_autopar.strategies.pipeline import PipelineEngine
@@ -205,10 +206,16 @@ class AutoLauncher(Launcher):
         self, peers: Peers, arguments: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
     ) -> Any:
         decision = None
+        how = leaving(trainer, peers, self._strategy.settings.batch)
         if peers.rank == 0:
             try:
                 decision = decide(
-                    trainer, self._strategy.settings, peers.inventory(self._strategy), arguments=arguments, world_size=peers.world_size
+                    trainer,
+                    self._strategy.settings,
+                    peers.inventory(self._strategy),
+                    arguments=arguments,
+                    world_size=peers.world_size,
+                    elastic=how is not None,
                 )
             except BaseException as error:
                 peers.tell(error)
@@ -218,10 +225,24 @@ class AutoLauncher(Launcher):
         else:
             decision = peers.hear()
         self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
-        return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
+        if how is None:
+            return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
+        alone = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, make_engine)
+        run = RestartableRun(peers, how, alone, function, args, kwargs, trainer)
+        run.find()
+        from_snapshot = run.snapshot is not None or decision.assignment.from_snapshot
+        assignment = replace(decision.assignment, from_snapshot=from_snapshot, elastic=True)
+        return self._run_as_peer(assignment, peers, function, args, kwargs, trainer, run)
 
     def _run_as_peer(
-        self, assignment: Assignment, peers: Peers, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+        self,
+        assignment: Assignment,
+        peers: Peers,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        trainer: Trainer,
+        run: RestartableRun | None = None,
     ) -> Any:
         engine = make_engine(assignment, forked=False)
         devices = peers.local_devices(assignment)
@@ -233,7 +254,8 @@ class AutoLauncher(Launcher):
             installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=keep_sampler, external=peers.environment),
         ):
             try:
-                value = self._function_with_hooks(engine, function, args, kwargs, trainer)
+                with nullcontext((args, kwargs)) if run is None else run.going_on() as (args, kwargs):
+                    value = self._function_with_hooks(engine, function, args, kwargs, trainer)
                 if isinstance(engine, (FSDPEngine, PipelineEngine, ZeroEngine)):
                     engine.release()
             finally:

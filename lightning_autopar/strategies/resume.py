@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_autopar._lightning_compat import RestartStage, loop_position, make_result, set_loop_position
 from lightning_autopar.state import rng
@@ -75,6 +76,7 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_
         extra["results"] = _plain_results(loop._results)
         # Of a pipeline's stages, one alone may call a metric.
         extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits or getattr(trainer.strategy, "in_stages", False)))
+        extra["parts_per_batch"] = _parts_per_batch(trainer)
 
 
 def take_up(checkpoint: dict[str, Any]) -> Resumption | None:
@@ -103,7 +105,9 @@ def go_on(trainer: Trainer, resumption: Resumption) -> Callable[[], None]:
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     validation = epoch_loop.val_loop
     carried = _Carried(trainer, resumption.extra.get("results", {}))
-    _restore_metric_states(trainer.lightning_module, resumption.extra.get("metrics", {}), rank=trainer.global_rank)
+    parts = _parts_per_batch(trainer) / resumption.extra.get("parts_per_batch", _parts_per_batch(trainer))
+    _restore_metric_states(trainer.lightning_module, resumption.extra.get("metrics", {}), rank=trainer.global_rank, parts=parts)
+    trainer.lightning_module._metric_attributes = None  # by id(), which may be carried from another process; made anew when asked for
     trainer._logger_connector._callback_metrics.update(resumption.extra.get("callback_metrics", {}))
     fit_loop._restarting = False  # only read from here on to leave out plateau schedulers at the epoch's end, whose metrics are here
     if resumption.counters is not None:
@@ -246,8 +250,18 @@ def _metric_states(module: nn.Module, splits: bool) -> Iterator[tuple[str, dict[
             setattr(metric, state, value)
 
 
-def _restore_metric_states(module: nn.Module, saved: dict[str, Any], *, rank: int) -> None:
-    """All that was seen counts on rank 0; the other ranks begin with nothing."""
+def _parts_per_batch(trainer: Trainer) -> int:
+    """In how many parts a batch is worked off, by ranks and one after the other: so often a step runs for it."""
+    assignment = getattr(trainer.strategy, "assignment", None)
+    return 1 if assignment is None or assignment.batch == "per_device" else assignment.plan.data_ranks * assignment.plan.micro_batches
+
+
+def _restore_metric_states(module: nn.Module, saved: dict[str, Any], *, rank: int, parts: float) -> None:
+    """All that was seen counts on rank 0; the other ranks begin with nothing.
+
+    A mean that was given one value a step (a loss, say) counted each part of a batch once. Where batches now have ``parts`` times as many,
+    what it saw must count for as much more, or the epoch's mean would lean to one of its halves.
+    """
     metrics = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
     for name, state in saved.items():
         metric = metrics.get(name)
@@ -257,6 +271,9 @@ def _restore_metric_states(module: nn.Module, saved: dict[str, Any], *, rank: in
             moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
             setattr(metric, key, moved)
         metric._update_count, metric._computed = state["updates"], None
+        if isinstance(metric, MeanMetric) and parts != 1 and bool(torch.all(metric.weight == state["updates"])):
+            metric.mean_value, metric.weight = metric.mean_value * parts, metric.weight * parts
+            metric._update_count = round(state["updates"] * parts)
 
 
 def _on_host(state: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.strategies.boundary import Elastic
-from lightning_autopar.strategies.generation import Generation
+from lightning_autopar.strategies.generation import LOOK_SECONDS, Generation
 from lightning_autopar.strategies.worker import Job
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ class Running:
     _boundaries: int = 0
     _moved_at: float = 0.0
     _progress: int = -1
+
+    def round(self, noted: list[type[BaseException]], *, timeout_seconds: float = LOOK_SECONDS) -> None:
+        """Listen once, as :meth:`Generation.round`; SIGTERM doesn't end the generation here, as it is to be saved before."""
+        # A list of its own: a signal that comes meanwhile is for the next round.
+        ends = [kind for kind in noted if kind is not SIGTERMException]
+        self.generation.round(ends, timeout_seconds=timeout_seconds)
 
     def note(self) -> None:
         """Take in its pace: a running mean of what batches take, without the first ones."""

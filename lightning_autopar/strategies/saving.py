@@ -122,13 +122,13 @@ class Saver:
         """Have the workers leave with a snapshot; False where they ended otherwise, or it couldn't be written anywhere."""
         until = time.monotonic() + within_seconds
         while self._pending is not None and not running.generation.gone and time.monotonic() < until:
-            running.generation.round(noted)
+            running.round(noted)
             self.take_in(running)
         if running.generation.gone or self._pending is not None:
             return False
         self.ask(running, "pause", on_disk=on_disk)
         while time.monotonic() < until:
-            running.generation.round(noted, timeout_seconds=0.005)
+            running.round(noted, timeout_seconds=0.005)
             if self._pending is not None and self.take_in(running) is False:
                 if on_disk:
                     return False

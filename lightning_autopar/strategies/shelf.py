@@ -62,9 +62,10 @@ class Shelf:
         needed_bytes: about what a snapshot takes.
         shared: whether processes of other machines write and read them: then all go to the disk, which all must have. One process of the
             run has the shelf.
+        job: of a shared one, what all starts of one job have in common, one after the other.
     """
 
-    def __init__(self, key: str, disk: Path, needed_bytes: int, *, shared: bool = False) -> None:
+    def __init__(self, key: str, disk: Path, needed_bytes: int, *, shared: bool = False, job: str | None = None) -> None:
         self._needed_bytes, self._shared = needed_bytes, shared
         memory = Path("/dev/shm")
         self._memory_home = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
@@ -73,7 +74,7 @@ class Shelf:
         for number in range(1000):
             name = f"autopar-shelf-{os.getuid()}-{key}-{number}"
             self._homes = (self._memory_home / name, disk / name)
-            if (locks := self._lock()) is not None:
+            if (locks := self._lock(job)) is not None:
                 break
         else:
             raise RuntimeError(f"1000 runs of the key {key} are there, or none can be kept in {disk}; can this process write there?")
@@ -89,13 +90,13 @@ class Shelf:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.close()
 
-    def _lock(self) -> list[int] | None:
+    def _lock(self, job: str | None) -> list[int] | None:
         """Make both homes ours; None where a run that lives has one of them."""
         memory, disk = self._homes
         first = _locked(memory)
         if first is None or not (self._shared or disk.is_dir()):
             return None if first is None else [first]
-        second = _locked(disk)
+        second = _locked(disk, job)
         if second is None:
             os.close(first)
             return None
@@ -140,8 +141,8 @@ class Shelf:
         files = {str(each.relative_to(path)): each.stat().st_size for each in sorted(path.rglob("*")) if each.is_file()}
         snapshot = Snapshot(path=path, step=step, on_disk=self._homes[1] in path.parents)
         if snapshot.on_disk:
-            for each in files:
-                _flush(path / each)
+            for name in files:
+                _flush(path / name)
         self._write(path, {"step": step, "bytes": files, "sums": {}})
         thread = threading.Thread(target=self._sum, args=(path, step, files), name="autopar-sums", daemon=True)
         thread.start()  # nobody waits for it: sums are for those who come after a crash
@@ -212,8 +213,11 @@ def _number(path: Path) -> int:
     return int(digits) if path.name.startswith("s") and digits.isdecimal() else 0
 
 
-def _locked(folder: Path) -> int | None:
-    """Make a folder ours; None where a run that lives has it, or it is somebody else's."""
+def _locked(folder: Path, job: str | None = None) -> int | None:
+    """Make a folder ours; None where a run that lives has it, or it is somebody else's.
+
+    An earlier start of the same job is over: what is left of its lock is a dead node's, which an NFS server keeps until its lease ends.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.is_symlink():
@@ -224,10 +228,12 @@ def _locked(folder: Path) -> int | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # some shared file systems have no locks
-            return lock
-        os.close(lock)
-        return None
+        without = error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some shared file systems have no locks
+        if not without and (job is None or os.pread(lock, 4096, 0).decode() != job):
+            os.close(lock)
+            return None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, (job or "").encode(), 0)
     return lock
 
 

@@ -142,3 +142,35 @@ def test_a_manifest_says_what_was_written(key: str, tmp_path: Path) -> None:
         assert manifest["step"] == 3
         assert manifest["bytes"] == {"rest.pkl": 4, "tensors/data": 1000}
         assert set(manifest["sums"]) == set(manifest["bytes"])
+
+
+def test_a_shared_one_lies_on_disk_and_takes_over_what_one_process_left_in_memory(key: str, tmp_path: Path) -> None:
+    alone = Shelf(key, tmp_path, 1000)
+    _write(alone, 1)
+    beside = alone.target()
+    beside.with_name(beside.name + ".files").write_text("what goes with a snapshot")
+    alone.close(keep=True)
+    with Shelf(key, tmp_path, 1000, shared=True, job="7") as shelf:
+        latest = shelf.latest()
+        assert latest is not None
+        assert latest.step == 1
+        assert latest.on_disk
+        assert (shelf.home / f"{beside.name}.files").is_file()
+        assert not list(beside.parent.glob("s*")), "nobody is to find an older one there later"
+        assert _write(shelf, 2).parent == shelf.home
+    assert not shelf.home.exists()
+
+
+def test_a_shared_one_is_one_runs_unless_the_same_job_comes_again(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Shelf(key, tmp_path, 1000, shared=True, job="7") as dead:
+        _write(dead, 3)
+        memory = tmp_path / "another machine's memory"
+        memory.mkdir()
+        monkeypatch.setattr("lightning_autopar.strategies.shelf.Path", lambda *parts: memory if parts == ("/dev/shm",) else Path(*parts))
+        with Shelf(key, tmp_path, 1000, shared=True, job="8") as other:
+            assert other.latest() is None
+        again = Shelf(key, tmp_path, 1000, shared=True, job="7")
+        latest = again.latest()
+        assert latest is not None
+        assert latest.step == 3
+        again.close(keep=True)
