@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test conformance check bench-decisions bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test conformance chaos check bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -14,6 +14,7 @@ demo: $(INSTALLED)
 		export AUTOPAR_DEVICES="2xcpu:2GiB"; \
 	fi; \
 	$(RUN)/python examples/train_gpt.py
+	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.png
 
 # Two halves side by side, as many tests keep one core busy; what the second says follows when it is done.
 test: export OMP_NUM_THREADS = 1
@@ -32,6 +33,14 @@ check: $(INSTALLED)
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy --strict
+
+# A hundred moves and forty kills under random schedules, against undisturbed runs; 25 minutes. `make test` has a part of it.
+chaos: export OMP_NUM_THREADS = 1
+chaos: $(INSTALLED)
+	$(RUN)/python -m pytest tests/chaos --nightly-chaos
+
+bench-elastic: $(INSTALLED)
+	$(RUN)/python benchmarks/elastic.py
 
 bench-overhead: $(INSTALLED)
 	$(RUN)/python benchmarks/overhead.py

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
@@ -284,7 +285,10 @@ class ExactLoader(DataLoader[Any]):
             collate = CollateAndTell(collate)
             if workers is not None:
                 init = GoOn(base=int(workers["base"]), first=first, states=tuple(states_of(workers)), then=init)
-        settings: dict[str, Any] = {"collate_fn": collate, "worker_init_fn": init, "generator": loader.generator}
+        # Workers that live on are seeded once: torch's draw for those that stand for them must not be another one of the run's.
+        lived = workers is not None and loader.persistent_workers
+        generator = torch.Generator() if lived else loader.generator
+        settings: dict[str, Any] = {"collate_fn": collate, "worker_init_fn": init, "generator": generator}
         for name in ("num_workers", "pin_memory", "timeout", "persistent_workers"):
             settings[name] = getattr(loader, name)
         if loader.num_workers > 0:
@@ -338,13 +342,12 @@ class ExactLoader(DataLoader[Any]):
     def _worker_init(self) -> Callable[[int], None] | None:
         """The user's worker_init_fn, with the seed that this rank's workers must have."""
         function: Callable[[int], None] | None = self.wrapped.worker_init_fn
-        if self._world_size == 1:
-            return function
-        if self._split == "indices" or (self._whole_batches and self._source == "order"):
+        if isinstance(function, partial) and function.func is pl_worker_init_function:
+            # Lightning's goes by the process' rank, and ranks with the same part of a batch, or the same stream, must load it alike.
+            function = partial(pl_worker_init_function, rank=0)
+        if self._world_size > 1 and (self._split == "indices" or (self._whole_batches and self._source == "order")):
             # Each rank's workers see other samples: with equal seeds they would augment them alike.
             return rng.RankSeed(self._rank, function) if self._rank else function
-        if isinstance(function, partial) and function.func is pl_worker_init_function:
-            return partial(pl_worker_init_function, rank=0)  # every rank must read the same stream
         return function
 
     @property

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 _TENSORS, _REST = "tensors", "rest.pkl"
 #: The key of what belongs to the optimizers and is no tensor, in Lightning's dictionary.
 _OPTIMIZERS = "lightning_autopar_optimizers"
+#: The key of gradients by FQN, in the dictionary of :func:`load_snapshot`: whoever loads it sets them when Lightning has cleared all
+#: gradients (``Trainer._run_stage``).
+GRADIENTS = "lightning_autopar_gradients"
+#: What the names of gradients begin with, which manual optimization may keep from one batch to the next.
+_GRADIENT = "gradient"
 #: Between the parts of a tensor's name; no FQN holds it.
 _SEPARATOR = "|"
 
@@ -54,6 +59,8 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
     rest = _rest(trainer)
     rest[_OPTIMIZERS] = []
     parts = _optimizer_parts(strategy)
+    if not module.automatic_optimization and not parts:
+        tensors |= {f"{_GRADIENT}{_SEPARATOR}{name}": gradient for name, gradient in _gradients(module).items()}
     for index, optimizer in enumerate(optimizers):
         own, others = _optimizer_state(index, optimizer, _names(module, optimizer, parts), parts)
         tensors |= own
@@ -102,6 +109,8 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
     tensors = dict(weights)
     for state in states:
         tensors |= state
+    gradients = _empty_gradients(module, kinds) if not parts else {}
+    tensors |= gradients
     with _alone():
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     loaded = {name.partition(_SEPARATOR)[2]: tensors[name] for name in weights if not isinstance(tensors[name], Fragment)}
@@ -110,6 +119,7 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
     if hasattr(strategy, "parts_loaded"):
         strategy.parts_loaded()
     rest["state_dict"] = _state_dict(strategy)
+    rest[GRADIENTS] = {name.partition(_SEPARATOR)[2]: tensors[name] for name in gradients}
     for index, optimizer in enumerate(optimizers):  # none in a run that evaluates
         _load_optimizer(optimizer, names[index], {name: tensors[name] for name in states[index]}, saved[index], parts)
     return rest
@@ -146,6 +156,17 @@ def _weights(strategy: Any) -> dict[str, Any]:
         for name, value in state.items()
         if (not is_hole(value) if isinstance(value, Tensor) else name.rpartition(".")[0] not in elsewhere)
     }
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients that are there, by the FQN of their parameter."""
+    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None and not is_hole(each)}
+
+
+def _empty_gradients(module: nn.Module, kinds: dict[str, Any]) -> dict[str, Any]:
+    """Room for the gradients that were saved, of the parameters that are here."""
+    here = {f"{_GRADIENT}{_SEPARATOR}{name}": each for name, each in module.named_parameters() if not is_hole(each)}
+    return {name: torch.zeros_like(here[name], requires_grad=False) for name in kinds if name in here}
 
 
 def _weight_parts(strategy: Any) -> dict[int, Part]:

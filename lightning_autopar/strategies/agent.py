@@ -167,7 +167,7 @@ class Agent:
         """See :class:`RunView`."""
         there = usable(inventory)
         if not there.devices:
-            raise NothingFits(self.decision.report)
+            raise NothingFits(replace(self.decision.report, inventory=there, candidates=(), best_index=None))
         return self._plan(there)
 
     # -- the run -----------------------------------------------------------------------------------------------------------------------

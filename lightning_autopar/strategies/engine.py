@@ -24,7 +24,7 @@ from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
 from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.loader import BatchShare, ExactLoader, fit_progress, is_loader_state
-from lightning_autopar.state.snapshot import load_snapshot
+from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies import resume
 from lightning_autopar.strategies.batchnorm import restore as restore_batch_norm
 from lightning_autopar.strategies.batchnorm import synchronise as synchronise_batch_norm
@@ -111,6 +111,7 @@ class EngineMixin(Strategy):
         self._positions: dict[int, int] = {}
         self._prediction_limits: list[float] = []
         self._asked_predictions: int | float | None = None
+        self._saved_gradients: dict[str, Tensor] = {}
         #: Whether the state is saved between two batches rather than in a hook.
         self.at_boundary = False
         #: Called when Lightning is about to enter its loops.
@@ -368,6 +369,7 @@ class EngineMixin(Strategy):
         snapshot = self.assignment.from_snapshot
         weights_only = self.assignment.weights_only if weights_only is None else weights_only
         checkpoint = load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved_gradients = checkpoint.pop(GRADIENTS, {}) if snapshot else {}
         self._resumption = resume.take_up(checkpoint)
         return checkpoint
 
@@ -403,6 +405,9 @@ class EngineMixin(Strategy):
             self.before_loops()
         if self._resumption is not None:
             self._exit.callback(resume.go_on(self._trainer, self._resumption))
+        for name, parameter in self._trainer.lightning_module.named_parameters() if self._saved_gradients else ():
+            parameter.grad = self._saved_gradients.get(name)
+        self._saved_gradients = {}
         super().on_train_start()
 
     def on_validation_end(self) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -127,6 +128,8 @@ def survey(trainer: Trainer) -> Before:
     def fields(target: Any) -> dict[str, Any] | None:
         if target is trainer:
             return {"callbacks": trainer.callbacks}
+        if isinstance(target, CombinedLoader):  # Lightning puts loaders of its own, and an engine's, in the place of those in it
+            return {f"loader {number}": unwrapped(each) for number, each in enumerate(target.flattened)}
         if isinstance(target, Callback):  # Lightning binds its logging to the module that it last ran with
             return {name: value for name, value in vars(target).items() if name not in ("log", "log_dict")}
         if id(target) in inside or target is datamodule or isinstance(target, DataLoader):

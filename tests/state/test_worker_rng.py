@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -38,6 +39,7 @@ def _loader(workers: int, *, persistent: bool = False) -> ExactLoader:
     return ExactLoader(loader, load_all=True)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(("workers", "done"), [(1, 3), (2, 1), (2, 3), (3, 4), (2, 6)])
 def test_a_loader_goes_on_with_what_its_workers_would_have_drawn(workers: int, done: int, persistent: bool) -> None:
@@ -73,8 +75,6 @@ def test_other_workers_than_before_begin_anew() -> None:
 
 
 def test_the_states_of_workers_are_those_before_what_is_not_finished() -> None:
-    import pickle
-
     states = WorkerStates(base=7, states=[None, None])
     told = []
     for position in range(30):

@@ -1,0 +1,193 @@
+"""Elastic runs from outside: neighbours that come and go, requests by command, gradients that are kept; each as plain Lightning has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, ElasticReplan, Plan
+from lightning_autopar.memory.neighbours import Neighbour, write_neighbours
+from lightning_autopar.strategies.agent import Agent
+from lightning_autopar.strategies.run_requests import yield_run
+from lightning_autopar.strategies.watching import Wish
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+BUDGET_BYTES = 1024**3
+
+
+class Regression(pl.LightningModule):
+    """Small, with dropout; each step takes a while in a worker, so that a run lasts long enough to be moved."""
+
+    def __init__(self, *, manual: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 1))
+        self.automatic_optimization = not manual
+        self.home = os.getpid()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+        if os.getpid() != self.home:
+            time.sleep(0.02)
+        loss = nn.functional.mse_loss(self.net(batch[0]).squeeze(-1), batch[1])
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss / 3)
+        if (index + 1) % 3 == 0:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Watch(pl.Callback):
+    """Does something in the agent when the run has come to a boundary; each once, in order."""
+
+    interval_seconds = 0.01
+
+    def __init__(self, *acts: tuple[int, Callable[[Any], Wish | None]]) -> None:
+        self.acts = list(acts)
+
+    def look(self, run: Agent) -> Wish | None:
+        step = run.step
+        if not self.acts or step is None or step < self.acts[0][0]:
+            return None
+        return self.acts.pop(0)[1](run)
+
+
+def to(plan: Plan) -> Callable[[Any], Wish]:
+    """A move to a plan."""
+
+    def act(run: Agent) -> Wish:
+        inventory, now = run.inventory(), run.decision
+        devices = tuple(inventory.device(device) for device in plan.devices)
+        return Wish(
+            action="move",
+            decision=replace(now, assignment=replace(now.assignment, plan=plan, devices=devices, candidate=None)),
+            reason="the test",
+        )
+
+    return act
+
+
+def fit(root: Path, callbacks: list[pl.Callback], *, elastic: bool = True, manual: bool = False, epochs: int = 3) -> tuple[Any, Any]:
+    pl.seed_everything(5, verbose=False)
+    module = Regression(manual=manual)
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 8, generator=draws)
+    strategy: Any = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off", allow=["single", "ddp"]) if elastic else "auto"
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices="auto" if elastic else 1, max_epochs=epochs, callbacks=callbacks,
+        default_root_dir=root, **QUIET,  # type: ignore[arg-type]
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1)), 8, shuffle=True))
+    return module, trainer
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.fixture
+def neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOPAR_NEIGHBOURS", str(tmp_path / "neighbours.json"))
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setenv("AUTOPAR_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "neighbours.json"
+
+
+def test_a_run_leaves_a_full_device_parks_and_resumes(tmp_path: Path, neighbours: Path) -> None:
+    full = Neighbour(taken_bytes=BUDGET_BYTES)
+
+    def say(there: dict[str, Neighbour]) -> Callable[[Any], None]:
+        return lambda run: write_neighbours(neighbours, there)
+
+    def make_room(run: Any) -> None:
+        if run.parked:
+            write_neighbours(neighbours, {"cpu:1": full})
+        else:
+            watch.acts.append((0, make_room))
+
+    device = "cpu:0"
+    off, nowhere = say({device: full}), say({device: full, "cpu:1": full})
+    watch = Watch((4, off), (12, nowhere), (12, make_room))
+    plain, _ = fit(tmp_path / "plain", [], elastic=False)
+    replan = ElasticReplan(interval_seconds=0.05, patience=1, min_seconds_between_moves=0.0)
+    moved, trainer = fit(tmp_path / "moved", [CheckpointMigrate(), replan, watch])
+    titles = [(span.title, span.devices) for span in trainer.strategy.history.spans]
+    assert titles == [("single", (device,)), ("single", ("cpu:1",)), ("parked", ()), ("single", (device,))]
+    assert difference(plain, moved) == 0.0
+    assert trainer.global_step == 36
+
+
+def test_a_run_can_be_asked_to_leave_a_device(tmp_path: Path, neighbours: Path) -> None:
+    """By another process of its user, and by a signal."""
+
+    def ask(run: Any) -> None:
+        (found,) = (tmp_path / "runs").glob("*/*/status.json")
+        yield_run(found.parent.name, device="cpu:0")
+
+    plain, _ = fit(tmp_path / "plain", [], elastic=False)
+
+    def tell(run: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def allow(run: Any) -> None:
+        if run.parked:
+            run.allow_again()
+        else:
+            watch.acts.append((0, allow))
+
+    watch = Watch((4, ask), (20, tell), (20, allow))
+    replan = ElasticReplan(interval_seconds=0.05, patience=1, min_seconds_between_moves=0.0)
+    moved, trainer = fit(tmp_path / "moved", [CheckpointMigrate(), replan, watch])
+    spans = trainer.strategy.history.spans
+    assert [span.devices for span in spans] == [("cpu:0",), ("cpu:1",), (), ("cpu:0",)]
+    assert difference(plain, moved) == 0.0
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_gradients_that_a_module_keeps_between_batches_move_too(same: bool, tmp_path: Path, neighbours: Path) -> None:
+    other = Plan(engine="single", devices=("cpu:1",))
+    both = Plan(engine="ddp", devices=("cpu:0", "cpu:1"))
+    sharded = Plan(engine="fsdp", devices=("cpu:0", "cpu:1"), reshard_after_forward=True)
+    tour = [other, other] if same else [both, sharded, other]
+    plain, _ = fit(tmp_path / "plain", [], elastic=False, manual=True)
+    watch = Watch(*((2 * number, to(plan)) for number, plan in enumerate(tour, 1)))
+    moved, trainer = fit(tmp_path / "moved", [CheckpointMigrate(), watch], manual=True)
+    assert len(trainer.strategy.history.spans) == len(tour) + 1
+    assert difference(plain, moved) <= (0.0 if same else 1e-6)
+
+
+def test_batches_of_each_devices_own_are_refused(tmp_path: Path) -> None:
+    strategy = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off", batch="per_device")
+    trainer = pl.Trainer(strategy=strategy, callbacks=[CheckpointMigrate()], max_epochs=1, default_root_dir=tmp_path, **QUIET)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="another run"):
+        trainer.fit(Regression(), DataLoader(TensorDataset(torch.zeros(8, 8), torch.zeros(8)), 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"snapshot_seconds": 0}, "more than 0"),
+        ({"overhead": 0.9}, "at most 0.5"),
+        ({"hang_seconds": -1}, "more than 0"),
+        ({"failures": 0}, "at least 1"),
+    ],
+)
+def test_bad_values_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CheckpointMigrate(**arguments)
