@@ -1,0 +1,155 @@
+"""Where the ranks of a run that a launcher started meet: at one boundary between two batches, by a key-value store, without a collective.
+
+The counterpart of ``gate`` for processes that share no memory and have no agent: rank 0 says when. Knows ranks and counts; knows no trainer
+and no snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+#: What a rank may tell rank 0: that its process is to leave, or that somebody wants a snapshot.
+Word = Literal["leave", "save"]
+_WORDS: tuple[Word, ...] = ("leave", "save")
+_NOT_SAID, _SAID = "0", "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """What rank 0 wants of all ranks at one boundary.
+
+    Args:
+        number: of the stop, from 1.
+        boundary: the first that will do; within an accumulation window, the one at its end.
+        leave: whether the processes leave afterwards.
+        target: the folder for the snapshot.
+    """
+
+    number: int
+    boundary: int
+    leave: bool
+    target: str
+
+
+class StoreGate:
+    """One rank's side of the gate.
+
+    Rank 0 writes at its boundary ``c``, before it goes on, that all stop at ``c + 2 × accumulation``. No rank can have passed that boundary
+    by then: the optimizer's steps before it wait for rank 0's gradients of batch ``c`` and later ones. So each rank finds the word there
+    if it reads the store at each of its boundaries; one reading is a round trip.
+
+    Args:
+        store: of these processes alone.
+        rank: this one.
+        world_size: how many ranks there are.
+        name: of the run among this process's.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, name: str) -> None:
+        self._store, self._rank, self._world_size, self._name = store, rank, world_size, name
+        self._stop: Stop | None = None
+        self._done = 0
+        #: How many boundaries this rank has come to.
+        self.count = 0
+        if rank == 0:
+            for word in _WORDS:
+                store.set(self._key(word), _NOT_SAID)
+            store.set(self._key("stop"), "null")
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(["elastic", self._name, *map(str, parts)])
+
+    def tell(self, word: Word) -> None:
+        """Let rank 0 know."""
+        self._store.set(self._key(word), _SAID)
+
+    def told(self) -> list[Word]:
+        """Rank 0: what any rank has told; a request for a snapshot is heard once."""
+        values = self._store.multi_get([self._key(word) for word in _WORDS])
+        words = [word for word, value in zip(_WORDS, values, strict=True) if value.decode() == _SAID]
+        if "save" in words:
+            self._store.set(self._key("save"), _NOT_SAID)
+        return words
+
+    @property
+    def waits(self) -> bool:
+        """Rank 0: whether a stop has been called that isn't done."""
+        return self._stop is not None and self._stop.number > self._done
+
+    def call(self, *, accumulation: int, leave: bool, target: str) -> None:
+        """Rank 0, at its boundary: have all stop at a later one.
+
+        Args:
+            accumulation: batches to an optimizer's step.
+            leave: see :class:`Stop`.
+            target: see :class:`Stop`.
+        """
+        assert not self.waits, "one stop at a time"
+        self._stop = Stop(number=self._done + 1, boundary=self.count + 2 * accumulation, leave=leave, target=target)
+        self._store.set(self._key("stop"), json.dumps(asdict(self._stop)))
+
+    def arrived(self, *, in_window: bool) -> Stop | None:
+        """This rank is at its next boundary (rank 0 calls :meth:`call` afterwards); the stop that is due here.
+
+        Args:
+            in_window: whether gradients of earlier batches wait for their step here. The same on all ranks.
+        """
+        self.count += 1
+        if in_window:
+            return None
+        if self._rank != 0:
+            found = json.loads(self._store.get(self._key("stop")))
+            self._stop = None if found is None else Stop(**found)
+        due = self._stop is not None and self._stop.number > self._done and self.count >= self._stop.boundary
+        return self._stop if due else None
+
+    def gather(self, stop: Stop, within_seconds: float) -> bool:
+        """Whether all ranks are here, at the same boundary; the same answer on each, unless rank 0 isn't there.
+
+        Args:
+            stop: what they are here for.
+            within_seconds: how long rank 0 waits for the others.
+        """
+        self._done = stop.number
+        self._store.set(self._key(stop.number, "here", self._rank), str(self.count))
+        if self._rank != 0:
+            return self._hear(stop, "go", 2 * within_seconds) is True
+        keys = [self._key(stop.number, "here", rank) for rank in range(self._world_size)]
+        together = self._wait(keys, within_seconds) and {int(count) for count in self._store.multi_get(keys)} == {self.count}
+        self._say(stop, "go", together)
+        return together
+
+    def say_done(self, stop: Stop, done: bool) -> None:
+        """Rank 0: whether what the stop was for is done."""
+        self._say(stop, "done", done)
+
+    def hear_done(self, stop: Stop, within_seconds: float) -> bool | None:
+        """The others: the same; None where rank 0 doesn't say."""
+        return self._hear(stop, "done", within_seconds)
+
+    def leave(self, stop: Stop, within_seconds: float) -> None:
+        """The last that this rank does here; rank 0, with whose process the store may end, waits for the others."""
+        if self._rank != 0:
+            self._store.set(self._key(stop.number, "left", self._rank), "")
+        else:
+            self._wait([self._key(stop.number, "left", rank) for rank in range(1, self._world_size)], within_seconds)
+
+    def _say(self, stop: Stop, what: str, yes: bool) -> None:
+        self._store.set(self._key(stop.number, what), _SAID if yes else _NOT_SAID)
+
+    def _hear(self, stop: Stop, what: str, within_seconds: float) -> bool | None:
+        key = self._key(stop.number, what)
+        return bool(self._store.get(key).decode() == _SAID) if self._wait([key], within_seconds) else None
+
+    def _wait(self, keys: list[str], within_seconds: float) -> bool:
+        """Whether all keys are there in time."""
+        if not keys:
+            return True
+        try:
+            self._store.wait(keys, timedelta(seconds=max(within_seconds, 1e-3)))
+        except RuntimeError:  # DistStoreError: one isn't, or the store is gone
+            return False
+        return True
