@@ -246,7 +246,7 @@ def _empty_state(
             room[name] = part.of(room_of(part, dtype))
         else:
             whole = part is None and like.shape == kind.size
-            room[name] = torch.zeros_like(like, dtype=dtype) if whole else torch.zeros(kind.size, dtype=dtype)
+            room[name] = torch.empty_like(like, dtype=dtype) if whole else torch.empty(kind.size, dtype=dtype)
     return room
 
 

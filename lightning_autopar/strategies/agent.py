@@ -205,13 +205,13 @@ class Agent:
                     if ended is not None:
                         return ended, running.job, False
                     if self._run is None and not self._wait_parked(noted):
-                        return Outcome(results=[], error=noted[0](), hooks_ran=True), running.job, noted[0] is SIGTERMException
+                        return self._interrupted(noted[0]), running.job, noted[0] is SIGTERMException
                     continue
                 self._watch_over(running)
                 if not self._saver.waits and not noted and (wish := self._wish()) is not None:
                     self._follow(wish, running, noted)
                     if self._run is None and not self._wait_parked(noted):
-                        return Outcome(results=[], error=noted[0](), hooks_ran=True), running.job, noted[0] is SIGTERMException
+                        return self._interrupted(noted[0]), running.job, noted[0] is SIGTERMException
         finally:
             if self._run is not None:
                 self._run.generation.end()
@@ -387,7 +387,11 @@ class Agent:
             assert self._saver.latest is not None, "it was just made"
             rank_zero_info(f"autopar: terminated at step {self._saver.latest.step}; the next start of this run goes on from there")
         running.generation.end()
-        return Outcome(results=[], error=SIGTERMException(), hooks_ran=True)
+        return self._interrupted(SIGTERMException)
+
+    def _interrupted(self, kind: type[BaseException]) -> Outcome:
+        """What comes out of a run that nothing runs of any more."""
+        return Outcome(results=[], error=kind(), saved=kind is SIGTERMException and self._saver.latest is not None)
 
     # -- what wasn't planned -----------------------------------------------------------------------------------------------------------
 

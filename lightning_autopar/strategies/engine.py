@@ -175,7 +175,8 @@ class EngineMixin(Strategy):
             whole_batches=trainer.predicting,
             sync=self.broadcast if self.shares_order and (trainer.training or not _in_sequence(dataloader)) else None,
             progress=fit_progress(trainer) if trainer.training else None,
-            load_all="samples" in self.assignment.data_draws,
+            # Of several loaders nobody knows whether their samples draw; one rank loads all of them anyway.
+            load_all="samples" in self.assignment.data_draws or (self.assignment.elastic and plan.data_ranks == 1),
             collate_all="collate" in self.assignment.data_draws,
         )
         if trainer.training:

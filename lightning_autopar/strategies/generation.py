@@ -49,12 +49,14 @@ class Outcome:
         tuner_exit: whether the run ended as Lightning's tuner ends it.
         error: the exception that ended the run, if one did.
         hooks_ran: whether the workers have run the hooks that belong to ``error``.
+        saved: whether the run lies in a snapshot that its next start goes on from.
     """
 
     results: list[handover.Results]
     tuner_exit: bool = False
     error: BaseException | None = None
     hooks_ran: bool = True
+    saved: bool = False
 
 
 @contextmanager

@@ -194,7 +194,7 @@ class AutoLauncher(Launcher):
                 handover.restore(trainer, job.before, outcome.results, job.folder)
         except Exception as error:  # the failure itself must not be hidden by what came after it
             rank_zero_warn(f"autopar: the state of the failed run could not be brought back: {error!r}")
-        if not outcome.results:
+        if not outcome.results and not outcome.saved:
             rank_zero_info("autopar: the workers' state is lost; module and trainer in this process are as they were before the run")
         if outcome.hooks_ran:
             self._strategy.mute(trainer)  # on the state that they belong to

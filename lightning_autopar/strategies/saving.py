@@ -59,8 +59,11 @@ class Saver:
         return self._pending is not None
 
     def begin(self) -> None:
-        """Another generation begins; the time to the next snapshot counts from here."""
-        self._pending, self._saved_at = None, time.monotonic()
+        """Another generation begins; the time to the next snapshot counts from here.
+
+        A run that has none makes one before its second batch: what goes wrong then needn't begin anew, with a second version of its logs.
+        """
+        self._pending, self._saved_at = None, float("-inf") if self.latest is None else time.monotonic()
 
     def soon(self) -> None:
         """Have the next snapshot made at once."""

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,11 @@ def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_
     thread = threading.Thread(target=contextvars.copy_context().run, args=(body,), name="autopar-body")
     thread.start()
     thread.join()
+    _end()
+
+
+def _end() -> NoReturn:
+    """End this process; whatever it has started is its parent's to end."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or nobody reads any more
             stream.flush()
@@ -138,7 +143,7 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
                 assert boundary is not None
                 boundary.close_bars()
                 pipe.send("paused")
-                return
+                _end()  # at once: the next generation waits for the memory, and to take shards apart takes a second
             except BaseException as error:
                 _leave(error, rank, job, brake, pipe)
                 return

@@ -276,7 +276,7 @@ def test_a_file_is_built_as_plain_lightnings_is(engine: str) -> None:
         for position, state in one["state"].items():
             for name, value in state.items():
                 torch.testing.assert_close(other["state"][position][name], value, rtol=1e-4, atol=1e-6)
-    assert set(extra) == {"loaders", "boundary", "results", "callback_metrics", "metrics"}
+    assert set(extra) == {"loaders", "boundary", "results", "callback_metrics", "metrics", "parts_per_batch"}
 
 
 SCRIPT = """

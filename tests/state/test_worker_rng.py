@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import random
+from functools import partial
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_autopar.state import rng
@@ -86,3 +88,13 @@ def test_the_states_of_workers_are_those_before_what_is_not_finished() -> None:
         assert found[number] is not None
         assert torch.equal(found[number]["torch"], told[position]["torch"])
     assert states_of(WorkerStates(base=7, states=[None, None]).at(0)) == [None, None]
+
+
+def test_ranks_that_load_the_same_batches_draw_alike_under_lightnings_seeding() -> None:
+    found = []
+    for rank in (0, 1):  # two stages of one pipeline
+        torch.manual_seed(3)
+        loader = _loader(1)
+        loader.wrapped.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+        found.append(list(ExactLoader(loader, load_all=True)))
+    assert found[0] == found[1]
