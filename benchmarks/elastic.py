@@ -176,6 +176,8 @@ def script(size: str, folder: Path) -> None:
     path = folder / "last.ckpt"
     again = path.exists()
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if again and int(os.environ.get("RANK", "0")):
+        time.sleep(0.5)  # a rank that is there first reads the other's address of before the restart from torchrun's store (torch 2.13)
     options: dict[str, Any] = {"strategy": "ddp", "devices": world} if world > 1 else {"devices": 1}
     trainer, module, data = make(size, STEPS_BETWEEN * (2 if again else 1), folder / "clock", **options)
     trainer.fit(module, data, ckpt_path=path if again else None)
@@ -232,11 +234,7 @@ def restart(size: str) -> float:
 
 
 def torchrun(size: str) -> float:
-    """A restart of two ranks by torchrun.
-
-    Tried again where plain Lightning's ranks don't find each other after it: a rank that is there first reads the other's address of before
-    the restart from torchrun's store (torch 2.13).
-    """
+    """A restart of two ranks by torchrun; tried again where they don't find each other after it, see :func:`script`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     for _ in range(8):
         with tempfile.TemporaryDirectory() as name:
