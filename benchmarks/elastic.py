@@ -273,9 +273,8 @@ def main() -> int:
         restarts = {"script": restart(size), "torchrun": torchrun(size)}
         bound = GOAL_SECONDS + GOAL_COPIES * found["state_bytes"] / found["copy_bytes_per_second"]
         report["sizes"][size] = {**found, "restart_seconds": restarts, "bound_seconds": bound}
-        print(
-            f"{size}: state {found['state_bytes'] / 1e6:.0f} MB, copied at {found['copy_bytes_per_second'] / 1e9:.2f} GB/s: {bound:.2f} s allowed"
-        )
+        megabytes, rate = found["state_bytes"] / 1e6, found["copy_bytes_per_second"] / 1e9
+        print(f"{size}: state {megabytes:.0f} MB, copied at {rate:.2f} GB/s: {bound:.2f} s allowed")
         print(f"  script started again {restarts['script']:.2f} s, torchrun {restarts['torchrun']:.2f} s")
         for before, after, seconds in found["pauses"]:
             times = restarts["script"] / seconds
