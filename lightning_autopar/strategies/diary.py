@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PARKED = "parked"
 #: Samples of memory and loss are taken so often at most; and of a long run every other one is dropped when there are so many.
-_SAMPLE_SECONDS, _MOST_SAMPLES = 0.2, 4000
+_SAMPLE_SECONDS, _MOST_SAMPLES = 0.5, 4000
 
 
 @dataclass(frozen=True, kw_only=True)

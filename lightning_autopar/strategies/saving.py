@@ -52,6 +52,8 @@ class Saver:
         self._pending: Path | None = None
         self._saved_at = time.monotonic()
         self._save_seconds: float | None = None
+        self._periodic = False
+        self._began, self._spent = time.monotonic(), 0.0
 
     @property
     def waits(self) -> bool:
@@ -78,16 +80,21 @@ class Saver:
         """Take in a snapshot that is made, or have one made when it is time."""
         if self._pending is not None:
             self.take_in(running)
-        elif running.elastic.gate.pace().boundaries >= 1 and time.monotonic() - self._saved_at > self._interval():
+        elif running.elastic.gate.pace().boundaries >= 1 and self._is_due(time.monotonic()):
+            self._periodic = True
             self.ask(running, "snapshot")
 
-    def _interval(self) -> float:
-        """Seconds from one snapshot to the next."""
-        if self._moving.snapshot_seconds is not None:
-            return self._moving.snapshot_seconds
+    def _is_due(self, now: float) -> bool:
+        """Whether it is time for a snapshot that nobody has asked for.
+
+        By default each, and all of them together, keep within the share of the time; but for the first, which the others pay for.
+        """
+        since = now - self._saved_at
+        if self._moving.snapshot_seconds is not None or since == float("inf"):
+            return since > (self._moving.snapshot_seconds or 0.0)
         known = self._save_seconds
         takes = known if known is not None else _SAVE_SECONDS + self._state_bytes / COPY_BYTES_PER_SECOND
-        return takes / self._moving.overhead
+        return min(since, now - self._began - self._spent / self._moving.overhead) > takes / self._moving.overhead
 
     def ask(self, running: Running, what: Ask, *, on_disk: bool = False) -> None:
         """Ask the ranks for a snapshot."""
@@ -104,6 +111,9 @@ class Saver:
             return None
         target, self._pending, self._saved_at = self._pending, None, time.monotonic()
         pace = running.elastic.gate.pace()
+        if self._periodic:
+            self._spent += pace.save_seconds or 0.0
+        self._periodic = False
         if not done:
             rank_zero_warn(f"autopar: a snapshot couldn't be written to {target}: {running.elastic.refusal()}")
             self._shelf.discard(target)
