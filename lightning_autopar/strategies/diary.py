@@ -73,15 +73,15 @@ class Diary:
         self._enter(Span(begun=self.seconds(), plan=PARKED, devices=(), reason=reason, predicted_bytes={}), "park")
 
     def _enter(self, span: Span, kind: str) -> None:
-        self.close()
+        self.close(span.begun)
         self._spans.append(span)
         if kind != "begin":
             self._marks.append(Mark(at_seconds=span.begun, kind=kind, words=span.reason))
 
-    def close(self) -> None:
-        """The latest span is over."""
+    def close(self, at: float | None = None) -> None:
+        """The latest span is over, now or at a time."""
         if self._spans and self._spans[-1].ended is None:
-            self._spans[-1] = replace(self._spans[-1], ended=self.seconds())
+            self._spans[-1] = replace(self._spans[-1], ended=self.seconds() if at is None else at)
 
     def paused(self, seconds: float) -> None:
         """The generation that runs now came to its first boundary so long after the last one of the generation before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_spans_follow_each_other_and_say_why() -> None:
     assert [span.plan for span in spans] == ["single", "single", PARKED, "single"]
     assert [span.devices for span in spans] == [("cpu:0",), ("cpu:1",), (), ("cpu:0",)]
     assert spans[1].pause_seconds == 0.25
-    assert all(span.ended == after.begun or (span.ended or 0) <= after.begun for span, after in zip(spans, spans[1:], strict=False))
+    assert all(span.ended == after.begun for span, after in pairwise(spans))
     history = diary.history("Module")
     assert [(mark.kind, mark.words) for mark in history.marks] == [
         ("move", "somebody came"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,7 @@ def test_the_first_one_comes_at_once_and_all_of_them_cost_their_share(clock: Clo
 def test_a_fixed_time_is_kept(clock: Clock) -> None:
     _, _, run = begun(clock, Moving(snapshot_seconds=10.0))
     run.until(150.0)
-    gaps = [after - before for before, after in zip(run.saves, run.saves[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(run.saves)]
     assert gaps
     assert all(10 < gap <= 12 for gap in gaps)
 
