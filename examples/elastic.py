@@ -22,20 +22,23 @@ from lightning_autopar.memory.neighbours import Neighbour, write_neighbours
 from lightning_autopar.planning.run_picture import save
 
 BUDGET = "2GiB"
-#: Of the second device: all but a crumb.
+#: Of a device: all but a crumb.
 TAKEN_BYTES = 2 * 1024**3 - 1024**2
 
 
 class Neighbourhood(L.Callback):
-    """Somebody else's job: comes to the second device at a step, and leaves it at another."""
+    """Somebody else's job: comes to a device that the run is on, follows it to where it went, and leaves in the end."""
 
-    def __init__(self, file: Path, comes: int, leaves: int) -> None:
-        self.file, self.comes, self.leaves = file, comes, leaves
+    def __init__(self, file: Path, steps: int) -> None:
+        self.file, self.comes, self.follows, self.leaves = file, steps // 5, steps * 2 // 5, steps * 3 // 5
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_index) -> None:
-        if trainer.is_global_zero and trainer.global_step == self.comes:
-            write_neighbours(self.file, {"cpu:1": Neighbour(taken_bytes=TAKEN_BYTES)})
-        if trainer.is_global_zero and trainer.global_step == self.leaves:
+        if not trainer.is_global_zero:
+            return
+        if trainer.global_step in (self.comes, self.follows):
+            here = trainer.strategy.assignment.plan.devices[-1]
+            write_neighbours(self.file, {here: Neighbour(taken_bytes=TAKEN_BYTES)})
+        if trainer.global_step == self.leaves:
             write_neighbours(self.file, {})
 
 
@@ -75,7 +78,7 @@ def main() -> None:
                 CheckpointMigrate(),
                 # In a minute, what takes hours on a shared machine: look often, and go back soon.
                 ElasticReplan(interval_seconds=0.2, patience=2, min_seconds_between_moves=1.0),
-                Neighbourhood(file, comes=arguments.steps // 5, leaves=arguments.steps * 2 // 5),
+                Neighbourhood(file, arguments.steps),
             ],
         )
 
@@ -87,7 +90,7 @@ def main() -> None:
     tokens = torch.frombuffer(bytearray(unseen[: 64 * 64]), dtype=torch.uint8).view(64, 64).long()
     with torch.no_grad():
         # Of the logits, not of the weights: a key's bias changes no attention, so that AdamW walks it by rounding alone.
-        difference = (undisturbed(tokens) - disturbed(tokens)).abs().max().item()
+        difference = (undisturbed.eval()(tokens) - disturbed.eval()(tokens)).abs().max().item()
     print(f"on a text that neither has seen, the logits of this run's model and the undisturbed one's differ by {difference:.1e} at most")
     save(history, arguments.picture)
     print(f"the run's picture is in {arguments.picture}")

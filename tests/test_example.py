@@ -38,3 +38,22 @@ def test_it_trains_and_generates_text() -> None:
     assert loss is not None, result.stdout
     assert float(loss[1]) < UNIGRAM_NATS < math.log(256)
     assert "def " in result.stdout.split(loss[0])[1]
+
+
+def test_a_run_moves_off_a_device_and_comes_to_the_same_model(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLE.with_name("elastic.py")), "--steps=60", f"--picture={tmp_path / 'run.png'}"],
+        env={name: value for name, value in os.environ.items() if name != "AUTOPAR_DEVICES"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    spans = re.findall(r"s: (.+) on (.+)", result.stdout)
+    assert len(spans) >= 3, result.stdout
+    difference = re.search(r"differ by (\S+) at most", result.stdout)
+    assert difference is not None, result.stdout
+    assert float(difference[1]) < 1e-3
+    assert (tmp_path / "run.png").stat().st_size > 10_000
