@@ -28,7 +28,8 @@ from lightning_autopar.memory.host import host_memory
 
 log = logging.getLogger(__name__)
 
-_LOCK, _MANIFEST = "in-use", "manifest.json"
+#: Another name than that of a run's folder (``generation.run_folder``), which the next run removes when its own is dead.
+_LOCK, _MANIFEST = "lock", "manifest.json"
 #: How many complete snapshots are kept: one that turns out to be damaged must leave another.
 _KEPT = 2
 #: What of a home's free space snapshots may take: a neighbour's files must fit as well.
@@ -36,6 +37,8 @@ _SHARE = 0.8
 #: Snapshots of a run that was killed wait so long for the run's next start.
 _DEAD_SECONDS = 24 * 3600.0
 _BLOCK_BYTES = 8 * 1024**2
+#: How long after a snapshot its sums are made; and how nice to others.
+_SUM_AFTER_SECONDS, _LEAST_PRIORITY = 20.0, 19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,7 @@ class Shelf:
             self._move_to_disk()
         self._number = max((_number(path) for path in self._all()), default=0)
         self._threads: list[threading.Thread] = []
+        self._wake = threading.Event()
 
     def __enter__(self) -> Shelf:
         return self
@@ -144,13 +148,14 @@ class Shelf:
             for name in files:
                 _flush(path / name)
         self._write(path, {"step": step, "bytes": files, "sums": {}})
-        thread = threading.Thread(target=self._sum, args=(path, step, files), name="autopar-sums", daemon=True)
-        thread.start()  # nobody waits for it: sums are for those who come after a crash
-        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         complete = [each for each in self._all() if (each / _MANIFEST).is_file()]
-        for each in self._all():
-            if each not in complete[:_KEPT] and each != path:
-                shutil.rmtree(each, ignore_errors=True)
+        old = [each for each in self._all() if each not in complete[:_KEPT] and each != path]
+        self._wake.set()  # the sums of the one before aren't wanted any more
+        self._wake = threading.Event()
+        # Nobody waits for it: room and sums are for later, and a run that moves needs the cores now.
+        thread = threading.Thread(target=self._tidy, args=(path, step, files, old, self._wake), name="autopar-shelf", daemon=True)
+        thread.start()
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         return snapshot
 
     @staticmethod
@@ -160,7 +165,14 @@ class Shelf:
         _flush(partial)
         partial.replace(path / _MANIFEST)
 
-    def _sum(self, path: Path, step: int, files: dict[str, int]) -> None:
+    def _tidy(self, path: Path, step: int, files: dict[str, int], old: list[Path], wake: threading.Event) -> None:
+        """Remove older snapshots, and some time later, unless there is a newer one, add up what the files hold."""
+        with suppress(OSError):  # not Linux: the thread isn't a process there
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+        for each in old:
+            shutil.rmtree(each, ignore_errors=True)
+        if wake.wait(_SUM_AFTER_SECONDS) and self._wake is not wake:
+            return
         with suppress(OSError):  # removed, as a newer one is there
             self._write(path, {"step": step, "bytes": files, "sums": {name: _checksum(path / name) for name in files}})
 
@@ -187,14 +199,24 @@ class Shelf:
             keep: whether it is.
             within_seconds: how long to wait for sums, without which files are known by their sizes alone; None: until they are there.
         """
-        until = float("inf") if within_seconds is None else time.monotonic() + within_seconds
-        for thread in self._threads:
-            thread.join(None if within_seconds is None else max(0.0, until - time.monotonic()))
-        if not keep:
+        if keep:
+            self.settle(within_seconds)
+        else:
+            self._wake.set()
+            self._wake = threading.Event()
+            for thread in self._threads:
+                thread.join()
             for home in self._homes:
                 shutil.rmtree(home, ignore_errors=True)
         for lock in self._locks:
             os.close(lock)
+
+    def settle(self, within_seconds: float | None = None) -> None:
+        """Have room made and sums added up now."""
+        until = float("inf") if within_seconds is None else time.monotonic() + within_seconds
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(None if within_seconds is None else max(0.0, until - time.monotonic()))
 
     def _all(self) -> list[Path]:
         """All there are, complete or not, the latest first."""

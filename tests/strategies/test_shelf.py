@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_autopar.strategies.generation import run_folder
 from lightning_autopar.strategies.shelf import Shelf, run_key
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -44,6 +45,7 @@ def test_the_latest_complete_one_counts(key: str, tmp_path: Path) -> None:
         assert not latest.on_disk
         assert first.is_dir()
         _write(shelf, 4)
+        shelf.settle()
         assert not first.is_dir(), "two are enough"
     assert not first.parent.exists(), "nothing is left behind"
 
@@ -53,8 +55,7 @@ def test_a_damaged_one_is_passed_over_and_said(damage: str, key: str, tmp_path: 
     with Shelf(key, tmp_path, 1000) as shelf:
         _write(shelf, 1)
         second = _write(shelf, 2)
-        for thread in shelf._threads:
-            thread.join()
+        shelf.settle()
         file = second / "tensors" / "data"
         if damage == "short":
             file.write_bytes(b"x")
@@ -136,8 +137,7 @@ def test_long_dead_runs_are_removed(key: str, tmp_path: Path) -> None:
 def test_a_manifest_says_what_was_written(key: str, tmp_path: Path) -> None:
     with Shelf(key, tmp_path, 1000) as shelf:
         path = _write(shelf, 3)
-        for thread in shelf._threads:
-            thread.join()
+        shelf.settle()
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         assert manifest["step"] == 3
         assert manifest["bytes"] == {"rest.pkl": 4, "tensors/data": 1000}
@@ -174,3 +174,14 @@ def test_a_shared_one_is_one_runs_unless_the_same_job_comes_again(key: str, tmp_
         assert latest is not None
         assert latest.step == 3
         again.close(keep=True)
+
+
+def test_another_runs_start_leaves_it_alone(key: str, tmp_path: Path) -> None:
+    """Every run removes the folders of dead runs; snapshots of one that is to go on aren't such a folder."""
+    shelf = Shelf(key, tmp_path, 1000)
+    _write(shelf, 9)
+    shelf.close(keep=True)
+    with run_folder(0):
+        pass
+    with Shelf(key, tmp_path, 1000) as again:
+        assert again.latest() is not None
