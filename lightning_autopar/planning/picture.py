@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_autopar.memory.inventory import Device
+from lightning_autopar.planning.drawing import ALARM, FAINT, INK, PAPER, own_matplotlib, write
 from lightning_autopar.planning.labels import devices_label
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.planning.table import time_words
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_PAPER, _INK, _FAINT, _HELD, _ALARM = "#fbfbf9", "#24292f", "#b9bdc3", "#e4e5e8", "#c62828"
+_HELD = "#e4e5e8"
 #: Of Okabe and Ito's palette, which people with any colour vision can tell apart. What isn't named here is "other".
 _CATEGORIES: Mapping[str, str] = {
     "parameters": "#0072b2",
@@ -85,23 +86,23 @@ def draw(report: Report, candidate: Candidate | None = None) -> Figure:
         which = "none of the plans" if shown is None else f"the plan {shown.plan.title()!r}"
         why = shown.reason if shown is not None else "; ".join(dict.fromkeys(one.reason or "" for one in report.candidates))
         raise ValueError(f"there is nothing to draw: {which} was predicted ({why}); draw one that has a prediction")
-    figure_class, styled = _matplotlib()
+    figure_class, styled = own_matplotlib(instead="print the report instead")
     bars = _bars(report, shown)
     spans = _shown_spans(report, shown)
     lanes = _lanes(spans)
     heights = [0.5 * len(bars) + 0.9, 0.34 * len(lanes) + 0.9]
     with styled:
-        figure = figure_class(figsize=(10.5, sum(heights) + 1.9), facecolor=_PAPER)
+        figure = figure_class(figsize=(10.5, sum(heights) + 1.9), facecolor=PAPER)
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
         upper, lower = figure.subplots(2, 1, gridspec_kw={"height_ratios": heights})
         for axes, label in ((upper, "memory"), (lower, "step")):
             axes.set_label(label)
-            axes.set_facecolor(_PAPER)
-            axes.tick_params(colors=_INK, labelsize=9, length=2)
+            axes.set_facecolor(PAPER)
+            axes.tick_params(colors=INK, labelsize=9, length=2)
             for side, spine in axes.spines.items():
                 spine.set_visible(side == "bottom")
-                spine.set_color(_FAINT)
-        figure.suptitle(_title(report, shown), color=_INK, fontsize=12, x=0.01, ha="left")
+                spine.set_color(FAINT)
+        figure.suptitle(_title(report, shown), color=INK, fontsize=12, x=0.01, ha="left")
         _draw_memory(upper, bars, len(shown.plan.devices))
         _draw_step(lower, shown, spans, lanes)
     return figure
@@ -113,37 +114,7 @@ def save(report: Report, path: str | Path, candidate: Candidate | None = None) -
     Raises:
         ValueError: as :func:`draw`; or if the path's ending names no format that matplotlib writes, or it can't be written.
     """
-    figure = draw(report, candidate)
-    ending = Path(path).suffix.lstrip(".").lower()
-    formats = figure.canvas.get_supported_filetypes()
-    if ending not in formats:
-        raise ValueError(f"the picture's file {str(path)!r} has an ending that names no format; choose '.png', '.svg' or '.pdf'")
-    try:
-        with _matplotlib()[1]:
-            # The date is left out, so that the same report gives the same file.
-            figure.savefig(path, format=ending, dpi=150, facecolor=_PAPER, metadata={"Date": None} if ending == "svg" else None)
-    except OSError as error:
-        raise ValueError(
-            f"the picture can't be written to {str(path)!r} ({error.strerror}); give a path in a folder that is there"
-        ) from error
-
-
-def _matplotlib() -> tuple[type[Figure], Any]:
-    """The class of figures, and a context in which only our own settings count.
-
-    Raises:
-        ValueError: if it isn't installed.
-    """
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "the picture needs matplotlib, which isn't installed; pip install 'lightning-autopar[report]', or print the report instead"
-        ) from error
-    # The text of an SVG stays text.
-    ours = {"text.color": _INK, "axes.labelcolor": _INK, "hatch.color": _FAINT, "hatch.linewidth": 0.6, "svg.fonttype": "none"}
-    return Figure, style.context(["default", ours])
+    write(draw(report, candidate), path)
 
 
 def _title(report: Report, candidate: Candidate) -> str:
@@ -187,9 +158,9 @@ def _draw_memory(axes: Axes, bars: Sequence[_Bar], devices: int) -> None:
         for category, size in parts.items():
             if not size:
                 continue
-            look: dict[str, Any] = {"facecolor": _CATEGORIES.get(category, _OTHER), "edgecolor": _PAPER, "linewidth": 0.4}
+            look: dict[str, Any] = {"facecolor": _CATEGORIES.get(category, _OTHER), "edgecolor": PAPER, "linewidth": 0.4}
             if category.startswith("allowed"):
-                look = {"facecolor": _PAPER, "edgecolor": _FAINT, "hatch": "////", "linewidth": 0.6}
+                look = {"facecolor": PAPER, "edgecolor": FAINT, "hatch": "////", "linewidth": 0.6}
             axes.barh(row, size / unit, left=start / unit, height=0.62, **looks.setdefault(category, look))
             start += size
         device = bar.devices[0]
@@ -197,9 +168,9 @@ def _draw_memory(axes: Axes, bars: Sequence[_Bar], devices: int) -> None:
             if (held := device.total_bytes - device.free_bytes) > 0:
                 look = looks.setdefault("held by others", {"facecolor": _HELD})
                 axes.barh(row, held / unit, left=device.free_bytes / unit, height=0.74, **look)
-            axes.barh(row, device.total_bytes / unit, height=0.74, facecolor="none", edgecolor=_FAINT, linewidth=0.8)
+            axes.barh(row, device.total_bytes / unit, height=0.74, facecolor="none", edgecolor=FAINT, linewidth=0.8)
         headroom = bar.budget - bar.need
-        color = _INK if headroom >= 0 else _ALARM
+        color = INK if headroom >= 0 else ALARM
         axes.plot([bar.budget / unit] * 2, [row - 0.42, row + 0.42], color=color, linewidth=2, solid_capstyle="butt")
         words = f"{format_bytes(headroom)} left" if headroom >= 0 else f"{format_bytes(-headroom)} too little"
         axes.text(most * 1.015 / unit, row, words, va="center", ha="left", fontsize=9, color=color, clip_on=False)
@@ -217,7 +188,7 @@ def _legend(axes: Axes, looks: Mapping[str, Mapping[str, Any]]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(label=label, **look) for label, look in looks.items()]
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5, frameon=False, fontsize=8, labelcolor=_INK)
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5, frameon=False, fontsize=8, labelcolor=INK)
 
 
 def _by_colour(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -272,9 +243,9 @@ def _draw_step(axes: Axes, candidate: Candidate, spans: Sequence[Span], lanes: S
     scale, name = (1e3, "milliseconds") if end < 1 else (1.0, "seconds")
     looks: dict[str, dict[str, Any]] = {}
     for kind, color in _KINDS.items():
-        look: dict[str, Any] = {"facecolor": color, "edgecolor": _PAPER, "linewidth": 0.3}
+        look: dict[str, Any] = {"facecolor": color, "edgecolor": PAPER, "linewidth": 0.3}
         if kind == "idle":
-            look = {"facecolor": _PAPER, "edgecolor": _FAINT, "hatch": "////", "linewidth": 0.4}
+            look = {"facecolor": PAPER, "edgecolor": FAINT, "hatch": "////", "linewidth": 0.4}
         for row, lane in enumerate(lanes):
             ranges = [
                 (span.start_seconds * scale, (span.end_seconds - span.start_seconds) * scale)

@@ -14,13 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_autopar.planning.drawing import ALARM, FAINT, INK, PAPER, own_matplotlib, write
 from lightning_autopar.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_PAPER, _INK, _FAINT, _ALARM = "#fbfbf9", "#24292f", "#b9bdc3", "#c62828"
 _OURS, _OTHERS, _PREDICTED = "#0072b2", "#b0a99a", "#24292f"
 #: Of Okabe and Ito's palette, which people with any colour vision can tell apart; lightened, so that dark words are read on them.
 _PLANS = ("#8cc5e8", "#f3c567", "#7fcdb5", "#eda680", "#e0b4cf", "#d9d07a", "#b7c0cc", "#c9a98f")
@@ -140,7 +140,7 @@ def draw(history: RunHistory) -> Figure:
     """
     if not history.spans:
         raise ValueError("there is nothing to draw: the run's history has no plan that ran; draw it after the run began")
-    figure_class, styled = _matplotlib()
+    figure_class, styled = own_matplotlib()
     devices = _devices(history)
     shown = devices[:_MOST_DEVICES]
     lines = _mark_lines(history.marks)
@@ -150,7 +150,7 @@ def draw(history: RunHistory) -> Figure:
     below = 0.2 * (len(lines) + legend_rows) + 0.85
     height = sum(rows.values()) + below + 1.0
     with styled:
-        figure = figure_class(figsize=(_WIDTH_INCHES, height), facecolor=_PAPER)
+        figure = figure_class(figsize=(_WIDTH_INCHES, height), facecolor=PAPER)
         grid = figure.subplots(
             len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": list(rows.values()), "hspace": 0.32}
         )[:, 0]
@@ -160,7 +160,7 @@ def draw(history: RunHistory) -> Figure:
         for label, each in axes.items():
             _plain(each, label)
             for mark in history.marks:
-                color = _ALARM if mark.kind == "failure" else _INK
+                color = ALARM if mark.kind == "failure" else INK
                 each.axvline(mark.at_seconds / scale, color=color, linewidth=0.8, linestyle=(0, (4, 3)), zorder=3)
         if history.losses:
             _draw_losses(axes["loss"], history, scale)
@@ -172,9 +172,9 @@ def draw(history: RunHistory) -> Figure:
         start = min(0.0, *(span.start_seconds for span in history.spans))
         axes["plans"].set_xlim(start / scale, max(history.end_seconds(), start + 1e-9) / scale)
         more = f"; {len(devices) - len(shown)} more devices aren't shown" if len(shown) < len(devices) else ""
-        axes["plans"].set_xlabel(f"{unit} since the run began{more}", color=_INK, fontsize=9)
-        figure.suptitle(_plainly(_title(history)), color=_INK, fontsize=12, x=0.01, y=1 - 0.1 / height, ha="left", va="top")
-        figure.text(0.01, 0.08 / height, _plainly("\n".join(lines)), color=_INK, fontsize=8, ha="left", va="bottom", linespacing=1.5)
+        axes["plans"].set_xlabel(f"{unit} since the run began{more}", color=INK, fontsize=9)
+        figure.suptitle(_plainly(_title(history)), color=INK, fontsize=12, x=0.01, y=1 - 0.1 / height, ha="left", va="top")
+        figure.text(0.01, 0.08 / height, _plainly("\n".join(lines)), color=INK, fontsize=8, ha="left", va="bottom", linespacing=1.5)
     return figure
 
 
@@ -184,43 +184,16 @@ def save(history: RunHistory, path: str | Path) -> None:
     Raises:
         ValueError: as :func:`draw`; or if the path's ending names no format that matplotlib writes, or it can't be written.
     """
-    figure = draw(history)
-    ending = Path(path).suffix.lstrip(".").lower()
-    if ending not in figure.canvas.get_supported_filetypes():
-        raise ValueError(f"the picture's file {str(path)!r} has an ending that names no format; choose '.png', '.svg' or '.pdf'")
-    try:
-        with _matplotlib()[1]:
-            # The date is left out, so that the same history gives the same file.
-            figure.savefig(path, format=ending, dpi=150, facecolor=_PAPER, metadata={"Date": None} if ending == "svg" else None)
-    except OSError as error:
-        raise ValueError(
-            f"the picture can't be written to {str(path)!r} ({error.strerror}); give a path in a folder that is there"
-        ) from error
-
-
-def _matplotlib() -> tuple[type[Figure], Any]:
-    """The class of figures, and a context in which only our own settings count.
-
-    Raises:
-        ValueError: if it isn't installed.
-    """
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("the picture needs matplotlib, which isn't installed; pip install 'lightning-autopar[report]'") from error
-    # The text of an SVG stays text, with a name for its identifiers that is the same each time.
-    ours = {"text.color": _INK, "axes.labelcolor": _INK, "hatch.color": _FAINT, "hatch.linewidth": 0.6}
-    return Figure, style.context(["default", {**ours, "svg.fonttype": "none", "svg.hashsalt": "autopar"}])
+    write(draw(history), path)
 
 
 def _plain(axes: Axes, label: str) -> None:
     axes.set_label(label)
-    axes.set_facecolor(_PAPER)
-    axes.tick_params(colors=_INK, labelsize=8, length=2)
+    axes.set_facecolor(PAPER)
+    axes.tick_params(colors=INK, labelsize=8, length=2)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("bottom", "left"))
-        spine.set_color(_FAINT)
+        spine.set_color(FAINT)
 
 
 def _title(history: RunHistory) -> str:
@@ -242,7 +215,7 @@ def _plainly(text: str) -> str:
 
 
 def _legend(axes: Axes, handles: Sequence[Any], **place: Any) -> None:
-    axes.legend(handles=handles, frameon=False, fontsize=8, labelcolor=_INK, borderaxespad=0.2, **place)
+    axes.legend(handles=handles, frameon=False, fontsize=8, labelcolor=INK, borderaxespad=0.2, **place)
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------------------------
@@ -264,10 +237,10 @@ def _draw_losses(axes: Axes, history: RunHistory, scale: float) -> None:
     )
     steps = f"steps {min(point.step for point in points)} to {max(point.step for point in points)}"
     broken = f"; {len(points) - len(values)} not finite" if len(values) < len(points) else ""
-    axes.set_title(f"loss, {steps}{broken}", color=_INK, fontsize=9, loc="left", pad=6)
+    axes.set_title(f"loss, {steps}{broken}", color=INK, fontsize=9, loc="left", pad=6)
     if values and min(values) > 0 and max(values) / min(values) > _LOG_RATIO:
         axes.set_yscale("log")
-        axes.tick_params(which="both", colors=_INK, labelsize=8)
+        axes.tick_params(which="both", colors=INK, labelsize=8)
 
 
 def _thinned(points: Sequence[LossPoint]) -> Sequence[LossPoint]:
@@ -310,7 +283,7 @@ def _draw_memory(axes: Axes, device: str, history: RunHistory, scale: float) -> 
         indices = list(part)
         span = [times[index] for index in (*indices, indices[-1] + 1)]  # a sample holds until the next one
         if not there:
-            axes.fill_between(span, 0, most / size, facecolor=_PAPER, edgecolor=_FAINT, hatch="////", linewidth=0)
+            axes.fill_between(span, 0, most / size, facecolor=PAPER, edgecolor=FAINT, hatch="////", linewidth=0)
             continue
         held = [each for each in found[indices[0] : indices[-1] + 1] if each is not None]
         ours = [each.ours / size for each in (*held, held[-1])]
@@ -318,13 +291,13 @@ def _draw_memory(axes: Axes, device: str, history: RunHistory, scale: float) -> 
         whole = [each.total / size for each in (*held, held[-1])]
         axes.fill_between(span, 0, ours, step="post", facecolor=_OURS, linewidth=0)
         axes.fill_between(span, ours, both, step="post", facecolor=_OTHERS, linewidth=0)
-        axes.plot(span, whole, drawstyle="steps-post", color=_FAINT, linewidth=0.8)
+        axes.plot(span, whole, drawstyle="steps-post", color=FAINT, linewidth=0.8)
     for plan, need in predicted:
         ends = [plan.start_seconds / scale, plan.end_seconds / scale]
         axes.plot(ends, [need / size] * 2, color=_PREDICTED, linewidth=1.4, linestyle=(0, (1, 1)), zorder=4)
     axes.set_ylim(0, 1.05 * most / size)
     axes.set_ylabel(("bytes", "KiB", "MiB", "GiB", "TiB")[power], fontsize=8)
-    axes.set_title(_plainly(f"{_short(device)}, {format_bytes(total)}"), color=_INK, fontsize=9, loc="left", pad=4)
+    axes.set_title(_plainly(f"{_short(device)}, {format_bytes(total)}"), color=INK, fontsize=9, loc="left", pad=4)
 
 
 def _memory_legend(axes: Axes, history: RunHistory) -> None:
@@ -335,13 +308,13 @@ def _memory_legend(axes: Axes, history: RunHistory) -> None:
     handles: list[Any] = [
         Patch(label="taken by this run", facecolor=_OURS),
         Patch(label="taken by others", facecolor=_OTHERS),
-        Patch(label="free", facecolor=_PAPER, edgecolor=_FAINT),
+        Patch(label="free", facecolor=PAPER, edgecolor=FAINT),
     ]
     if any(span.predicted_bytes for span in history.spans):
         handles.insert(0, Line2D([], [], label="predicted", color=_PREDICTED, linewidth=1.4, linestyle=(0, (1, 1))))
     devices = _devices(history)
     if any(device not in sample.devices for sample in history.memory for device in devices):
-        handles.append(Patch(label="not there", facecolor=_PAPER, edgecolor=_FAINT, hatch="////"))
+        handles.append(Patch(label="not there", facecolor=PAPER, edgecolor=FAINT, hatch="////"))
     _legend(axes, handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles))
 
 
@@ -362,24 +335,24 @@ def _draw_plans(axes: Axes, history: RunHistory, titles: Sequence[str], scale: f
     looks: dict[str, dict[str, Any]] = {}
     inches = _WIDTH_INCHES * (_RIGHT - _LEFT) / max(history.end_seconds(), 1e-9)
     for span in history.spans:
-        color, hatch = colors[span.title] if span.devices else (_PAPER, "////")
-        look: dict[str, Any] = {"facecolor": color, "edgecolor": _PAPER if span.devices else _FAINT, "hatch": hatch, "linewidth": 0.6}
+        color, hatch = colors[span.title] if span.devices else (PAPER, "////")
+        look: dict[str, Any] = {"facecolor": color, "edgecolor": PAPER if span.devices else FAINT, "hatch": hatch, "linewidth": 0.6}
         looks.setdefault(span.title, look)
         start, width = span.start_seconds / scale, (span.end_seconds - span.start_seconds) / scale
         axes.broken_barh([(start, width)], (0, 1), **look)
         room = int((span.end_seconds - span.start_seconds) * inches / _CHARACTER_INCHES)
         words = [text for text in (span.title, ", ".join(map(_short, span.devices))) if text and len(text) <= room]
         if words:
-            back = {"facecolor": _PAPER, "edgecolor": "none", "pad": 1.5} if not span.devices else None
+            back = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.5} if not span.devices else None
             axes.text(
-                start + width / 2, 0.5, _plainly("\n".join(words)), color=_INK, fontsize=8, ha="center", va="center", bbox=back, zorder=5
+                start + width / 2, 0.5, _plainly("\n".join(words)), color=INK, fontsize=8, ha="center", va="center", bbox=back, zorder=5
             )
     for number, mark in enumerate(history.marks[:_MOST_WORDS], start=1):
-        axes.text(mark.at_seconds / scale, 1.06, str(number), color=_INK, fontsize=8, ha="center", va="bottom", clip_on=False)
+        axes.text(mark.at_seconds / scale, 1.06, str(number), color=INK, fontsize=8, ha="center", va="bottom", clip_on=False)
     axes.set_ylim(0, 1)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.set_title("plans", color=_INK, fontsize=9, x=-0.01, y=0.4, ha="right", va="center")
+    axes.set_title("plans", color=INK, fontsize=9, x=-0.01, y=0.4, ha="right", va="center")
     _legend(
         axes,
         [Patch(label=_plainly(title), **look) for title, look in looks.items()],
