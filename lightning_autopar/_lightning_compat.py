@@ -39,6 +39,8 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 
@@ -49,6 +51,7 @@ __all__ = [
     "SIGTERMException",
     "TrainerFn",
     "TunerExit",
+    "arguments_from",
     "attach_data",
     "bare_optimizer",
     "call_on_exception",
@@ -299,6 +302,11 @@ def run_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     import inspect
 
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
+def arguments_from(snapshot: Path, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments by name, to go on from a snapshot instead of what they say."""
+    return {**run_arguments(function, args, kwargs), "ckpt_path": str(snapshot), "weights_only": False}
 
 
 # -- for memory/batch.py and memory/rehearsal.py ---------------------------------------------------------------------------------------

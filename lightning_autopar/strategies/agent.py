@@ -172,14 +172,14 @@ class Agent:
 
     # -- the run -----------------------------------------------------------------------------------------------------------------------
 
-    def run(self, noted: list[type[BaseException]]) -> tuple[Outcome, Job, bool]:
+    def run(self, noted: list[type[BaseException]]) -> tuple[Outcome, Job]:
         """Keep the run going until it is over.
 
         Args:
             noted: interruptions, as they come.
 
         Returns:
-            what came out, the job of the generation that it came out of, and whether snapshots are to be kept for the next start.
+            what came out, and the job of the generation that it came out of.
         """
         latest = self._saver.latest
         if latest is not None:
@@ -196,22 +196,22 @@ class Agent:
                 running.round(noted)
                 running.note()
                 if noted and noted[0] is SIGTERMException:
-                    return self._leave(running), running.job, True
+                    return self._leave(running), running.job
                 if running.generation.gone:
                     if running.finished(noted):
-                        return running.generation.outcome(noted), running.job, False
+                        return running.generation.outcome(noted), running.job
                     outcome = running.generation.outcome(noted)
                     ended = self._recover(running, outcome)
                     if ended is not None:
-                        return ended, running.job, False
+                        return ended, running.job
                     if self._run is None and not self._wait_parked(noted):
-                        return self._interrupted(noted[0]), running.job, noted[0] is SIGTERMException
+                        return self._interrupted(noted[0]), running.job
                     continue
                 self._watch_over(running)
                 if not self._saver.waits and not noted and (wish := self._wish()) is not None:
                     self._follow(wish, running, noted)
                     if self._run is None and not self._wait_parked(noted):
-                        return self._interrupted(noted[0]), running.job, noted[0] is SIGTERMException
+                        return self._interrupted(noted[0]), running.job
         finally:
             if self._run is not None:
                 self._run.generation.end()
@@ -275,10 +275,8 @@ class Agent:
             self._left_at = None
             self._pauses.append(pause)
             self.diary.paused(pause)
-        if gate.final and pace.boundaries >= 1 and pace.step > max(self._failures, default=-1) and not self._failures:
-            gate.final = False  # from here on there is something to go on from
-        if gate.final and self._failures and pace.step > max(self._failures):
-            gate.final = False
+        if gate.final and pace.boundaries >= 1 and pace.step > max(self._failures, default=-1):
+            gate.final = False  # it is past where it failed, and there is something to go on from
             self._failures.clear()
         self._saver.watch(running)
         self._note(running)
@@ -291,8 +289,7 @@ class Agent:
     def _note(self, running: Running | None) -> None:
         """Write down what is on the devices, now and then."""
         if self.diary.is_due():
-            candidate = self.decision.assignment.candidate
-            predicted = {} if candidate is None or running is None else {device: held.reserved for device, held in candidate.bytes.items()}
+            predicted = {} if running is None else self.decision.assignment.reserved_bytes
             loss = None if running is None else running.elastic.gate.loss()
             self.diary.sample(self._probe(running), {**predicted, **self.measured_bytes}, loss)
 
@@ -373,7 +370,7 @@ class Agent:
                 self.moved_at = time.monotonic()
                 self._resume(wish.decision, wish.reason)
                 return True
-            time.sleep(0.05)
+            time.sleep(0.05)  # what is waited for comes as files, and as memory that others let go of
         return False
 
     def _resume(self, decision: Decision, reason: str) -> None:
@@ -405,14 +402,15 @@ class Agent:
         self._saver.give_up(running)
         short = out_of_memory(error)
         theirs = not isinstance(error, WorkerFailed) and not short
+        step = running.elastic.gate.furthest_step()
         if theirs and (running.elastic.gate.final or pace.boundaries == 0):
             return outcome
-        self._failures = {pace.step: self._failures.get(pace.step, 0) + 1}
-        if self._failures[pace.step] >= self._moving.failures:
+        self._failures = {step: self._failures.get(step, 0) + 1}
+        if self._failures[step] >= self._moving.failures:
             return outcome
         where = "from the beginning" if (snapshot := self._saver.look_back()) is None else f"from the snapshot of step {snapshot.step}"
-        rank_zero_warn(f"autopar: a failure at step {pace.step}, the run goes on {where}: {type(error).__name__}: {error}")
-        self.diary.failed(f"{type(error).__name__} at step {pace.step}: {error}")
+        rank_zero_warn(f"autopar: a failure at step {step}, the run goes on {where}: {type(error).__name__}: {error}")
+        self.diary.failed(f"{type(error).__name__} at step {step}: {error}")
         self._left_at = pace.at
         if short:
             self._lower_limits(running)
@@ -421,23 +419,21 @@ class Agent:
         except NothingFits:
             self._park(f"nothing fits after {type(error).__name__}: {error}")
             return None
-        self._resume(decision, f"{type(error).__name__} at step {pace.step}")
+        self._resume(decision, f"{type(error).__name__} at step {step}")
         return None
 
     def _lower_limits(self, running: Running) -> None:
         """A plan that was predicted to fit didn't: no plan may take as much of its devices again."""
-        candidate = running.decision.assignment.candidate
-        for device in running.decision.assignment.plan.devices:
-            if candidate is not None and (held := candidate.bytes.get(device)) is not None:
-                self._limits[device] = int(_LESS * held.reserved)
-                rank_zero_info(f"autopar: {device} is planned for with {format_bytes(self._limits[device])} from now on")
+        for device, reserved_bytes in running.decision.assignment.reserved_bytes.items():
+            self._limits[device] = int(_LESS * reserved_bytes)
+            rank_zero_info(f"autopar: {device} is planned for with {format_bytes(self._limits[device])} from now on")
 
     def _after(self, running: Running) -> Decision:
         """The plan to go on with: the same one while its devices are there with room for it."""
         inventory = self.inventory()
         there = {device.id: device.free_bytes for device in usable(inventory).devices}
-        candidate, plan = running.decision.assignment.candidate, running.decision.assignment.plan
-        needed = {} if candidate is None else {device: held.reserved for device, held in candidate.bytes.items()}
-        if all(device in there and needed.get(device, 0) <= there[device] for device in plan.devices):
+        assignment = running.decision.assignment
+        needed = assignment.reserved_bytes
+        if all(device in there and needed.get(device, 0) <= there[device] for device in assignment.plan.devices):
             return running.decision
         return self.replan(inventory)

@@ -17,11 +17,13 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ProgressBar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_hyperparameters
+from lightning_autopar.state import rng
 from lightning_autopar.state.snapshot import save_snapshot
 from lightning_autopar.strategies.carried import carry, carry_loggers_in, take_over
 from lightning_autopar.strategies.gate import Gate
@@ -151,6 +153,7 @@ class Boundary:
                     callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
         engine.before_loops = go_on  # type: ignore[attr-defined]  # of EngineMixin
+        rng.restore(self._before.random, {})
 
     def _meet_and_advance(self, data_fetcher: Any) -> None:
         """``_TrainingEpochLoop.advance`` behind a boundary."""
@@ -159,8 +162,7 @@ class Boundary:
             self._go_on_after(self._elastic.folder.parent / _BEGIN)
         gate.tell_bytes(self._rank, self._used_bytes())
         self._tell_loss()
-        in_window = self._epoch_loop.batch_progress.current.ready > 0 and self._epoch_loop._should_accumulate()
-        ask = gate.arrive(self._rank, step=trainer.global_step, batches_left=self._batches_left(), in_window=in_window)
+        ask = gate.arrive(self._rank, step=trainer.global_step, batches_left=self._batches_left(), in_window=self._in_window)
         if ask is not None:
             trainer.strategy.meter.pause(trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step
             started = time.monotonic()
@@ -172,6 +174,11 @@ class Boundary:
             if saved and ask == "pause":
                 raise Paused
         self._advance(data_fetcher)
+
+    @property
+    def _in_window(self) -> bool:
+        """Whether gradients of earlier batches wait for their step."""
+        return self._epoch_loop.batch_progress.current.ready > 0 and bool(self._epoch_loop._should_accumulate())
 
     def _tell_loss(self) -> None:
         """What the user logs as a loss, for the run's picture; seldom, as on a GPU to read a value is to wait for it."""
@@ -186,8 +193,6 @@ class Boundary:
     def _used_bytes(self) -> int:
         device = self._trainer.strategy.root_device
         if device.type == "cuda":
-            import torch
-
             return torch.cuda.memory_reserved(device)
         return 0
 

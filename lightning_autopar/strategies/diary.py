@@ -63,8 +63,7 @@ class Diary:
 
     def begin(self, decision: Decision, reason: str) -> None:
         """A generation begins, or goes on."""
-        plan, candidate = decision.assignment.plan, decision.assignment.candidate
-        predicted = {} if candidate is None else {device: held.reserved for device, held in candidate.bytes.items()}
+        plan, predicted = decision.assignment.plan, decision.assignment.reserved_bytes
         kind = "begin" if not self._spans else "resume" if self._spans[-1].plan == PARKED else "move"
         self._enter(Span(begun=self.seconds(), plan=plan.title(), devices=plan.devices, reason=reason, predicted_bytes=predicted), kind)
 

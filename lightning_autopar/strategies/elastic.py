@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_autopar._lightning_compat import TrainerFn, run_arguments
+from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run_arguments
 from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies import results as handover
@@ -48,6 +48,13 @@ _DOOR_SECONDS = 0.1
 _runs = 0
 
 
+def asked_for(trainer: Trainer) -> Moving | None:
+    """How the user wants the run to be saved and moved; None where no callback says so."""
+    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    found = (getattr(callback, "autopar_moving", None) for callback in callbacks)
+    return next((how for how in found if isinstance(how, Moving)), None)
+
+
 def moving(trainer: Trainer, batch: BatchRule) -> Moving | None:
     """How the run is to be saved and moved; None where no callback asks for it, or nothing is trained.
 
@@ -58,16 +65,15 @@ def moving(trainer: Trainer, batch: BatchRule) -> Moving | None:
     Raises:
         ValueError: if each device draws batches of its own.
     """
-    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    found = [callback.autopar_moving for callback in callbacks if isinstance(getattr(callback, "autopar_moving", None), Moving)]
-    if trainer.state.fn != TrainerFn.FITTING or not (found or watchers(trainer)):
+    asked = asked_for(trainer)
+    if trainer.state.fn != TrainerFn.FITTING or not (asked or watchers(trainer)):
         return None
     if batch == "per_device":
         raise ValueError(
             "batch='per_device' gives each device batches of its own, so that a run on other devices would be another run; use "
             "batch='global', or leave out CheckpointMigrate and ElasticReplan"
         )
-    return found[0] if found else Moving()
+    return asked or Moving()
 
 
 def watchers(trainer: Trainer) -> list[Watcher]:
@@ -111,9 +117,8 @@ class ElasticRun:
 
     def run(self, restore: Callable[[Outcome, Job], Any]) -> Any:
         """Train; returns what ``restore`` makes of the outcome, while the results' files are there."""
-        disk = self._how.folder or Path(self._trainer.default_root_dir) / ".autopar"
         keep = False
-        shelf = Shelf(self.key(), disk, self.state_bytes)
+        shelf = Shelf(self.key(), self._how.home(self._trainer.default_root_dir), self.state_bytes)
         try:
             with run_folder(self.state_bytes) as folder, open_run() as files, noted_interrupts() as noted, _told_to_move() as told:
                 self.agent = Agent(
@@ -129,8 +134,10 @@ class ElasticRun:
                     state_bytes=self.state_bytes,
                     on_change=self._changed,
                 )
-                outcome, job, keep = self.agent.run(noted)
-                return restore(outcome, job)
+                return restore(*self.agent.run(noted))
+        except SIGTERMException:  # also a second one, which isn't waited for
+            keep = True
+            raise
         finally:
             shelf.close(keep=keep)
 
@@ -241,10 +248,10 @@ class Door:
 
     def show(self, agent: Agent) -> None:
         """Show the run's status."""
-        plan, candidate = agent.decision.assignment.plan, agent.decision.assignment.candidate
+        plan = agent.decision.assignment.plan
         spans = agent.diary.spans
         span = spans[-1] if spans else None
-        claimed = {} if candidate is None or agent.parked else {device: held.reserved for device, held in candidate.bytes.items()}
+        claimed = {} if agent.parked else agent.decision.assignment.reserved_bytes
         left = agent.remaining_steps
         step = agent.step
         self._files.show(

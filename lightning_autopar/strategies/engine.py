@@ -79,6 +79,11 @@ class Assignment:
     elastic: bool = False
 
     @property
+    def reserved_bytes(self) -> dict[str, int]:
+        """What the plan is predicted to take of each device, by its id; empty where nothing was predicted."""
+        return {} if self.candidate is None else {device: held.reserved for device, held in self.candidate.bytes.items()}
+
+    @property
     def torch_devices(self) -> list[torch.device]:
         """The devices as torch names them in this process."""
         return [torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.index or 0) for device in self.devices]

@@ -23,12 +23,11 @@ import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_autopar._lightning_compat import TrainerFn, TunerExit, run_arguments
-from lightning_autopar.state import rng
+from lightning_autopar._lightning_compat import TrainerFn, TunerExit, arguments_from
 from lightning_autopar.strategies.boundary import Boundary
-from lightning_autopar.strategies.elastic import ElasticRun, moving, watchers
+from lightning_autopar.strategies.elastic import ElasticRun, asked_for, moving, watchers
 from lightning_autopar.strategies.journal import Journal
-from lightning_autopar.strategies.saving import COPY_BYTES_PER_SECOND, Moving
+from lightning_autopar.strategies.saving import Moving, save_seconds
 from lightning_autopar.strategies.shelf import Shelf, Snapshot
 from lightning_autopar.strategies.signals import Signals
 from lightning_autopar.strategies.store_gate import StoreGate, Word
@@ -53,8 +52,6 @@ _REQUEUED_SECONDS = 20.0
 _DONE_SECONDS = 60.0
 #: How long the sums of a snapshot's files may take when the process is to leave.
 _SUMS_SECONDS = 3.0
-#: What writing a snapshot takes beside its bytes, before one was measured.
-_SAVE_SECONDS = 0.1
 
 
 def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> Moving | None:
@@ -68,8 +65,7 @@ def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> Moving | None:
     Raises:
         ValueError: if each device draws batches of its own.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    asked = any(isinstance(getattr(callback, "autopar_moving", None), Moving) for callback in callbacks)
+    asked = asked_for(trainer) is not None
     if trainer.state.fn != TrainerFn.FITTING or not (asked or watchers(trainer)):
         return None
     how = moving(trainer, batch) if asked else None
@@ -114,7 +110,7 @@ class RestartableRun:
         Raises:
             ValueError: if not all ranks see the folder.
         """
-        peers, home = self._peers, Path(self._how.folder or Path(self._trainer.default_root_dir) / ".autopar").absolute()
+        peers, home = self._peers, self._how.home(self._trainer.default_root_dir).absolute()
         if peers.rank == 0:
             try:
                 self._shelf = Shelf(self._run.key(), home, self._run.state_bytes, shared=True, job=_job())
@@ -142,7 +138,6 @@ class RestartableRun:
 
         When it ends well, its snapshots are removed; where it failed, they wait for the next start.
         """
-        arguments = run_arguments(self._function, self._args, self._kwargs)
         slurm = self._peers.environment if isinstance(self._peers.environment, SLURMEnvironment) else None
         with Signals(self._trainer, slurm.requeue_signal if slurm is not None and slurm.requeue_signal else signal.SIGUSR1) as signals:
             boundary = StoreBoundary(self, signals, requeues=slurm is not None and slurm.auto_requeue)
@@ -151,8 +146,7 @@ class RestartableRun:
                     yield self._args, self._kwargs
                 else:
                     boundary.take_up(self.snapshot)
-                    rng.restore(self._run.before.random, {})
-                    yield (), {**arguments, "ckpt_path": str(self.snapshot), "weights_only": False}
+                    yield (), arguments_from(self.snapshot, self._function, self._args, self._kwargs)
             except BaseException as error:  # a rank that is gone ends the others by an exception as well
                 if self._shelf is not None:
                     self._shelf.close(keep=not isinstance(error, TunerExit), within_seconds=_SUMS_SECONDS)
@@ -198,8 +192,7 @@ class StoreBoundary(Boundary):
         if self._journal is None and self._rank == 0:
             self._go_on_after(self._run._home / "s000000")
         self._wait_for_device()
-        in_window = self._epoch_loop.batch_progress.current.ready > 0 and self._epoch_loop._should_accumulate()
-        stop = self._gate.arrived(in_window=in_window)
+        stop = self._gate.arrived(in_window=self._in_window)
         if self._rank != 0:
             for word in self._signals.words():
                 self._gate.tell(word)
@@ -235,8 +228,7 @@ class StoreBoundary(Boundary):
         how, takes = self._run._how, self._save_seconds
         if how.snapshot_seconds is not None:
             return how.snapshot_seconds
-        takes = takes if takes is not None else _SAVE_SECONDS + self._run._run.state_bytes / COPY_BYTES_PER_SECOND
-        return takes / how.overhead
+        return (save_seconds(self._run._run.state_bytes) if takes is None else takes) / how.overhead
 
     def _stop(self, stop: Stop) -> None:
         """Write the snapshot, all ranks together, and leave if the processes are to."""

@@ -163,6 +163,10 @@ class Gate:
             at=None if value(_AT_NS) == _UNKNOWN else value(_AT_NS) * 1e-9,
         )
 
+    def furthest_step(self) -> int:
+        """Where a rank that failed was: none of the others could go past it, but rank 0 may not have come there. -1 before all of them."""
+        return max(int(self._cells[self._place(rank, _STEP)]) for rank in range(self._world_size))
+
     def used_bytes(self) -> list[int]:
         """What each rank's device holds for this run, as it last said."""
         return [int(self._cells[self._place(rank, _BYTES)]) for rank in range(self._world_size)]

@@ -14,7 +14,7 @@ from lightning_autopar.strategies.shelf import Shelf, Snapshot
 
 #: How a snapshot is written and read before one was measured: pickled, through shared memory.
 COPY_BYTES_PER_SECOND = 1e9
-#: What writing a snapshot takes beside its bytes, before one was measured.
+#: What writing a snapshot takes beside its bytes.
 _SAVE_SECONDS = 0.1
 
 
@@ -35,6 +35,15 @@ class Moving:
     folder: Path | None = None
     hang_seconds: float = 600.0
     failures: int = 3
+
+    def home(self, root: str) -> Path:
+        """The folder on disk, in a trainer's folder where the user named none."""
+        return self.folder or Path(root) / ".autopar"
+
+
+def save_seconds(state_bytes: int) -> float:
+    """What writing a snapshot takes, before one was measured."""
+    return _SAVE_SECONDS + state_bytes / COPY_BYTES_PER_SECOND
 
 
 class Saver:
@@ -92,8 +101,7 @@ class Saver:
         since = now - self._saved_at
         if self._moving.snapshot_seconds is not None or since == float("inf"):
             return since > (self._moving.snapshot_seconds or 0.0)
-        known = self._save_seconds
-        takes = known if known is not None else _SAVE_SECONDS + self._state_bytes / COPY_BYTES_PER_SECOND
+        takes = save_seconds(self._state_bytes) if self._save_seconds is None else self._save_seconds
         return min(since, now - self._began - self._spent / self._moving.overhead) > takes / self._moving.overhead
 
     def ask(self, running: Running, what: Ask, *, on_disk: bool = False) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
-from lightning_autopar._lightning_compat import SIGTERMException, TunerExit, call_on_exception, installed, run_arguments
+from lightning_autopar._lightning_compat import SIGTERMException, TunerExit, arguments_from, call_on_exception, installed
 from lightning_autopar.state import rng
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.boundary import Boundary, Elastic, Paused
@@ -162,9 +162,7 @@ def _begin(job: Job, elastic: Elastic, engine: EngineMixin, boundary: Boundary, 
     if snapshot is None:
         return job.args, job.kwargs
     boundary.take_up(snapshot)
-    rng.restore(job.before.random, {})
-    arguments = run_arguments(job.function, job.args, job.kwargs)
-    return (), {**arguments, "ckpt_path": str(snapshot), "weights_only": False}
+    return (), arguments_from(snapshot, job.function, job.args, job.kwargs)
 
 
 def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None:

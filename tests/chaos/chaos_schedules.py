@@ -7,25 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from chaos_modules import BLOCKS, Variant
-from chaos_stage import Action
+from chaos_stage import KILLED, Action
 
 from lightning_autopar.plans import Plan
 
 #: Faults after which the run goes on from its last snapshot, or a move is given up.
-KILLS = (
-    "outside",
-    "outside",
-    "outside",
-    "before_carrying",
-    "before_saving",
-    "tensors_saved",
-    "saved",
-    "preparing",
-    "during_preparation",
-    "starting",
-    "batch_start",
-    "validation",
-)
+KILLS = ("outside", "outside", *KILLED)
 
 
 def _devices(*numbers: int) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from lightning_autopar.strategies.shelf import Shelf
 from lightning_autopar.strategies.watching import Wish
 
 #: Where a worker may be killed. ``outside``: by its agent's process, some time after the batch.
-PLACES = (
+KILLED = (
     "outside",
     "before_carrying",
     "before_saving",
@@ -44,13 +44,9 @@ PLACES = (
     "starting",
     "batch_start",
     "validation",
-    "stopped",
-    "out_of_memory",
-    "exception",
-    "no_space",
-    "damaged",
-    "interrupt",
 )
+#: And where something else may happen to it.
+PLACES = (*KILLED, "stopped", "out_of_memory", "exception", "no_space", "damaged", "interrupt")
 _NEXT, _PENDING, _REACHED, _ARMED, _VICTIM, _FAULTS, _LEFT, _AT, _RANKS, _PIDS = range(10)
 _MOST_RANKS = 8
 _WAIT_SECONDS = 60.0
@@ -146,6 +142,8 @@ class Stage:
             return
         if cells[_ARMED] != PLACES.index(name) or cells[_VICTIM] != int(os.environ.get("LOCAL_RANK", "0")):
             return
+        if batches is not None:
+            cells[_AT] = batches - 1  # again at this batch, not at one before it that is done again
         cells[_LEFT] -= 1
         if cells[_LEFT] <= 0:
             cells[_ARMED] = -1

@@ -12,9 +12,8 @@ from lightning_autopar.strategies.diary import PARKED, Diary
 
 
 def _decision(device: str) -> Any:
-    held = SimpleNamespace(reserved=700)
     plan = Plan(engine="single", devices=(device,))
-    return SimpleNamespace(assignment=SimpleNamespace(plan=plan, candidate=SimpleNamespace(bytes={device: held})))
+    return SimpleNamespace(assignment=SimpleNamespace(plan=plan, reserved_bytes={device: 700}))
 
 
 def _inventory(free_bytes: int) -> Inventory:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, ElasticReplan, Plan
+from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.memory.neighbours import Neighbour, write_neighbours
+from lightning_autopar.strategies import elastic
 from lightning_autopar.strategies.agent import Agent
 from lightning_autopar.strategies.run_requests import yield_run
 from lightning_autopar.strategies.watching import Wish
@@ -157,6 +159,27 @@ def test_a_run_can_be_asked_to_leave_a_device(tmp_path: Path, neighbours: Path) 
     spans = trainer.strategy.history.spans
     assert [span.devices for span in spans] == [("cpu:0",), ("cpu:1",), (), ("cpu:0",)]
     assert difference(plain, moved) == 0.0
+
+
+def test_who_is_terminated_twice_goes_on_at_the_next_start(tmp_path: Path, neighbours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second SIGTERM isn't waited for, and the latest snapshot is there all the same."""
+
+    def terminate(run: Any) -> None:
+        if run.has_snapshot:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        watch.acts.append((0, terminate))
+
+    plain, _ = fit(tmp_path / "plain", [], elastic=False)
+    number = elastic._runs
+    watch = Watch((6, terminate))
+    with pytest.raises((SystemExit, SIGTERMException)):
+        fit(tmp_path / "run", [CheckpointMigrate(snapshot_seconds=0.1), watch])
+    monkeypatch.setattr(elastic, "_runs", number)  # as in the process of the next start
+    with pytest.warns(UserWarning, match="it goes on from its snapshot of step"):
+        again, trainer = fit(tmp_path / "run", [CheckpointMigrate()])
+    assert trainer.global_step == 36
+    assert difference(plain, again) == 0.0
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -109,6 +109,15 @@ def test_the_pace_is_rank_0s() -> None:
     assert gate.used_bytes() == [0, 7]
 
 
+def test_a_failure_counts_where_the_rank_that_failed_was() -> None:
+    """Another rank may not have come there when it is ended, one time so, another time not."""
+    gate = Gate(2)
+    assert gate.furthest_step() == -1
+    gate.arrive(0, step=4, batches_left=None, in_window=False)
+    gate.arrive(1, step=5, batches_left=None, in_window=False)
+    assert gate.furthest_step() == 5
+
+
 def test_whether_a_failure_is_final_is_the_agents_to_say() -> None:
     gate = Gate(1)
     assert not gate.final
