@@ -29,6 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+# Before torch is imported: one thread a rank; and no plan is corrected by what earlier runs took.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["AUTOPAR_CACHE"] = "off"
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
