@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state.fragments import Fragment, Part
+from lightning_autopar.state.snapshot_files import SPARE, PlainReader, PlainWriter
 from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
     if getattr(strategy, "in_stages", False) or parts:
         _join_values(rest[_OPTIMIZERS])
     with _alone():
-        dcp.save(tensors, checkpoint_id=str(folder / _TENSORS), no_dist=not dist.is_initialized())
+        dcp.save(tensors, storage_writer=PlainWriter(folder / _TENSORS, folder.parent / SPARE), no_dist=not dist.is_initialized())
     problem: Exception | None = None
     if strategy.is_global_zero:
         partial = folder / f"{_REST}.part"
@@ -101,7 +102,7 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
             f"the snapshot {folder} holds the states of {len(saved)} optimizers, but the module now configures {len(optimizers)}"
         )
     weights, parts = _weights(strategy), _optimizer_parts(strategy)
-    reader = dcp.FileSystemReader(str(folder / _TENSORS))
+    reader = PlainReader(str(folder / _TENSORS))
     kinds = reader.read_metadata().state_dict_metadata
     names = [_names(module, optimizer, parts) for optimizer in optimizers]
     room = getattr(strategy, "state_room", None)
@@ -127,19 +128,12 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without torch's warnings that a single process is one, and that ranks have other names than each other; and without checksums.
-
-    torch computes them for each tensor that it writes and never looks at them; they take a third of the time.
-    """
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            warnings.filterwarnings("ignore", message="Detected mismatched keys")
-            yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+    """Without torch's warnings that a single process is one, that ranks have other names than each other, and that files are only read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="Detected mismatched keys")
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        yield
 
 
 def _state_dict(strategy: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from types import TracebackType
 import psutil
 
 from lightning_autopar.memory.host import host_memory
+from lightning_autopar.state.snapshot_files import SPARE, provide, set_aside, spare_bytes
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +139,28 @@ class Shelf:
 
     def _fits(self) -> bool:
         """Whether there is room in memory, for the file system as for the machine."""
-        room_bytes = min(psutil.disk_usage(str(self._memory_home)).free, host_memory()[1])
+        room_bytes = min(psutil.disk_usage(str(self._memory_home)).free, host_memory()[1]) + spare_bytes(self._spare)
         return self._needed_bytes <= _SHARE * room_bytes
+
+    @property
+    def _spare(self) -> Path:
+        return self._homes[0] / SPARE
+
+    def provide(self, ranks: int) -> None:
+        """Have room in memory found for the next snapshot, so that those who write it needn't wait; it is found in the background.
+
+        Args:
+            ranks: how many will write it, about equal parts.
+        """
+        if self._shared or spare_bytes(self._spare) >= self._needed_bytes or not self._fits():
+            return
+        sizes_bytes = [self._needed_bytes // ranks] * ranks
+
+        def find() -> None:
+            with suppress(OSError):  # somebody else took it; the snapshot may go to the disk then
+                provide(self._spare, sizes_bytes)
+
+        self._start(find)
 
     def keep(self, path: Path, step: int) -> Snapshot:
         """A snapshot is complete: write its manifest, and remove those that aren't wanted any more."""
@@ -153,10 +175,15 @@ class Shelf:
         self._wake.set()  # the sums of the one before aren't wanted any more
         self._wake = threading.Event()
         # Nobody waits for it: room and sums are for later, and a run that moves needs the cores now.
-        thread = threading.Thread(target=self._tidy, args=(path, step, files, old, self._wake), name="autopar-shelf", daemon=True)
+        wake = self._wake
+        self._start(lambda: self._tidy(path, step, files, old, wake))
+        return snapshot
+
+    def _start(self, work: Callable[[], None]) -> None:
+        """Do something that nobody waits for."""
+        thread = threading.Thread(target=work, name="autopar-shelf", daemon=True)
         thread.start()
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
-        return snapshot
 
     @staticmethod
     def _write(path: Path, manifest: dict[str, object]) -> None:
@@ -170,11 +197,19 @@ class Shelf:
         with suppress(OSError):  # not Linux: the thread isn't a process there
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         for each in old:
-            shutil.rmtree(each, ignore_errors=True)
+            self._remove(each)
         if wake.wait(_SUM_AFTER_SECONDS) and self._wake is not wake:
             return
         with suppress(OSError):  # removed, as a newer one is there
             self._write(path, {"step": step, "bytes": files, "sums": {name: _checksum(path / name) for name in files}})
+
+    def _remove(self, path: Path) -> None:
+        """Remove a snapshot; in memory, where to find room takes longest, the next one is written over it."""
+        if path.parent == self._homes[0]:
+            with suppress(OSError):
+                (path / _MANIFEST).unlink(missing_ok=True)  # it isn't complete from here on
+                set_aside(path, self._spare)
+        shutil.rmtree(path, ignore_errors=True)
 
     def discard(self, path: Path) -> None:
         """Remove what isn't complete."""
@@ -201,6 +236,7 @@ class Shelf:
         """
         if keep:
             self.settle(within_seconds)
+            shutil.rmtree(self._spare, ignore_errors=True)
         else:
             self._wake.set()
             self._wake = threading.Event()

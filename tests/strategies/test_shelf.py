@@ -185,3 +185,41 @@ def test_another_runs_start_leaves_it_alone(key: str, tmp_path: Path) -> None:
         pass
     with Shelf(key, tmp_path, 1000) as again:
         assert again.latest() is not None
+
+
+def test_memory_of_an_old_snapshot_is_written_over_by_the_next(key: str, tmp_path: Path) -> None:
+    shelf = Shelf(key, tmp_path, 1000)
+    first = _write(shelf, 1)
+    (first / "tensors" / "__0_0.distcp").write_bytes(bytes(500))
+    for step in (2, 3):
+        _write(shelf, step)
+    shelf.settle()
+    spare = list((first.parent / "spare").iterdir())
+    assert [file.stat().st_size for file in spare] == [500]
+    assert not first.exists()
+    latest = shelf.latest()
+    assert latest is not None
+    assert latest.step == 3
+    shelf.close(keep=True)
+    assert not (first.parent / "spare").exists(), "no memory is held that nobody uses"
+    with Shelf(key, tmp_path, 1000) as again:
+        latest = again.latest()
+        assert latest is not None
+        assert latest.step == 3
+
+
+def test_room_is_found_before_it_is_needed(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Shelf(key, tmp_path, 10_000) as shelf:
+        home = shelf.target().parent
+        monkeypatch.setattr("psutil.disk_usage", lambda path: Usage(20_000, 8_000, 12_000))
+        shelf.provide(2)
+        shelf.settle()
+        assert not (home / "spare").exists(), "it wouldn't fit"
+        monkeypatch.undo()
+        shelf.provide(2)
+        shelf.settle()
+        assert sorted(file.stat().st_size for file in (home / "spare").iterdir()) == [5_000, 5_000]
+        before = sorted(file.stat().st_ino for file in (home / "spare").iterdir())
+        shelf.provide(2)
+        shelf.settle()
+        assert sorted(file.stat().st_ino for file in (home / "spare").iterdir()) == before, "it is there"
