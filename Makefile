@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test conformance chaos check bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test conformance chaos check docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -34,6 +34,10 @@ check: $(INSTALLED)
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy --strict
 
+# build/site; fails on a warning. The variable silences what mkdocs-material prints about mkdocs 2, which isn't used.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
+
 # A hundred moves and forty kills under random schedules, against undisturbed runs; 25 minutes. `make test` has a part of it.
 chaos: export OMP_NUM_THREADS = 1
 chaos: $(INSTALLED)
@@ -59,5 +63,5 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,hf,report,bench]"
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,hf,report,docs,bench]"
 	@touch $@
