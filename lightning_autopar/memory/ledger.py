@@ -1,0 +1,212 @@
+"""The ledger: what runs on this host have been promised of each device's memory, without a server and without a lock that can be held.
+
+Between the moment that a run finds room and the moment that others can see its memory in use lie seconds, in which everybody would find
+the same room. So each run writes down what it is about to take before it looks whether that is there. Of any two that ask at once the one
+that wrote later sees the other; it counts all it sees, so that both are never granted what only one of them can have. Nobody waits for
+anybody: a process that is stopped in the middle holds up others for some seconds at most. Knows devices by their ids and bytes; no model,
+no plan, no driver.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from lightning_autopar.memory.lease_files import Lease, LeaseFile, live_leases
+
+#: Names the folder that all runs of the host share; "off": there are no leases.
+LEDGER_VARIABLE = "AUTOPAR_LEDGER"
+#: So long somebody else's undecided claim counts: its process may have been stopped. Whoever decides later than half of it asks anew.
+_FRESH_SECONDS = 4.0
+#: Between two looks at whether others have decided.
+_LOOK_SECONDS = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """Why a claim wasn't granted.
+
+    Args:
+        device: one that has too little.
+        wanted_bytes: of it.
+        free_bytes: what is free there by the driver's account.
+        pending_bytes: what of that is promised to others.
+        holders: whose promises these are.
+    """
+
+    device: str
+    wanted_bytes: int
+    free_bytes: int
+    pending_bytes: int
+    holders: tuple[Lease, ...] = ()
+
+
+class Held:
+    """A claim that was granted; it lasts until it is released or this process ends, however it does.
+
+    Args:
+        file: behind it.
+        bytes: by device id.
+    """
+
+    def __init__(self, file: LeaseFile, bytes: Mapping[str, int]) -> None:
+        self._file = file
+        self.bytes = dict(bytes)
+
+    @property
+    def name(self) -> str:
+        """The lease's."""
+        return self._file.name
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.release()
+
+    def show(self, device: str, visible_bytes: int) -> None:
+        """So much of it is in use on the device, so that the driver's figures show it to others."""
+        self._file.show(device, visible_bytes)
+
+    def release(self) -> None:
+        """Give it back; the memory must be free before. Again does nothing."""
+        self._file.withdraw()
+
+
+class Ledger:
+    """The leases of a host.
+
+    Args:
+        folder: that all its runs share.
+
+    Raises:
+        ValueError: if somebody in that folder could remove others' leases, or it can't be used, with the remedy.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            found = folder.stat()
+        except OSError as error:
+            raise ValueError(
+                f"{LEDGER_VARIABLE}={folder} can't be used: {error.strerror}; name a folder that all users can write to, or 'off'"
+            ) from None
+        if not stat.S_ISDIR(found.st_mode) or not os.access(folder, os.W_OK | os.X_OK | os.R_OK):
+            raise ValueError(f"{LEDGER_VARIABLE}={folder} is no folder that this user can read and write; name another, or 'off'")
+        if found.st_uid not in (0, os.geteuid()):
+            raise ValueError(
+                f"{LEDGER_VARIABLE}={folder} belongs to user {found.st_uid}, who could remove others' leases; name one of root's, or 'off'"
+            )
+        if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP) and not found.st_mode & stat.S_ISVTX:
+            raise ValueError(f"in {LEDGER_VARIABLE}={folder} users can remove each other's leases; set its sticky bit (chmod +t), or 'off'")
+
+    def leases(self) -> list[Lease]:
+        """All that are granted and alive, in the order in which they were asked for.
+
+        Raises:
+            OSError: if the folder can't be read any more.
+        """
+        return sorted((lease for lease in live_leases(self.folder) if lease.granted), key=lambda lease: lease.order)
+
+    def claim(
+        self,
+        wants: Mapping[str, int],
+        free: Callable[[], Mapping[str, int]],
+        *,
+        run: str,
+        instead_of: Held | None = None,
+        within_seconds: float = 10.0,
+    ) -> Held | Shortage:
+        """Be promised memory on devices, on all of them or on none.
+
+        Args:
+            wants: bytes by device id.
+            free: what is free on each of them now by the driver's account, called after others' leases were read: what they take
+                meanwhile is counted twice rather than not at all.
+            run: a name for others to read.
+            instead_of: what this run has and gives back for it, once it is granted; its memory must be in ``free``.
+            within_seconds: for others who ask at the same time to decide.
+
+        Raises:
+            OSError: if the folder can't be read or written, as on a full disk; nothing is claimed then.
+        """
+        until = time.monotonic() + within_seconds
+        besides = set() if instead_of is None else {instead_of.name}
+        while True:
+            file = LeaseFile(self.folder, wants, run)
+            try:
+                verdict = self._judged(file, wants, free, besides)
+                if verdict is None:
+                    file.grant()
+                    # Others count a claim no more that was undecided for too long: this process may have been stopped.
+                    if time.monotonic_ns() - file.made_ns <= _FRESH_SECONDS / 2 * 1e9:
+                        held, file = Held(file, wants), None  # type: ignore[assignment]
+                        if instead_of is not None:
+                            instead_of.release()
+                        return held
+            finally:
+                if file is not None:
+                    file.withdraw()
+            decided = verdict is not None and all(holder.granted for holder in verdict.holders)
+            if verdict is not None and (decided or time.monotonic() > until):
+                return verdict
+            time.sleep(random.uniform(1, 4) * _LOOK_SECONDS)
+
+    def _judged(
+        self, file: LeaseFile, wants: Mapping[str, int], free: Callable[[], Mapping[str, int]], besides: set[str]
+    ) -> Shortage | None:
+        """None where there is room for a claim, whatever others do who ask now."""
+        while True:
+            others = self._others(file, besides)
+            now = time.monotonic_ns()
+            granted = [lease for lease in others if lease.granted]
+            asking = [lease for lease in others if not lease.granted and now - lease.made_ns <= _FRESH_SECONDS * 1e9]
+            here = free()
+            short = _shortage(wants, here, granted)
+            if short is not None:
+                again = [lease for lease in self._others(file, besides) if lease.granted]
+                if again == granted or now - file.made_ns > _FRESH_SECONDS / 2 * 1e9:
+                    return short
+                continue  # somebody took what was promised, or gave it back: it may have been counted twice
+            short = _shortage(wants, here, [*granted, *asking])
+            if short is None:
+                return None
+            before = any(lease.order < (file.made_ns, file.name) for lease in asking if any(lease.bytes.get(each) for each in wants))
+            if before or now - file.made_ns > _FRESH_SECONDS / 2 * 1e9:
+                return short
+            time.sleep(_LOOK_SECONDS)  # whoever asked later gives way, and asks again
+
+    def _others(self, file: LeaseFile, besides: set[str]) -> list[Lease]:
+        """Whoever has or asks for something; in order, so that two readings can be compared."""
+        others = [lease for lease in live_leases(self.folder) if lease.name != file.name and lease.name not in besides]
+        return sorted(others, key=lambda lease: lease.order)
+
+
+def _shortage(wants: Mapping[str, int], free: Mapping[str, int], others: list[Lease]) -> Shortage | None:
+    for device, wanted_bytes in wants.items():
+        holders = [lease for lease in others if lease.pending_bytes(device)]
+        pending_bytes = sum(lease.pending_bytes(device) for lease in holders)
+        if wanted_bytes > free[device] - pending_bytes:
+            return Shortage(
+                device=device, wanted_bytes=wanted_bytes, free_bytes=free[device], pending_bytes=pending_bytes, holders=tuple(holders)
+            )
+    return None
+
+
+def ledger_folder() -> Path | None:
+    """Where this host's leases lie; None where there are to be none.
+
+    By default shared memory, which goes with the machine's restart as leases must; a container has its own unless it is given the host's.
+    """
+    named = os.environ.get(LEDGER_VARIABLE, "").strip()
+    if named:
+        return None if named.lower() == "off" else Path(named).expanduser()
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
