@@ -50,6 +50,7 @@ class Lease:
         name: of its file.
         uid: whose it is, by the file system.
         pid: its process, as that one's namespace counts.
+        here: whether that is this process's namespace; else it is a container's.
         run: what its owner calls the run.
         bytes: what is leased, by device id.
         visible_bytes: how much of that its owner has taken already, so that the driver's figures show it.
@@ -60,6 +61,7 @@ class Lease:
     name: str
     uid: int
     pid: int
+    here: bool = True
     run: str
     bytes: Mapping[str, int]
     visible_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -198,6 +200,7 @@ def _parsed(name: str, data: bytes, uid: int, made_ns: int) -> Lease | None:
         name=name,
         uid=uid,
         pid=pid,
+        here=namespace == _namespace(),
         run=run,
         bytes=wants,
         visible_bytes=visible,

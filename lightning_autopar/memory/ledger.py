@@ -14,7 +14,7 @@ import random
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,8 @@ from lightning_autopar.memory.lease_files import Lease, LeaseFile, live_leases
 LEDGER_VARIABLE = "AUTOPAR_LEDGER"
 #: So long somebody else's undecided claim counts: its process may have been stopped. Whoever decides later than half of it asks anew.
 _FRESH_SECONDS = 4.0
+#: What there is on each device for whoever asks, beside these leases of others; as it was when it was looked at.
+Room = Callable[[Sequence[Lease]], Mapping[str, int]]
 #: Between two looks at whether others have decided.
 _LOOK_SECONDS = 0.001
 
@@ -36,15 +38,13 @@ class Shortage:
     Args:
         device: one that has too little.
         wanted_bytes: of it.
-        free_bytes: what is free there by the driver's account.
-        pending_bytes: what of that is promised to others.
-        holders: whose promises these are.
+        room_bytes: what is free there and promised to nobody else.
+        holders: who has a lease on it.
     """
 
     device: str
     wanted_bytes: int
-    free_bytes: int
-    pending_bytes: int
+    room_bytes: int
     holders: tuple[Lease, ...] = ()
 
 
@@ -118,31 +118,32 @@ class Ledger:
     def claim(
         self,
         wants: Mapping[str, int],
-        free: Callable[[], Mapping[str, int]],
+        look: Callable[[], Room],
         *,
         run: str,
         instead_of: Held | None = None,
+        beside: Held | None = None,
         within_seconds: float = 10.0,
     ) -> Held | Shortage:
         """Be promised memory on devices, on all of them or on none.
 
         Args:
             wants: bytes by device id.
-            free: what is free on each of them now by the driver's account, called after others' leases were read: what they take
-                meanwhile is counted twice rather than not at all.
+            look: looks at the devices, after others' leases were read: what they take meanwhile is counted twice rather than not at all.
             run: a name for others to read.
-            instead_of: what this run has and gives back for it, once it is granted; its memory must be in ``free``.
+            instead_of: what this run has and gives back for it, once it is granted; its memory must count as free.
+            beside: what this run has and keeps for now, whose memory counts as free, too.
             within_seconds: for others who ask at the same time to decide.
 
         Raises:
             OSError: if the folder can't be read or written, as on a full disk; nothing is claimed then.
         """
         until = time.monotonic() + within_seconds
-        besides = set() if instead_of is None else {instead_of.name}
+        besides = {held.name for held in (instead_of, beside) if held is not None}
         while True:
             file = LeaseFile(self.folder, wants, run)
             try:
-                verdict = self._judged(file, wants, free, besides)
+                verdict = self._judged(file, wants, look, besides)
                 if verdict is None:
                     file.grant()
                     # Others count a claim no more that was undecided for too long: this process may have been stopped.
@@ -159,23 +160,21 @@ class Ledger:
                 return verdict
             time.sleep(random.uniform(1, 4) * _LOOK_SECONDS)
 
-    def _judged(
-        self, file: LeaseFile, wants: Mapping[str, int], free: Callable[[], Mapping[str, int]], besides: set[str]
-    ) -> Shortage | None:
+    def _judged(self, file: LeaseFile, wants: Mapping[str, int], look: Callable[[], Room], besides: set[str]) -> Shortage | None:
         """None where there is room for a claim, whatever others do who ask now."""
         while True:
             others = self._others(file, besides)
             now = time.monotonic_ns()
             granted = [lease for lease in others if lease.granted]
             asking = [lease for lease in others if not lease.granted and now - lease.made_ns <= _FRESH_SECONDS * 1e9]
-            here = free()
-            short = _shortage(wants, here, granted)
+            room = look()
+            short = _shortage(wants, room, granted)
             if short is not None:
                 again = [lease for lease in self._others(file, besides) if lease.granted]
                 if again == granted or now - file.made_ns > _FRESH_SECONDS / 2 * 1e9:
                     return short
                 continue  # somebody took what was promised, or gave it back: it may have been counted twice
-            short = _shortage(wants, here, [*granted, *asking])
+            short = _shortage(wants, room, [*granted, *asking])
             if short is None:
                 return None
             before = any(lease.order < (file.made_ns, file.name) for lease in asking if any(lease.bytes.get(each) for each in wants))
@@ -189,14 +188,12 @@ class Ledger:
         return sorted(others, key=lambda lease: lease.order)
 
 
-def _shortage(wants: Mapping[str, int], free: Mapping[str, int], others: list[Lease]) -> Shortage | None:
+def _shortage(wants: Mapping[str, int], room: Room, others: list[Lease]) -> Shortage | None:
+    there = room(others)
     for device, wanted_bytes in wants.items():
-        holders = [lease for lease in others if lease.pending_bytes(device)]
-        pending_bytes = sum(lease.pending_bytes(device) for lease in holders)
-        if wanted_bytes > free[device] - pending_bytes:
-            return Shortage(
-                device=device, wanted_bytes=wanted_bytes, free_bytes=free[device], pending_bytes=pending_bytes, holders=tuple(holders)
-            )
+        if wanted_bytes > there.get(device, 0):
+            holders = tuple(lease for lease in others if lease.bytes.get(device))
+            return Shortage(device=device, wanted_bytes=wanted_bytes, room_bytes=there.get(device, 0), holders=holders)
     return None
 
 

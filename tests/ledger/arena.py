@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_autopar.memory import lease_files, ledger
-from lightning_autopar.memory.ledger import Held, Ledger
+from lightning_autopar.memory.ledger import Held, Ledger, Room
 
 RUNS, TOTAL, DEVICES = 16, 80, ("gpu:0", "gpu:1", "gpu:2")
 FILES = {lease_files.__file__, ledger.__file__}
@@ -38,6 +38,10 @@ class Board:
     def free(self) -> dict[str, int]:
         taken = struct.unpack(f"{RUNS * len(DEVICES)}q", self._taken[:])
         return {device: TOTAL - sum(taken[number :: len(DEVICES)]) for number, device in enumerate(DEVICES)}
+
+    def look(self) -> Room:
+        free = self.free()
+        return lambda leases: {device: size - sum(lease.pending_bytes(device) for lease in leases) for device, size in free.items()}
 
     def clear(self) -> None:
         self._taken[:] = bytes(len(self._taken))
@@ -71,7 +75,7 @@ def play(run: int, plan: dict[str, Any], folder: Path, board: Board, start: int,
     if plan["dies_at"]:
         sys.settrace(die_at(plan["dies_at"]))
     began = time.perf_counter()
-    found = book.claim(plan["wants"], board.free, run=f"run {run}", within_seconds=60.0)
+    found = book.claim(plan["wants"], board.look, run=f"run {run}", within_seconds=60.0)
     seconds = time.perf_counter() - began
     if isinstance(found, Held) and plan["shows"]:
         for device, size in plan["wants"].items():

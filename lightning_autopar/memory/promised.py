@@ -1,0 +1,83 @@
+"""What others have been promised of devices and can't be seen on them yet, taken off an inventory. Knows leases and devices, no plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.lease_files import Lease
+from lightning_autopar.memory.ledger import LEDGER_VARIABLE, Ledger, ledger_folder
+
+#: A process has no more ancestors than this, whatever a reading while it changes says.
+_MOST_ANCESTORS = 64
+
+
+def open_ledger() -> Ledger | None:
+    """The host's ledger; None where there is to be none.
+
+    Raises:
+        ValueError: if the folder that the variable names can't be used.
+    """
+    folder = ledger_folder()
+    return None if folder is None else Ledger(folder)
+
+
+def is_leased(device: Device) -> bool:
+    """Whether runs share a device by leases: a GPU of this host. CPU devices are each run's own idea, unless a ledger is named for them."""
+    named = os.environ.get(LEDGER_VARIABLE, "").strip()
+    return device.node == 0 and (device.kind == "cuda" or (device.kind == "cpu" and bool(named)))
+
+
+def promised_bytes(device: Device, leases: Iterable[Lease]) -> int:
+    """What these leases promise of a device beyond what their runs' processes have taken of it already.
+
+    Args:
+        device: with the processes that the driver sees on it. What one of them has counts for the run that has started it.
+        leases: others'.
+    """
+    owed: dict[int, int] = {}
+    total = 0
+    for lease in leases:
+        if lease.here:
+            owed[lease.pid] = owed.get(lease.pid, 0) + lease.pending_bytes(device.id)
+        else:  # a container's processes have other numbers here
+            total += lease.pending_bytes(device.id)
+    for process in device.processes:
+        owner = _owner(process.pid, owed)
+        if owner is not None and process.used_bytes is not None:
+            owed[owner] -= process.used_bytes
+    return total + sum(max(0, owed_bytes) for owed_bytes in owed.values())
+
+
+def room_bytes(inventory: Inventory, leases: Sequence[Lease]) -> dict[str, int]:
+    """What is left on each device beside what is promised to these."""
+    return {device.id: max(0, device.free_bytes - promised_bytes(device, leases)) for device in inventory.devices}
+
+
+def less_promised(inventory: Inventory, leases: Sequence[Lease]) -> Inventory:
+    """The inventory as a run that keeps others' leases may use it."""
+    if not leases:
+        return inventory
+    shared = [device for device in inventory.devices if is_leased(device)]
+    left = {device.id: max(0, device.free_bytes - promised_bytes(device, leases)) for device in shared}
+    return replace(
+        inventory,
+        devices=tuple(replace(device, free_bytes=left.get(device.id, device.free_bytes)) for device in inventory.devices),
+    )
+
+
+def _owner(pid: int, owners: Collection[int]) -> int | None:
+    """Which of these processes a process is, or has been started by."""
+    for _ in range(_MOST_ANCESTORS):
+        if pid in owners:
+            return pid
+        if pid <= 1:
+            return None
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError, IndexError):  # it has ended, or is another namespace's
+            return None
+    return None

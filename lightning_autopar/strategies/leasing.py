@@ -1,0 +1,175 @@
+"""A run's leases: what it has been promised of its plan's devices, from before its first process until after its last. Knows plans only by
+what they need of each device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.lease_files import Lease
+from lightning_autopar.memory.ledger import LEDGER_VARIABLE, Held, Ledger, Room, Shortage
+from lightning_autopar.memory.promised import is_leased, less_promised, open_ledger, room_bytes
+from lightning_autopar.strategies.run_folders import user_name
+from lightning_autopar.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.running import Running
+
+
+class Leases:
+    """The leases of one process's runs, one after the other.
+
+    Where the ledger can't be used, and nobody has named one, runs go by what the driver says alone, which is said once.
+    """
+
+    def __init__(self) -> None:
+        self._ledger: Ledger | None = None
+        self._opened_for: str | None = None
+        self._held: Held | None = None
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """What is promised to this run now, by device id."""
+        return {} if self._held is None else dict(self._held.bytes)
+
+    def see(self, inventory: Inventory) -> Inventory:
+        """The inventory less what others have been promised."""
+        return less_promised(inventory, self._others())
+
+    def take(self, wants: Mapping[str, int], probe: Callable[[], Inventory]) -> Shortage | None:
+        """Have a plan's memory promised, instead of what this run has; None once it is.
+
+        Args:
+            wants: bytes by device id.
+            probe: the devices as the driver shows them, with what this run holds counted as free.
+        """
+        held = self._claim(wants, probe, instead_of=self._held)
+        if isinstance(held, Shortage):
+            return held
+        if held is None:  # what is needed isn't shared, or there is no ledger any more
+            self.release()
+        self._held = held
+        return None
+
+    def prepare(self, wants: Mapping[str, int], probe: Callable[[], Inventory]) -> Held | Shortage | None:
+        """Have the next plan's memory promised, while this run keeps what it has; None where there are no leases.
+
+        Whoever gets a promise hands it to :meth:`settle`, or releases it.
+        """
+        return self._claim(wants, probe, beside=self._held)
+
+    def settle(self, held: Held | None) -> None:
+        """What was prepared is what this run has; what it had before it gives back."""
+        self.release()
+        self._held = held
+
+    def release(self) -> None:
+        """Give back all that this run has."""
+        if self._held is not None:
+            self._held.release()
+            self._held = None
+
+    def _claim(self, wants: Mapping[str, int], probe: Callable[[], Inventory], **options: Held | None) -> Held | Shortage | None:
+        ledger = self._open()
+        known = {device.id for device in probe().devices if is_leased(device)}
+        asked = {device: size for device, size in wants.items() if device in known}
+        if ledger is None or not asked:
+            return None
+
+        def look() -> Room:
+            found = probe()
+            return lambda leases: room_bytes(found, leases)
+
+        try:
+            return ledger.claim(asked, look, run=_run_name(), **options)  # type: ignore[arg-type]  # of Held alone
+        except OSError as error:
+            self._do_without(f"{type(error).__name__}: {error}")
+            return None
+
+    def _others(self) -> list[Lease]:
+        ledger = self._open()
+        if ledger is None:
+            return []
+        try:
+            return [lease for lease in ledger.leases() if not (lease.here and lease.pid == os.getpid())]
+        except OSError as error:
+            self._do_without(f"{type(error).__name__}: {error}")
+            return []
+
+    def _open(self) -> Ledger | None:
+        """The ledger of the environment as it is now."""
+        named = os.environ.get(LEDGER_VARIABLE, "").strip()
+        if self._opened_for != named:
+            self._opened_for = named
+            try:
+                self._ledger = open_ledger()
+            except ValueError as error:
+                if named:
+                    raise
+                self._do_without(str(error))
+        return self._ledger
+
+    def _do_without(self, why: str) -> None:
+        self._ledger = None
+        rank_zero_warn(f"autopar: runs of this host can't be told what this one takes, and it goes by what the driver says alone: {why}")
+
+
+def words(short: Shortage) -> str:
+    """Why there was no lease, for people."""
+    holders = ", ".join(f"{lease.run} of {user_name(lease.uid)}" for lease in short.holders)
+    whose = f"; promised to {holders}" if holders else ""
+    return f"{format_bytes(short.room_bytes)} of the {format_bytes(short.wanted_bytes)} wanted are left on {short.device}{whose}"
+
+
+def _run_name() -> str:
+    """What others read: the script and its process."""
+    return f"{Path(sys.argv[0]).stem or 'python'} ({os.getpid()})"
+
+
+class Promises:
+    """The leases of an elastic run, from plan to plan.
+
+    Args:
+        leases: of this process.
+        probe: the devices as the driver shows them, with what a generation of this run holds counted as free.
+    """
+
+    def __init__(self, leases: Leases, probe: Callable[[Running | None], Inventory]) -> None:
+        self._leases, self._probe = leases, probe
+        self._prepared: Held | None = None
+
+    def take(self, wants: Mapping[str, int], running: Running | None) -> str | None:
+        """Have a plan's memory promised instead of the one's before; why not, in words."""
+        short = self._leases.take(wants, lambda: self._probe(running))
+        return None if short is None else words(short)
+
+    def prepare(self, wants: Mapping[str, int], running: Running | None) -> str | None:
+        """Have the next plan's memory promised beside the one's that runs; why not, in words."""
+        assert self._prepared is None, "one move at a time"
+        found = self._leases.prepare(wants, lambda: self._probe(running))
+        if isinstance(found, Shortage):
+            return words(found)
+        self._prepared = found
+        return None
+
+    def settle(self) -> None:
+        """The run has moved: what it had before is free."""
+        self._leases.settle(self._prepared)
+        self._prepared = None
+
+    def drop(self) -> None:
+        """It hasn't moved, if anything was prepared."""
+        if self._prepared is not None:
+            self._prepared.release()
+            self._prepared = None
+
+    def release(self) -> None:
+        """Nothing of this run is on any device."""
+        self._leases.release()
