@@ -15,7 +15,7 @@ import sys
 
 TYPE_CHECKING = False  # typing's own, without the price of importing typing in every process that imports torch
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
@@ -62,6 +62,29 @@ def install() -> None:
         _tell("can't be found by name; write strategy=lightning_autopar.AutoParallelStrategy() instead")
 
 
+def when_executed(name: str, action: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call ``action`` with a module once it has been executed; at once where it has been. What it raises, the import raises.
+
+    Args:
+        name: of the module; nothing is imported for it.
+        action: called once at most.
+
+    Returns:
+        what stops waiting for the module.
+    """
+    finder = _Finder({name: action})
+
+    def stop() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    if name in sys.modules:
+        action(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, finder)
+    return stop
+
+
 def _register(module: ModuleType) -> None:
     """Never raises: it runs inside the import of Lightning, which must not fail because of us."""
     try:
@@ -80,16 +103,20 @@ def _tell(what: str) -> None:
 
 
 class _Finder:
-    """Finds Lightning's strategies modules as the other finders do, and has them registered after execution."""
+    """Finds some modules as the other finders do, and has something done after they were executed.
 
-    _registers = NAME
+    Args:
+        actions: what to do, by the module's name; by default to register with Lightning's strategies.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]] | None = None) -> None:
+        self._actions = dict.fromkeys(_FACTORIES, _register) if actions is None else actions
+        self._registers = NAME if actions is None else None
         self._searching: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         # Another package's hook may ask all finders in turn, as this one does: without the set the two would ask each other for ever.
-        if name not in _FACTORIES or name in self._searching:
+        if name not in self._actions or name in self._searching:
             return None
         self._searching.add(name)
         try:
@@ -98,7 +125,8 @@ class _Finder:
                 spec: ModuleSpec | None = find_spec(name, path, target) if find_spec is not None and finder is not self else None
                 if spec is not None:
                     if hasattr(spec.loader, "exec_module"):
-                        spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # importlib asks for these two methods alone
+                        loader: Any = _Loader(spec.loader, self._actions[name])  # importlib asks for its two methods alone
+                        spec.loader = loader
                     return spec
             return None
         finally:
@@ -106,10 +134,10 @@ class _Finder:
 
 
 class _Loader:
-    """Executes a module by its own loader, then registers; the module keeps no trace of it."""
+    """Executes a module by its own loader, then does what is to be done; the module keeps no trace of it."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, action: Callable[[ModuleType], None]) -> None:
+        self._loader, self._action = loader, action
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         create_module = getattr(self._loader, "create_module", None)
@@ -120,4 +148,4 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _register(module)
+        self._action(module)

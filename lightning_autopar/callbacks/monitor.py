@@ -1,4 +1,4 @@
-"""PlanMonitor: at the end of a training run what was predicted beside what was measured, shown and logged."""
+"""PlanMonitor: what was predicted beside what was measured, shown at the end of a run; predictions and changes of plan as numbers."""
 
 from __future__ import annotations
 
@@ -7,39 +7,60 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar.planning.comparison import Comparison, compare, metrics, table, warnings
 from lightning_autopar.strategies.engine import EngineMixin
+from lightning_autopar.strategies.logged_plan import predictions
+from lightning_autopar.strategies.plan_changes import Arrival, PlanChanges
 
 
 class PlanMonitor(Callback):
     """Shows and logs predicted against measured memory by category, and seconds a step, for each device, when a training run ends.
 
     It warns where a device took more than the plan had allowed for. The figures go to all of the trainer's loggers as
-    ``autopar/rank0/measured_bytes/parameters`` and so on; the plan is logged with the hyperparameters. After the run ``comparisons`` holds
-    them, one for each rank. Under another strategy than autopar it does nothing but say so.
+    ``autopar/rank0/measured_bytes/parameters`` and so on. At the first step of each plan they get ``autopar/world_size``,
+    ``autopar/predicted_step_seconds`` and ``autopar/predicted_peak_bytes``, and where an elastic run has changed its plan
+    ``autopar/plan_changes``, ``autopar/pause_seconds``, and the change in words: in TensorBoard as a text, elsewhere as the hyperparameter
+    ``autopar/change_1`` and so on. (The first plan is among the hyperparameters also without this callback.) After the run
+    ``comparisons`` holds the figures, one for each rank. Under another strategy than autopar it does nothing but say so.
     """
 
     def __init__(self) -> None:
         self.comparisons: tuple[Comparison, ...] = ()
         self._said = False
+        #: Of which run what was logged: its folder, and the number of its changes of plan. As of the snapshot, in a later plan's workers.
+        self._logged: tuple[str, int] | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log the plan."""
-        engine: Any = trainer.strategy
-        if not isinstance(engine, EngineMixin) or engine.assignment.candidate is None:
+        """Say so where there is no plan. Once a run: workers of later plans go on with what this object holds."""
+        self._logged = None
+        if not isinstance(trainer.strategy, EngineMixin) or trainer.strategy.assignment.candidate is None:
             if not self._said:
-                rank_zero_info(
-                    f"PlanMonitor: there is no plan to watch, as the strategy is {type(engine).__name__}; use Trainer(strategy='autopar')"
-                )
+                name = type(trainer.strategy).__name__
+                rank_zero_info(f"PlanMonitor: there is no plan to watch, as the strategy is {name}; use Trainer(strategy='autopar')")
             self._said = True
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """At the first batch of each plan: log what is predicted, and how the run came to it."""
+        engine: Any = trainer.strategy
+        if not isinstance(engine, EngineMixin):
             return
-        plan = engine.assignment.plan
-        if trainer.is_global_zero:
-            for logger in _loggers(trainer):
-                logger.log_hyperparams({"autopar/plan": plan.title(), "autopar/engine": plan.engine, "autopar/world_size": plan.world_size})
+        changes, before = engine.plan_changes, self._logged
+        self._logged = str(changes.folder), len(changes.changes)
+        if self._logged == before or not trainer.is_global_zero:
+            return
+        logged = before[1] if before is not None and before[0] == self._logged[0] else 0
+        now = {"autopar/world_size": float(engine.assignment.plan.world_size), **predictions(engine.assignment.candidate)}
+        latest = changes.arrive(trainer.global_step) if changes.changes else None
+        for logger in _loggers(trainer):
+            # A CSV file was cut back to the snapshot that this plan went on from: what came after it is logged anew.
+            again = isinstance(logger, CSVLogger) and latest is not None
+            arrivals = changes.arrivals().values() if again else [] if latest is None else [latest]
+            for arrival in (each for each in arrivals if each.number > logged):
+                _log_change(logger, changes, arrival)
+            logger.log_metrics(now, step=trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare, on rank 0; every rank calls it, with its own figures."""
@@ -62,6 +83,19 @@ class PlanMonitor(Callback):
             rank_zero_warn(f"autopar: {words}")
         for logger in _loggers(trainer):
             logger.log_metrics(metrics(self.comparisons), step=trainer.global_step)
+
+
+def _log_change(logger: Logger, changes: PlanChanges, arrival: Arrival) -> None:
+    """A change of plan, at the step at which it was over."""
+    figures = {"autopar/plan_changes": float(arrival.number)}
+    if arrival.pause_seconds is not None:
+        figures["autopar/pause_seconds"] = arrival.pause_seconds
+    logger.log_metrics(figures, step=arrival.step)
+    words = changes.words(arrival)
+    if isinstance(logger, TensorBoardLogger):  # it shows a run's first hyperparameters only
+        logger.experiment.add_text("autopar/changes", words, arrival.step)
+    else:
+        logger.log_hyperparams({f"autopar/change_{arrival.number}": words})
 
 
 def _loggers(trainer: pl.Trainer) -> list[Logger]:

@@ -6,22 +6,20 @@ Knows the Trainer and our strategy; nothing of the command line that asks for it
 from __future__ import annotations
 
 import functools
-import runpy
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_autopar._lightning_compat import attach_data, requests_changed, run_arguments
+from lightning_autopar._lightning_compat import attach_data, run_arguments
 from lightning_autopar.planning.report import NothingFits, Report
-from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.decide import survey
 from lightning_autopar.strategies.launcher import AutoLauncher
+from lightning_autopar.strategies.replacing import Replaced, Replacement, Wanted, strategies_replaced
+from lightning_autopar.strategies.script import Script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class DryRun:
 
     function: str
     report: Report
-    replaced: str | None = None
+    replaced: Replaced | None = None
 
 
 class ScriptFailed(Exception):
@@ -47,29 +45,26 @@ class _Planned(BaseException):
     """Leaves the user's script, past its ``except Exception``."""
 
 
-def dry_run(script: str | Path, arguments: Sequence[str] = (), *, devices: str | None = None) -> DryRun:
-    """Run a script as ``python script arguments…`` would, until it calls ``fit``.
+def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[str], None] = lambda function: None) -> DryRun:
+    """Run a script as Python would, until it calls ``fit``.
 
     Calls of ``validate``, ``test`` and ``predict`` before that are planned for, return an empty list and run nothing. The script's Trainer
     gets our strategy, if it names another one.
 
     Args:
-        script: path of a Python file.
-        arguments: its command-line arguments.
-        devices: the spec of what to plan for; what the script's Trainer would find, unless given.
+        script: what to run.
+        wanted: what to plan for, beside what the script says.
+        on_plan: told of each function of the trainer that is about to be planned for.
 
     Raises:
         ScriptFailed: if the script ended or failed before any call of the trainer.
-        ValueError: if there is no such file, or the Trainer's devices can't be had here.
+        ValueError: if there is no such script, or the Trainer's devices can't be had here.
     """
-    path = Path(script)
-    if not path.is_file():
-        raise ValueError(f"there is no script {str(script)!r}; give the path of the Python file that calls fit")
     found: list[DryRun] = []
     failure: BaseException | None = None
-    with _as_main(path, arguments), _planning(found, devices):
+    with _planning(found, Wanted() if wanted is None else wanted, on_plan):
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            script.run()
         except _Planned:
             pass
         except SystemExit as error:
@@ -80,48 +75,30 @@ def dry_run(script: str | Path, arguments: Sequence[str] = (), *, devices: str |
         if isinstance(failure, ValueError):
             raise failure
         how = f"failed ({type(failure).__name__}: {failure})" if failure is not None else "ended"
-        raise ScriptFailed(f"{path.name} {how} before it called fit, validate, test or predict of lightning.pytorch's Trainer") from failure
+        raise ScriptFailed(
+            f"{script.name} {how} before it called fit, validate, test or predict of lightning.pytorch's Trainer"
+        ) from failure
     if failure is not None:
-        rank_zero_warn(f"autopar: {path.name} failed after {found[-1].function}, which returned nothing ({failure!r})")
+        rank_zero_warn(f"autopar: {script.name} failed after {found[-1].function}, which returned nothing ({failure!r})")
     return found[-1]
 
 
 @contextmanager
-def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as a script finds them."""
-    before = sys.argv[:], sys.path[:]
-    sys.argv = [str(path), *arguments]
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path = before
-
-
-@contextmanager
-def _planning(found: list[DryRun], devices: str | None) -> Iterator[None]:
+def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None]) -> Iterator[None]:
     """Every Trainer gets our strategy, and plans instead of running."""
-    named: list[str | None] = []
-
-    def change(request: dict[str, Any]) -> dict[str, Any]:
-        asked = request.get("strategy", "auto")
-        ours = asked if isinstance(asked, AutoParallelStrategy) else AutoParallelStrategy(devices=devices)
-        if devices is not None:
-            ours.plan_for(devices)
-            # What the script asks for needn't be here; what is planned for is in the spec.
-            request = {**request, "accelerator": "cpu", "devices": 1, "num_nodes": 1}
-        named.append(None if asked == "autopar" or ours is asked else asked if isinstance(asked, str) else type(asked).__name__)
-        return {**request, "strategy": ours}
+    built: list[Replacement] = []
 
     def launch(launcher: AutoLauncher, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any) -> Any:
         attach_data(trainer, run_arguments(function, args, kwargs))
         strategy = launcher._strategy
+        name = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+        on_plan(name)
         try:
             report = survey(trainer, strategy.settings, strategy.inventory())[0]
         except NothingFits as error:
             report = error.report
-        name = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
-        found.append(DryRun(function=name, report=report, replaced=named[-1]))
+        replaced = next(each.replaced for each in built if each.strategy is strategy)
+        found.append(DryRun(function=name, report=report, replaced=replaced))
         if name != "fit":
             return []
         strategy.mute(trainer)  # no hook of a callback or DataModule is told of an exception: there was no run
@@ -130,7 +107,7 @@ def _planning(found: list[DryRun], devices: str | None) -> Iterator[None]:
     original = AutoLauncher.launch
     AutoLauncher.launch = functools.wraps(original)(launch)  # type: ignore[method-assign, assignment]
     try:
-        with requests_changed(change):
+        with strategies_replaced(built, wanted):
             yield
     finally:
         AutoLauncher.launch = original  # type: ignore[method-assign]

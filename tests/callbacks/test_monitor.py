@@ -71,8 +71,13 @@ def test_every_ranks_figures_are_shown_and_logged(engine: str, tmp_path: Path, s
         assert each.measured_seconds > 0
         assert each.predicted_seconds == run.strategy.report.best_candidate.step_seconds
 
-    (_, pid, step, told) = notebook.told("metrics")[-1]
-    assert len(notebook.told("metrics")) == 1
+    (_, _, begun, first), (_, pid, step, told) = notebook.told("metrics")
+    assert begun == 0
+    assert first == {
+        "autopar/world_size": len(devices),
+        "autopar/predicted_step_seconds": run.strategy.report.best_candidate.step_seconds,
+        "autopar/predicted_peak_bytes": max(held.allocated for held in predicted.values()),
+    }
     assert (pid == os.getpid()) == (engine == "single")
     assert step == run.global_step
     assert len(told) == len(devices) * (2 * len(CATEGORIES) + 2)
@@ -81,7 +86,12 @@ def test_every_ranks_figures_are_shown_and_logged(engine: str, tmp_path: Path, s
     assert told["autopar/rank0/predicted_bytes/allocated"] == monitor.comparisons[0].predicted["allocated"]
     (_, _, _, plan) = notebook.told("hyperparameters")[-1]
     assert len(notebook.told("hyperparameters")) == 1
-    assert plan == {"autopar/plan": run.strategy.plan.title(), "autopar/engine": engine, "autopar/world_size": len(devices)}
+    named = {
+        "autopar/plan": run.strategy.plan.title(),
+        "autopar/engine": engine,
+        "autopar/devices": "cpu:0" if engine == "single" else "cpu:0-1",
+    }
+    assert plan == {**first, **named, "autopar/world_size": len(devices)}
 
     with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["autopar/rank0/measured_bytes/allocated"]]

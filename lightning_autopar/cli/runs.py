@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 
+from lightning_autopar.cli.progress import progress
 from lightning_autopar.strategies.run_files import Request, RunStatus
 from lightning_autopar.strategies.run_folders import user_name
 from lightning_autopar.strategies.run_requests import ask, runs
@@ -77,7 +78,10 @@ def ask_to_yield(run: str, device: str | None, wait_seconds: float | None, *, as
     Raises:
         ValueError: as :func:`lightning_autopar.strategies.run_requests.ask`.
     """
-    asked = ask(run, Request(ask="yield", device=device, by=f"{user_name()} (command line)"), wait_seconds=wait_seconds)
+    with progress() as show:
+        if wait_seconds:
+            show(f"waiting for the answer of {run}")
+        asked = ask(run, Request(ask="yield", device=device, by=f"{user_name()} (command line)"), wait_seconds=wait_seconds)
     if as_json:
         words = {"run": asked.run_id, "device": asked.request.device, "answered": asked.answered, "ended": asked.ended}
         print(json.dumps({**words, "message": str(asked)}, indent=2))

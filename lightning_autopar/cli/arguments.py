@@ -1,0 +1,111 @@
+"""Arguments that several commands have in common, and what they mean to our strategy. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning_autopar.memory.inventory import DEVICES_VARIABLE
+from lightning_autopar.strategies.script import Script
+
+#: What Lightning's Trainer takes as devices, rather than a spec.
+_TRAINER_DEVICES = re.compile(r"auto|-1|\d+|\d+(,\d+)*,?")
+
+
+def add_devices(command: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--devices``."""
+    command.add_argument("--devices", metavar="SPEC", help=f"which devices, such as {what}; by default {DEVICES_VARIABLE}, or what is here")
+
+
+def add_strategy_options(command: argparse.ArgumentParser) -> None:
+    """Add what the strategy can be told from outside of the script; each counts more than what the script says."""
+    options = command.add_argument_group("the strategy's options, which count more than the script's")
+    options.add_argument("--allow", metavar="ENGINES", help="the engines to choose from, such as single,ddp")
+    options.add_argument("--batch", choices=("global", "per_device"), help="split the script's batch, or give each device one of its own")
+    options.add_argument("--memory-limit", metavar="SIZE", help="the most to use of each device, such as 20GiB")
+    options.add_argument("--memory-margin", metavar="SHARE", type=float, help="the share of free memory that is left alone, such as 0.05")
+    options.add_argument("--objective", choices=("speed", "memory"), help="the shortest step, or the least memory")
+    options.add_argument(
+        "--exact", action="store_true", help="leave out plans under which a loss that is no mean over samples would differ"
+    )
+    options.add_argument("--plan", metavar="FILE", help="run just this plan: its JSON, or that of lightning-autopar plan --json")
+
+
+def add_script(command: argparse.ArgumentParser) -> None:
+    """Add the script and its own arguments, which nothing of ours stands behind."""
+    command.add_argument(
+        "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="a module to run, as python -m, and its arguments"
+    )
+    command.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script that uses lightning.pytorch's Trainer, and its arguments"
+    )
+
+
+def script_of(options: argparse.Namespace) -> Script:
+    """The script that was named.
+
+    Raises:
+        ValueError: if none was, or there is no such file.
+    """
+    words = options.module or options.script
+    if words[:1] == ["--"]:
+        words = words[1:]
+    if not words:
+        raise ValueError("no script is named; give the path of the Python file that calls fit, or -m and a module")
+    return Script(target=words[0], arguments=tuple(words[1:]), is_module=bool(options.module))
+
+
+def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given, as arguments of ``AutoParallelStrategy``.
+
+    Raises:
+        ValueError: if the plan's file holds none.
+    """
+    names = ("batch", "memory_limit", "memory_margin", "objective")
+    found = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.allow is not None:
+        found["allow"] = [engine.strip() for engine in options.allow.split(",")]
+    if options.exact:
+        found["exact"] = True
+    if options.plan is not None:
+        found["plan"] = _read_plan(options.plan)
+    return found
+
+
+def option_words(options: argparse.Namespace) -> list[str]:
+    """The same options as words of a command line, for the script to be started again."""
+    words = [f"--{name.replace('_', '-')}={value}" for name in ("devices", "allow", "batch", "memory_limit", "memory_margin", "objective")
+             if (value := getattr(options, name)) is not None]  # fmt: skip
+    words += ["--exact"] if options.exact else []
+    return words + ([f"--plan={Path(options.plan).resolve()}"] if options.plan is not None else [])
+
+
+def split_devices(devices: str | None) -> tuple[str | None, str | None]:
+    """``--devices`` as a spec of what there is, and as what the Trainer takes; one of them, or none."""
+    if devices is not None and _TRAINER_DEVICES.fullmatch(devices.strip()):
+        return None, devices.strip()
+    return devices, None
+
+
+def _read_plan(path: str) -> Any:
+    """A plan, or the best one of a report's JSON."""
+    from lightning_autopar.plans import Plan
+
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"the plan file {path!r} can't be read ({error.strerror}); give the path of a plan's JSON") from error
+    except ValueError as error:
+        raise ValueError(f"the plan file {path!r} holds no JSON ({error}); lightning-autopar plan --json SCRIPT writes one") from error
+    if isinstance(data, dict) and "candidates" in data:
+        if data.get("best") is None:
+            raise ValueError(f"in the report {path!r} no plan fits; plan again, or name a plan's own JSON")
+        data = data["candidates"][data["best"]]["plan"]
+    if not isinstance(data, dict):
+        raise ValueError(
+            f"the plan file {path!r} holds a {type(data).__name__} where a plan belongs; lightning-autopar plan --json SCRIPT writes one"
+        )
+    return Plan.from_dict(data)

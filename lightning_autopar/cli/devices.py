@@ -1,0 +1,212 @@
+"""``lightning-autopar devices`` and ``calibrate``: what there is, who is on it, what a plan would see, how fast it is."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from lightning_autopar.cli.arguments import add_devices
+from lightning_autopar.cli.progress import progress
+from lightning_autopar.cli.users import DeviceUser, users_of
+from lightning_autopar.memory.inventory import Device, Inventory, probe
+from lightning_autopar.planning.calibrate_cache import load_calibration
+from lightning_autopar.planning.calibrate_words import collective_lines, speeds
+from lightning_autopar.planning.changes import usable
+from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.labels import device_label
+from lightning_autopar.strategies.run_requests import runs
+from lightning_autopar.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from lightning_autopar.planning.calibrate_curves import Calibration
+
+_DONE, _FAILED = 0, 2
+_BAR = 20
+#: So much busier is worth a colour.
+_BUSY, _FULL = 0.5, 0.9
+_DEVICES_EXAMPLES = """\
+examples:
+  lightning-autopar devices                             who is on what, what is free, what a plan would see
+  lightning-autopar devices --devices 2xcpu:4GiB        what a spec means on this host
+  lightning-autopar devices --json                      for a program to read
+  watch -n 2 lightning-autopar devices                  again and again
+
+"a plan sees" is what is free less the margin of 5 % that the strategy leaves alone (memory_margin).
+
+exit codes: 0 listed, 2 the devices can't be read or the spec can't be
+"""
+_CALIBRATE_EXAMPLES = """\
+examples:
+  lightning-autopar calibrate                           measure what is here
+  lightning-autopar calibrate --devices 4xcpu:2GiB      measure the host in four parts
+  lightning-autopar calibrate --json                    every figure, for a program to read
+
+exit codes: 0 measured and kept, 2 nothing could be measured
+"""
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``devices`` and ``calibrate`` to the command line's commands."""
+    for name, what, examples in (
+        ("devices", "list the devices, who is on them, what is free and what a plan would see", _DEVICES_EXAMPLES),
+        ("calibrate", "measure now how fast the devices are, alone and together, and keep it", _CALIBRATE_EXAMPLES),
+    ):
+        command = commands.add_parser(name, help=what, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add_devices(command, "2xcpu:4GiB")
+        command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def show_devices(spec: str | None, *, as_json: bool) -> int:
+    """``lightning-autopar devices``; returns the exit code.
+
+    Raises:
+        ValueError: if the spec is malformed.
+    """
+    with progress() as show:
+        show("asking for the devices")
+        inventory = probe(spec, accelerator=_accelerator())
+        calibration = load_calibration(inventory)
+    own = runs()
+    if as_json:
+        found = inventory.to_dict()
+        for device, words in zip(inventory.devices, found["devices"], strict=True):
+            words["plan_bytes"] = _plan_bytes(device, inventory)
+            words["users"] = [user.to_dict() for user in users_of(device, own)]
+            words["rates"] = speeds(calibration, device).to_dict()
+        print(json.dumps({**found, "measured": calibration.day or None}, indent=2))
+    else:
+        _print_devices(inventory, calibration, {device.id: users_of(device, own) for device in inventory.devices})
+    return _DONE
+
+
+def calibrate_devices(spec: str | None, *, as_json: bool) -> int:
+    """``lightning-autopar calibrate``; returns the exit code.
+
+    Raises:
+        ValueError: if the spec is malformed, or can only be planned for.
+    """
+    with contextlib.redirect_stdout(sys.stderr), progress() as show:
+        show("importing torch")
+        from lightning_autopar.strategies.calibration import calibrate
+
+        inventory = probe(spec, accelerator=_accelerator())
+        if all(device.kind == "catalogue" for device in inventory.devices):
+            raise ValueError("there is nothing here to measure: catalogue devices can be planned for only; leave --devices out")
+        print("autopar measures how fast the devices are", file=sys.stderr)  # which ends the spinner: calibration has a bar of its own
+        calibration = calibrate(inventory, again=True).calibration
+    if as_json:
+        print(json.dumps(calibration.to_dict(), indent=2))
+    else:
+        _print_devices(inventory, calibration, {})
+    return _DONE if calibration else _FAILED
+
+
+def _accelerator() -> Literal["cuda", "cpu"]:
+    """Whether there is a GPU that torch can use; without NVML and a driver's library there is none, and torch needn't be imported."""
+    from lightning_autopar.memory import nvml
+
+    try:
+        return "cuda" if nvml.read_devices()[0] else "cpu"
+    except nvml.NvmlUnavailable:
+        if ctypes.util.find_library("cuda") is None:
+            return "cpu"
+    from lightning.fabric.accelerators.cuda import num_cuda_devices
+
+    return "cuda" if num_cuda_devices() else "cpu"
+
+
+def _plan_bytes(device: Device, inventory: Inventory) -> int:
+    """What a plan may use of a device, with the strategy's own margin; none of one that nothing new should run on."""
+    return Constraints().budget_bytes(device) if device in usable(inventory).devices else 0
+
+
+# -- for people ------------------------------------------------------------------------------------------------------------------------
+
+
+def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[str, Sequence[DeviceUser]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(box=None, pad_edge=False)
+    for title, justify in (
+        ("device", "left"),
+        ("", "left"),
+        ("used", "right"),
+        ("of", "right"),
+        ("busy", "right"),
+        ("a plan sees", "right"),
+    ):
+        table.add_column(title, justify="right" if justify == "right" else "left", no_wrap=True)
+    for device in inventory.devices:
+        used_bytes = device.total_bytes - device.free_bytes
+        busy = "" if device.utilization is None else f"{device.utilization:.0%}"
+        seen = format_bytes(_plan_bytes(device, inventory))
+        table.add_row(
+            Text(device_label(device), style="bold"),
+            _bar(used_bytes / device.total_bytes, console),
+            *map(Text, (format_bytes(used_bytes), format_bytes(device.total_bytes), busy, seen)),
+        )
+    console.print(table)
+    host_used = inventory.host_total_bytes - inventory.host_free_bytes
+    cores = f", {inventory.host_threads} cores" if inventory.host_threads else ""
+    console.print(
+        Text.assemble(
+            ("host memory ", "bold"),
+            _bar(host_used / inventory.host_total_bytes, console),
+            f" {format_bytes(host_used)} of {format_bytes(inventory.host_total_bytes)} used{cores}",
+        )
+    )
+    for detail in _details(inventory, users):
+        # A long command is cut on a terminal, and nowhere else.
+        console.print(detail, no_wrap=True, overflow="ellipsis" if console.is_terminal else "ignore", crop=console.is_terminal)
+    if calibration:
+        console.print(f"measured on {calibration.day}:")
+        told = {device.name: str(speeds(calibration, device)) for device in inventory.devices}
+        for line in (f"  {name}: {words}" for name, words in told.items() if words):
+            console.print(Text(line))
+    for line in (*collective_lines(calibration, inventory), *inventory.notes):
+        console.print(Text(line))
+
+
+def _details(inventory: Inventory, users: dict[str, Sequence[DeviceUser]]) -> Iterator[Text]:
+    """What each device is, what is wrong with it, and who is on it."""
+    from rich.text import Text
+
+    for device in inventory.devices:
+        if device.kind == "catalogue":
+            continue  # its name says what it is, and nobody is on it
+        label = device_label(device)
+        about = [device.name, *([device.id] if device.id != label else [])]
+        about += [f"{device.threads} {'core' if device.threads == 1 else 'cores'}"] if device.threads else []
+        about += [f"{device.slowdown:.3g} times slower than by itself"] if device.slowdown > 1 else []
+        yield Text.assemble((label, "bold"), "  ", ", ".join(about))
+        if device.error is not None:
+            yield Text(f"  {device.error}: no plan uses it", style="red")
+        for user in users.get(device.id, ()):
+            size = "? MiB" if user.used_bytes is None else format_bytes(user.used_bytes)
+            if user.used_bytes is None and user.leased_bytes is not None:
+                size = f"{format_bytes(user.leased_bytes)} claimed"
+            run = "" if user.run is None else f"[your run {user.run}]"
+            who = "  ".join(words for words in (user.name or "not told", run, user.command) if words)
+            yield Text(f"  {user.pid:>8}  {size:>9}  {who}")
+
+
+def _bar(share: float, console: Console) -> Text:
+    """How full something is, in blocks where the terminal's encoding has them."""
+    from rich.text import Text
+
+    full, empty = ("█", "░") if console.encoding.lower().startswith("utf") else ("#", ".")
+    share = min(1.0, max(0.0, share))
+    count = round(share * _BAR) if share in (0.0, 1.0) else min(_BAR - 1, max(1, round(share * _BAR)))
+    style = "red" if share >= _FULL else "yellow" if share >= _BUSY else "green"
+    return Text.assemble((full * count, style), (empty * (_BAR - count), "dim"))

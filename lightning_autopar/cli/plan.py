@@ -1,0 +1,115 @@
+"""``lightning-autopar plan SCRIPT``: run a script up to ``fit``, print every plan with its memory and time, and train nothing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+from lightning_autopar.cli.arguments import add_devices, add_script, add_strategy_options, script_of, split_devices, strategy_options
+from lightning_autopar.cli.progress import progress
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.dry_run import DryRun
+
+_FITS, _NOTHING_FITS, _FAILED = 0, 1, 2
+_EXAMPLES = """\
+examples:
+  lightning-autopar plan train.py --lr 0.1              plan for what is here
+  lightning-autopar plan -m package.train --lr 0.1      as python -m
+  lightning-autopar plan main.py fit -c config.yaml     a LightningCLI
+  lightning-autopar plan --devices 8xH100-80GB train.py plan for what isn't here
+  lightning-autopar plan --devices 2x8xA100-40GB train.py   two nodes of eight
+  lightning-autopar plan --json train.py > plan.json    for a program to read; run --plan plan.json runs its best plan
+  lightning-autopar plan --picture plan.html train.py   a page to look at; .png, .svg, .pdf for a talk
+
+exit codes: 0 a plan fits, 1 none does, 2 the command or the script failed
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``plan`` to the command line's commands."""
+    command = commands.add_parser(
+        "plan",
+        help="run a script up to fit(), print every plan with its memory and time, and train nothing",
+        usage="%(prog)s [options] (SCRIPT | -m MODULE) [arguments of the script]",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_devices(command, "8xH100-80GB or 2xcpu:4GiB")
+    command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    command.add_argument(
+        "--picture", metavar="FILE", help="draw memory and a step's time as well, into a page (.html) or a figure (.png, .svg, .pdf)"
+    )
+    add_strategy_options(command)
+    add_script(command)
+
+
+def plan_script(options: argparse.Namespace) -> int:
+    """``lightning-autopar plan``; returns the exit code.
+
+    Raises:
+        ValueError: if there is no such script, or what is asked for can't be.
+    """
+    script, wanted_options = script_of(options), strategy_options(options)
+    spec, trainer_devices = split_devices(options.devices)
+    # Standard output is the report's alone: what the script prints goes where messages go.
+    with contextlib.redirect_stdout(sys.stderr), progress() as show:
+        show("importing Lightning")
+        from lightning_autopar.strategies.dry_run import ScriptFailed, dry_run
+        from lightning_autopar.strategies.replacing import Wanted
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        wanted = Wanted(devices=spec, trainer_devices=trainer_devices, options=wanted_options)
+        show(f"{script.name} runs up to fit")
+        try:
+            found = dry_run(script, wanted, on_plan=lambda function: show(f"tracing a step of {function}, and planning"))
+        except ScriptFailed as error:
+            if error.__cause__ is not None and not isinstance(error.__cause__, SystemExit):
+                logging.getLogger(__name__).error("the script's own traceback:", exc_info=error.__cause__)
+            print(f"lightning-autopar: {error}", file=sys.stderr)
+            return _FAILED
+        if options.picture is not None:
+            show(f"drawing {options.picture}")
+            found.report.save_picture(options.picture)
+        elif options.json:
+            show("looking for what would help")
+            _ = found.report.advice
+    if options.json:
+        print(json.dumps(_as_json(found), indent=2))
+    else:
+        _print_report(found)
+    return _FITS if found.report.best is not None else _NOTHING_FITS
+
+
+def _as_json(found: DryRun) -> dict[str, object]:
+    replaced = found.replaced
+    return {
+        "function": found.function,
+        "replaced_strategy": None if replaced is None else replaced.name,
+        "replaced": None if replaced is None else replaced.to_dict(),
+        **found.report.to_dict(),
+    }
+
+
+def _print_report(found: DryRun) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from lightning_autopar.planning.breakdown import by_category, by_layer, by_part
+
+    console = Console()
+    report = found.report
+    if found.replaced is not None:
+        console.print(Text("\n".join(found.replaced.lines())))
+    if found.function != "fit":
+        console.print(f"The script calls {found.function}, not fit; this is its plan.")
+    console.print(report.table())
+    candidate = report.shown_candidate()
+    if candidate is not None:
+        console.print(by_category(report, candidate))
+        console.print(by_part(report))
+    console.print(by_layer(report.footprint))

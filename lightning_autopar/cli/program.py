@@ -1,0 +1,69 @@
+"""``lightning-autopar COMMAND``: the parser of all commands, and which module does what."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_autopar.cli import completion, devices, plan, run, runs
+
+FAILED = 2
+_EXAMPLES = """\
+examples:
+  lightning-autopar devices                             what there is, who uses it, what a plan would see
+  lightning-autopar plan train.py --lr 0.1              how this script would run here
+  lightning-autopar run train.py --lr 0.1               and run it so, whatever strategy it names
+  lightning-autopar plan --devices 8xH100-80GB train.py plan for what isn't here
+  lightning-autopar status                              what your elastic runs do, and why
+  lightning-autopar yield train-gpt-3f2a                ask one to move off its devices now
+
+Each command says more: lightning-autopar COMMAND --help
+
+exit codes: 0 done; 1 plan: nothing fits, yield: no answer came; 2 the command can't be done, with the reason on stderr.
+run ends with the exit code of the script.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point of ``lightning-autopar``; returns the exit code.
+
+    Args:
+        arguments: those of the command line, without the program's name; ``sys.argv``'s by default.
+    """
+    options = make_parser().parse_args(arguments)
+    try:
+        if options.command == "devices":
+            return devices.show_devices(options.devices, as_json=options.json)
+        if options.command == "calibrate":
+            return devices.calibrate_devices(options.devices, as_json=options.json)
+        if options.command == "plan":
+            return plan.plan_script(options)
+        if options.command == "run":
+            return run.run_script(options)
+        if options.command == "status":
+            return runs.show_runs(as_json=options.json)
+        if options.command == "yield":
+            return runs.ask_to_yield(options.run, options.device, options.wait, as_json=options.json)
+        assert options.command == "completion", options.command
+        return completion.print_completion(make_parser(), options.shell)
+    except ValueError as error:
+        print(f"lightning-autopar: {error}", file=sys.stderr)
+        return FAILED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-autopar",
+        description="What devices there are, how a training script would run on them, and what your elastic runs do.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    devices.add_commands(commands)
+    plan.add_command(commands)
+    run.add_command(commands)
+    runs.add_run_commands(commands)
+    completion.add_command(commands)
+    return parser

@@ -1,0 +1,66 @@
+"""What takes over a second is seen to go on: a spinner on a terminal's standard error, and nothing anywhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """While open, show what is being done by calling what is given with it.
+
+    What anybody else writes to the standard streams goes before: it takes the line, and the spinner comes back with the next words.
+    """
+    if not sys.stderr.isatty():
+        yield lambda words: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    # A stream of its own: children are forked while the spinner turns in a thread, and must not inherit a lock that it holds.
+    with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as own:
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        console = Console(file=own)
+        shown: list[Progress] = []
+
+        def hush() -> None:
+            if shown:
+                shown.pop().stop()
+
+        def show(words: str) -> None:
+            hush()
+            spinner = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+            spinner.add_task(words, total=None)
+            spinner.start()
+            shown.append(spinner)
+
+        before, process = (sys.stdout, sys.stderr), os.getpid()
+
+        def others() -> None:
+            if os.getpid() == process:  # in a forked child there is no spinner
+                hush()
+
+        sys.stdout, sys.stderr = (_Before(stream, others) for stream in before)
+        try:
+            yield show
+        finally:
+            hush()
+            sys.stdout, sys.stderr = before
+
+
+class _Before:
+    """A stream before whose words something is done."""
+
+    def __init__(self, stream: Any, first: Callable[[], None]) -> None:
+        self._stream, self._first = stream, first
+
+    def write(self, words: str) -> int:
+        self._first()
+        return int(self._stream.write(words))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,165 @@
+"""What Lightning's own loggers get of a plan: hyperparameters in every run, numbers by PlanMonitor, each change of plan once."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan, PlanMonitor
+from tests.strategies.test_elastic import Regression, Watch, to
+
+#: Lightning reads event files with tensorboard, which is no dependency.
+tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+PLAN = {
+    "autopar/plan",
+    "autopar/engine",
+    "autopar/devices",
+    "autopar/world_size",
+    "autopar/predicted_step_seconds",
+    "autopar/predicted_peak_bytes",
+}
+TOGETHER = ("cpu:0", "cpu:1")
+_WANDB_FOLDERS = ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
+NOW = {"autopar/world_size", "autopar/predicted_step_seconds", "autopar/predicted_peak_bytes"}
+
+
+class Net(Regression):
+    def __init__(self, width: int | None = None) -> None:
+        super().__init__()
+        if width is not None:
+            self.save_hyperparameters()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.log("loss", loss := super().training_step(batch, index))
+        return loss
+
+
+def fit(loggers: list[Logger], allow: list[str], *callbacks: pl.Callback, width: int | None = None, **options: Any) -> pl.Trainer:
+    pl.seed_everything(5, verbose=False)
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+    strategy: Any = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off", allow=allow) if allow else "auto"
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", logger=loggers, callbacks=list(callbacks), **{**quiet, "max_steps": 4, **options}
+    )
+    trainer.fit(Net(width), DataLoader(TensorDataset(x, x.sum(1)), 8, shuffle=True))
+    return trainer
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def hyperparameters(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((folder / "version_0" / "hparams.yaml").read_text())
+    return found
+
+
+def events(folder: Path) -> Any:
+    found = tensorboard.EventAccumulator(str(folder / "version_0"))
+    found.Reload()
+    return found
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp"])
+@pytest.mark.parametrize("width", [None, 7])
+def test_the_plan_is_among_the_hyperparameters_and_nothing_among_the_metrics(engine: str, width: int | None, tmp_path: Path) -> None:
+    fit([CSVLogger(tmp_path / "plain", "csv")], [], width=width)
+    trainer = fit([CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tb")], [engine], width=width)
+    users = {} if width is None else {"width": 7}
+    for kind in ("csv", "tb"):
+        found = hyperparameters(tmp_path / kind)
+        assert {name: value for name, value in found.items() if name not in PLAN} == users
+        assert set(found) - set(users) == PLAN
+        assert (found["autopar/engine"], found["autopar/world_size"]) == (engine, trainer.strategy.plan.world_size)
+        assert found["autopar/predicted_peak_bytes"] > 1000
+    assert [set(row) for row in rows(tmp_path)] == [set(row) for row in rows(tmp_path / "plain")]
+    written = events(tmp_path / "tb")
+    assert set(written.Tags()["scalars"]) == {"loss", "epoch", "hp_metric"}
+    # TensorBoard shows the first of these; there is one, with all of them
+    shown = written.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert all(name.encode() in shown for name in PLAN | set(users))
+
+
+def test_who_wants_no_hyperparameters_gets_none(tmp_path: Path) -> None:
+    fit([CSVLogger(tmp_path, "csv")], ["single"], enable_autolog_hparams=False, width=7)
+    assert not (tmp_path / "csv" / "version_0" / "hparams.yaml").exists()
+
+
+def test_the_monitor_logs_predictions_at_the_first_step(tmp_path: Path) -> None:
+    trainer = fit([CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tb")], ["ddp"], PlanMonitor())
+    written = events(tmp_path / "tb")
+    predicted = trainer.strategy.report.best_candidate.seconds.step
+    (first,) = written.Scalars("autopar/predicted_step_seconds")
+    assert (first.step, first.value) == (0, pytest.approx(predicted))
+    (row,) = (row for row in rows(tmp_path) if row["autopar/world_size"])
+    assert (row["step"], float(row["autopar/world_size"])) == ("0", 2.0)
+    assert not any("autopar/plan_changes" in row for row in rows(tmp_path))
+
+
+def kill(run: Any) -> None:
+    os.kill(run._run.generation.pids()[0], signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:autopar. a failure at step:UserWarning")
+def test_each_change_of_plan_is_logged_once_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setenv("AUTOPAR_RUNS", str(tmp_path / "runs"))
+    loggers: list[Logger] = [CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tb")]
+    moves = Watch((4, to(Plan(engine="ddp", devices=TOGETHER))), (20, kill), (26, to(Plan(engine="single", devices=("cpu:1",)))))
+    migrate = CheckpointMigrate(snapshot_seconds=1000.0, survivors=False)  # so that the failure goes back to the move's own snapshot
+    trainer = fit(loggers, ["single", "ddp"], migrate, PlanMonitor(), moves, max_steps=36, default_root_dir=tmp_path, width=7)
+    titles = [span.title for span in trainer.strategy.history.spans]
+    assert titles == ["single", "ddp ×2", "ddp ×2", "single"]
+
+    found = rows(tmp_path)
+    changes = [row for row in found if row["autopar/plan_changes"]]
+    assert [float(row["autopar/plan_changes"]) for row in changes] == [1.0, 2.0, 3.0]
+    steps = [int(row["step"]) for row in changes]
+    assert steps == sorted(steps)
+    assert 4 <= steps[0] == steps[1] < steps[2] < 36
+    assert all(0.0 < float(row["autopar/pause_seconds"]) < 60.0 for row in changes)
+    assert [row["step"] for row in found if row["loss"]] == [str(step) for step in range(36)]
+    known = hyperparameters(tmp_path / "csv")
+    assert (known["width"], known["autopar/plan"]) == (7, "single")
+    assert "from single on cpu:0 to ddp ×2 on cpu:0-1 after" in known["autopar/change_1"]
+    assert known["autopar/change_1"].endswith(": the test")
+    assert "WorkerFailed at step" in known["autopar/change_2"]
+    assert known["autopar/change_3"].startswith(f"step {steps[2]}: from ddp ×2")
+
+    written = events(tmp_path / "tb")
+    assert [(event.step, event.value) for event in written.Scalars("autopar/plan_changes")] == list(
+        zip(steps, (1.0, 2.0, 3.0), strict=True)
+    )
+    assert len(written.Tensors("autopar/changes/text_summary")) == 3
+    assert len(written.Scalars("hp_metric")) == 1
+
+
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "WANDB_DISABLE_GIT": "true",
+        **dict.fromkeys(_WANDB_FOLDERS, str(tmp_path)),
+    }.items():
+        monkeypatch.setenv(name, value)
+    logger = WandbLogger(save_dir=tmp_path, offline=True, project="tests")
+    fit([logger], ["single"], PlanMonitor(), width=7)
+    config = dict(logger.experiment.config)
+    summary = dict(logger.experiment.summary)
+    logger.experiment.finish()
+    assert config["width"] == 7
+    assert set(config) >= PLAN
+    assert set(summary) >= NOW

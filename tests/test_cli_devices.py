@@ -1,0 +1,122 @@
+"""The command line's list of devices: who is on which, what is free, what a plan would see."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_autopar.cli import devices, main, users
+from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory
+from lightning_autopar.strategies.run_files import open_run
+
+GIB = 1 << 30
+UUIDS = ("GPU-7c1e9b04-1111-2222-3333-444455556666", "GPU-90aa77b1-1111-2222-3333-444455556666")
+
+
+def _gpu(number: int, **more: Any) -> Device:
+    values = {
+        "id": UUIDS[number],
+        "kind": "cuda",
+        "name": "NVIDIA H200",
+        "total_bytes": 100 * GIB,
+        "free_bytes": 100 * GIB,
+        "index": number,
+    }
+    return Device(**{**values, **more})
+
+
+@pytest.fixture
+def inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
+    """Two GPUs: one that this process and a stranger are on, and one that has failed."""
+    monkeypatch.setenv("AUTOPAR_RUNS", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    strangers = DeviceProcess(pid=2**22 + 1, used_bytes=None)  # more than Linux ever counts to
+    there = _gpu(0, free_bytes=20 * GIB, utilization=0.97, processes=(DeviceProcess(pid=os.getpid(), used_bytes=3 * GIB), strangers))
+    found = Inventory(
+        devices=(there, _gpu(1, error="XID 79")), host_total_bytes=64 * GIB, host_free_bytes=16 * GIB, source="nvml", notes=("a [note]",)
+    )
+    monkeypatch.setattr(devices, "probe", lambda *_, **__: found)
+    monkeypatch.setattr(devices, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(users, "_is_that", lambda pid: True)
+    return found
+
+
+def test_it_says_who_is_where_and_what_a_plan_would_see(inventory: Inventory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["devices"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["device", "used", "of", "busy", "a", "plan", "sees"]
+    first, failed = (next(line for line in lines if line.startswith(label)) for label in ("cuda:0", "cuda:1"))
+    assert first.split()[-6:] == ["GiB", "100", "GiB", "97%", "19", "GiB"]
+    assert first.count("█") == 16
+    assert failed.split()[-2:] == ["0", "B"]
+    assert any("XID 79" in line for line in lines)
+    assert any("48 GiB of 64 GiB used" in line for line in lines)
+    assert "a [note]" in lines
+    (own,) = (line for line in lines if line.split()[:1] == [str(os.getpid())])
+    assert own.split()[1:4] == ["3", "GiB", psutil.Process().username()]
+    assert any(line.split() == [str(2**22 + 1), "?", "MiB", "not", "told"] for line in lines)
+    assert max(len(line) for line in lines if "░" in line) <= 80
+
+
+def test_a_users_own_run_is_named(inventory: Inventory, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_run("train_gpt.py") as files:  # this process is its agent
+        files.show(replace(files.status, state="running", devices=UUIDS, leased_bytes=dict.fromkeys(UUIDS, 5 * GIB)))
+        assert main(["devices"]) == 0
+        told = [line for line in capsys.readouterr().out.splitlines() if f"[your run {files.run_id}]" in line]
+        assert len(told) == 2  # by its process on one, and by its word on the other
+        assert "5 GiB claimed" in told[1]
+        assert main(["devices", "--json"]) == 0
+        first, second = json.loads(capsys.readouterr().out)["devices"]
+    assert [user["run"] for user in first["users"]] == [files.run_id, None]
+    assert first["users"][0]["used_bytes"] == 3 * GIB
+    assert (first["plan_bytes"], second["plan_bytes"]) == (19 * GIB, 0)
+    assert second["users"][0]["leased_bytes"] == 5 * GIB
+
+
+def test_in_a_container_nobody_is_named_by_anothers_number(tmp_path: Path) -> None:
+    (tmp_path / "self" / "ns").mkdir(parents=True)
+    (tmp_path / "self" / "ns" / "pid").touch()  # any inode but the host's
+    handles = tmp_path / "7" / "fd"
+    handles.mkdir(parents=True)
+    assert not users._is_that(7, tmp_path)
+    (handles / "0").symlink_to("/dev/null")
+    assert not users._is_that(7, tmp_path)
+    (handles / "1").symlink_to("/dev/nvidia0")
+    assert users._is_that(7, tmp_path)
+    assert not users._is_that(8, tmp_path)
+
+
+def test_a_command_is_told_without_folders() -> None:
+    assert users.short_command(["/usr/bin/python3", "-u", "/home/me/my train.py", "--lr=0.1"]) == "python3 -u 'my train.py' --lr=0.1"
+
+
+def test_a_spec_of_other_hardware_is_only_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["devices", "--devices", "2xH100-80GB"]) == 0
+    shown = capsys.readouterr().out
+    assert "H100-80GB:1" in shown
+    assert "can be planned for, not run on" in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("devices", "calibrate", "plan", "run", "status", "yield", "--memory-limit", "--picture"):
+        assert word in script
+
+
+def test_every_command_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("devices", "calibrate", "plan", "run", "status", "yield", "completion"):
+        with pytest.raises(SystemExit) as left:
+            main([command, "--help"])
+        assert left.value.code == 0
+        shown = capsys.readouterr().out
+        assert f"lightning-autopar {command}" in shown.split("examples:")[1]
+        assert "exit code" in shown
