@@ -90,7 +90,7 @@ class Appraiser:
         reason = self.shortage(found.needs) or self._host_shortage(plan)
         missing = cannot_run(plan, allow=self.constraints.allow, pinned=self.constraints.pinned is not None)
         if reason is None and missing is not None:
-            reason = f"can't be run by this version yet ({missing}); it would take {format_seconds(seconds.step)} a step"
+            reason = f"{missing}; it would take {format_seconds(seconds.step)} a step"
         return Candidate(
             plan=plan,
             fits=reason is None,

@@ -67,14 +67,23 @@ def by_layer(footprint: Footprint) -> Table:
     table.add_column("")
     for title in ("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs"):
         table.add_column(title, justify="right")
-    shown = [(name, part) for name, part in footprint.parts() if part.parameter_bytes or part.activation_bytes or part.flops]
-    for _, group in groupby(shown, key=lambda item: _figures(item[1])):
-        parts = list(group)
-        many = f" … {parts[-1][0]} ({len(parts)}×)" if len(parts) > 1 else ""
-        table.add_row(parts[0][0] + many, *_figures(parts[0][1]))
+    for name, part, _ in layer_groups(footprint):
+        table.add_row(name, *layer_figures(part))
     return table
 
 
-def _figures(layer: LayerFootprint) -> tuple[str, ...]:
+def layer_groups(footprint: Footprint) -> list[tuple[str, LayerFootprint, int]]:
+    """The parts that hold or compute anything, those in a row that take the same as one: a name, one's figures, how many there are."""
+    shown = [(name, part) for name, part in footprint.parts() if part.parameter_bytes or part.activation_bytes or part.flops]
+    found = []
+    for _, group in groupby(shown, key=lambda item: layer_figures(item[1])):
+        parts = list(group)
+        many = f" … {parts[-1][0]} ({len(parts)}×)" if len(parts) > 1 else ""
+        found.append((parts[0][0] + many, parts[0][1], len(parts)))
+    return found
+
+
+def layer_figures(layer: LayerFootprint) -> tuple[str, ...]:
+    """What a block takes, in words: parameters, gradients, optimizer, activations, output, GFLOPs of its forward."""
     sizes = (layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_bytes, layer.activation_bytes, layer.output_bytes)
     return (*(format_bytes(size) if size else "–" for size in sizes), f"{layer.flops / 1e9:.3g}" if layer.flops else "–")

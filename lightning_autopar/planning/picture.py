@@ -6,16 +6,12 @@ that neither a dark page nor somebody's matplotlibrc makes it unreadable; the fi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_autopar.memory.inventory import Device
-from lightning_autopar.planning.drawing import ALARM, FAINT, INK, PAPER, own_matplotlib, write
-from lightning_autopar.planning.labels import devices_label
+from lightning_autopar.planning.bars import Bar, bars_of, by_color, unit_of
+from lightning_autopar.planning.drawing import ALARM, CATEGORIES, FAINT, HELD, INK, KINDS, OTHER, PAPER, own_matplotlib, write
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.planning.table import time_words
 from lightning_autopar.planning.timeline import Span, timeline
@@ -25,50 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_HELD = "#e4e5e8"
-#: Of Okabe and Ito's palette, which people with any colour vision can tell apart. What isn't named here is "other".
-_CATEGORIES: Mapping[str, str] = {
-    "parameters": "#0072b2",
-    "gradients": "#e69f00",
-    "optimizer": "#009e73",
-    "activations": "#d55e00",
-    "temporary": "#cc79a7",
-    "communication": "#56b4e9",
-    "context": "#6b6f76",
-    "rounding": "#a9adb3",
-}
-_OTHER = "#8a6d3b"
-_KINDS: Mapping[str, str] = {
-    "forward": "#0072b2",
-    "backward": "#e69f00",
-    "recompute": "#cc79a7",
-    "communication": "#56b4e9",
-    "optimizer": "#009e73",
-    "offload": "#8a6d3b",
-    "input": "#6b6f76",
-    "idle": "#ffffff",
-}
-_SUMS = ("allocated", "reserved")
 #: More rows than these can't be read; the rest is named in the title.
 _MOST_BARS, _MOST_RANKS = 16, 16
 #: Shorter spans that follow each other closely are drawn as one; of thousands nobody sees more than some hundred.
 _LEAST_SPAN_SHARE = 1 / 2000
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bar:
-    """Devices that hold the same, as one bar."""
-
-    devices: tuple[Device, ...]
-    sizes: Mapping[str, int]
-    need: int
-    budget: int
-
-    @property
-    def label(self) -> str:
-        """Their names, and how many there are."""
-        many = f" ({len(self.devices)} alike)" if len(self.devices) > 1 else ""
-        return devices_label(self.devices) + many
 
 
 def draw(report: Report, candidate: Candidate | None = None) -> Figure:
@@ -87,7 +43,7 @@ def draw(report: Report, candidate: Candidate | None = None) -> Figure:
         why = shown.reason if shown is not None else "; ".join(dict.fromkeys(one.reason or "" for one in report.candidates))
         raise ValueError(f"there is nothing to draw: {which} was predicted ({why}); draw one that has a prediction")
     figure_class, styled = own_matplotlib(instead="print the report instead")
-    bars = _bars(report, shown)
+    bars = bars_of(report, shown, most=_MOST_BARS)
     spans = _shown_spans(report, shown)
     lanes = _lanes(spans)
     heights = [0.5 * len(bars) + 0.9, 0.34 * len(lanes) + 0.9]
@@ -129,36 +85,19 @@ def _title(report: Report, candidate: Candidate) -> str:
 # -- memory ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _bars(report: Report, candidate: Candidate) -> list[_Bar]:
-    """The plan's devices, those alike that follow each other as one."""
-    left = report.headroom_bytes(candidate)
-
-    def figures(device_id: str) -> tuple[Any, ...]:
-        device = report.inventory.device(device_id)
-        sizes = {name: size for name, size in candidate.bytes[device_id].to_dict().items() if isinstance(size, int) and name not in _SUMS}
-        need = candidate.needs.get(device_id, candidate.bytes[device_id].reserved)
-        return sizes, need, need + left.get(device_id, 0), device.free_bytes, device.total_bytes
-
-    bars = []
-    for (sizes, need, budget, _, _), group in groupby(candidate.plan.devices, key=figures):
-        bars.append(_Bar(devices=tuple(map(report.inventory.device, group)), sizes=sizes, need=need, budget=budget))
-    # Of many different ones those that have least left.
-    return sorted(sorted(bars, key=lambda bar: bar.budget - bar.need)[:_MOST_BARS], key=bars.index)
-
-
-def _draw_memory(axes: Axes, bars: Sequence[_Bar], devices: int) -> None:
+def _draw_memory(axes: Axes, bars: Sequence[Bar], devices: int) -> None:
     """A bar a device: categories, the margin for what may be missed, the budget's line, headroom in words."""
-    most = max(max(bar.need, bar.budget, bar.devices[0].total_bytes if bar.devices[0].kind != "cpu" else 0) for bar in bars)
-    unit, name = _unit(most)
+    most = max(bar.frame for bar in bars)
+    unit, name = unit_of(most)
     looks: dict[str, dict[str, Any]] = {}
     for row, bar in enumerate(bars):
         start = 0
-        parts = {**_by_colour(bar.sizes)}
+        parts = {**by_color(bar.sizes)}
         parts["allowed for what may be missed"] = max(0, bar.need - sum(parts.values()))
         for category, size in parts.items():
             if not size:
                 continue
-            look: dict[str, Any] = {"facecolor": _CATEGORIES.get(category, _OTHER), "edgecolor": PAPER, "linewidth": 0.4}
+            look: dict[str, Any] = {"facecolor": CATEGORIES.get(category, OTHER), "edgecolor": PAPER, "linewidth": 0.4}
             if category.startswith("allowed"):
                 look = {"facecolor": PAPER, "edgecolor": FAINT, "hatch": "////", "linewidth": 0.6}
             axes.barh(row, size / unit, left=start / unit, height=0.62, **looks.setdefault(category, look))
@@ -166,10 +105,10 @@ def _draw_memory(axes: Axes, bars: Sequence[_Bar], devices: int) -> None:
         device = bar.devices[0]
         if device.kind != "cpu":
             if (held := device.total_bytes - device.free_bytes) > 0:
-                look = looks.setdefault("held by others", {"facecolor": _HELD})
+                look = looks.setdefault("held by others", {"facecolor": HELD})
                 axes.barh(row, held / unit, left=device.free_bytes / unit, height=0.74, **look)
             axes.barh(row, device.total_bytes / unit, height=0.74, facecolor="none", edgecolor=FAINT, linewidth=0.8)
-        headroom = bar.budget - bar.need
+        headroom = bar.headroom
         color = INK if headroom >= 0 else ALARM
         axes.plot([bar.budget / unit] * 2, [row - 0.42, row + 0.42], color=color, linewidth=2, solid_capstyle="butt")
         words = f"{format_bytes(headroom)} left" if headroom >= 0 else f"{format_bytes(-headroom)} too little"
@@ -189,21 +128,6 @@ def _legend(axes: Axes, looks: Mapping[str, Mapping[str, Any]]) -> None:
 
     handles = [Patch(label=label, **look) for label, look in looks.items()]
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5, frameon=False, fontsize=8, labelcolor=INK)
-
-
-def _by_colour(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Those with a colour of their own, and the others together. A correction below nothing is taken off the activations."""
-    found = {category: sizes.get(category, 0) for category in _CATEGORIES}
-    other = sum(size for name, size in sizes.items() if name not in _CATEGORIES)
-    if other < 0:
-        found["activations"], other = max(0, found["activations"] + other), 0
-    return {**found, "other": other}
-
-
-def _unit(most_bytes: int) -> tuple[int, str]:
-    """The unit in which the axis reads well."""
-    power = min(4, int(math.log(max(1, most_bytes), 1024)))
-    return 1024**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------------------------
@@ -242,7 +166,7 @@ def _draw_step(axes: Axes, candidate: Candidate, spans: Sequence[Span], lanes: S
     end = max((span.end_seconds for span in spans), default=0.0)
     scale, name = (1e3, "milliseconds") if end < 1 else (1.0, "seconds")
     looks: dict[str, dict[str, Any]] = {}
-    for kind, color in _KINDS.items():
+    for kind, color in KINDS.items():
         look: dict[str, Any] = {"facecolor": color, "edgecolor": PAPER, "linewidth": 0.3}
         if kind == "idle":
             look = {"facecolor": PAPER, "edgecolor": FAINT, "hatch": "////", "linewidth": 0.4}

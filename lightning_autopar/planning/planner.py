@@ -124,7 +124,7 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
         raise ValueError(f"the pinned plan names {', '.join(map(repr, missing))}, which isn't there; there are: {', '.join(known)}")
     if (unbuilt := cannot_run(plan, pinned=True)) is not None:
         instead = f"choose one of {', '.join(BUILT_ENGINES)}" if plan.engine not in BUILT_ENGINES else "leave it out"
-        raise ValueError(f"the pinned plan {plan.title()!r} can be predicted, but not run by this version yet ({unbuilt}); {instead}")
+        raise ValueError(f"the pinned plan {plan.title()!r} {unbuilt}; {instead}")
     if (refusal := _refusal(plan, footprint, inventory, constraints)) is not None:
         raise ValueError(f"the pinned plan {plan.title()!r} can't be taken: {refusal}; unpin it, or change that")
     most = constraints.max_devices

@@ -244,14 +244,48 @@ class Report:
         return draw(self, candidate)
 
     def save_picture(self, path: str | Path, candidate: Candidate | None = None) -> None:
-        """:meth:`picture` as a file, of the format that its ending names: ``.png``, ``.svg``, ``.pdf``.
+        """:meth:`picture` as a file, of the format that its ending names: ``.png``, ``.svg``, ``.pdf``; ``.html`` is :meth:`save_page`.
 
         Raises:
             ValueError: as :meth:`picture`, or if the ending names no format, or the file can't be written.
         """
+        from lightning_autopar.planning.drawing import is_page
         from lightning_autopar.planning.picture import save
 
-        save(self, path, candidate)
+        if is_page(path):
+            self.save_page(path, candidate)
+        else:
+            save(self, path, candidate)
+
+    def to_html(self, candidate: Candidate | None = None) -> str:
+        """The whole report as one HTML page that needs nothing but itself: readable in light and dark, and printable.
+
+        Args:
+            candidate: whose memory and step are drawn; as for :meth:`picture`.
+        """
+        from lightning_autopar.planning.page import report_page
+
+        return str(report_page(self, candidate))
+
+    def save_page(self, path: str | Path, candidate: Candidate | None = None) -> None:
+        """:meth:`to_html` as a file.
+
+        Raises:
+            ValueError: if it can't be written.
+        """
+        from lightning_autopar.planning.page_markup import write_page
+
+        write_page(self.to_html(candidate), path)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page as a fragment whose style touches nothing else."""
+        from lightning_autopar.planning.page import report_fragment
+
+        return str(report_fragment(self))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal, and keeps beside the fragment in a notebook: the table."""
+        printer.text(str(self))
 
     def __str__(self) -> str:
         from rich.console import Console

@@ -14,16 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_autopar.planning.drawing import ALARM, FAINT, INK, PAPER, own_matplotlib, write
+from lightning_autopar.planning.drawing import ALARM, FAINT, INK, OTHERS, OURS, PAPER, PLANS, is_page, own_matplotlib, write
 from lightning_autopar.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_OURS, _OTHERS, _PREDICTED = "#0072b2", "#b0a99a", "#24292f"
-#: Of Okabe and Ito's palette, which people with any colour vision can tell apart; lightened, so that dark words are read on them.
-_PLANS = ("#8cc5e8", "#f3c567", "#7fcdb5", "#eda680", "#e0b4cf", "#d9d07a", "#b7c0cc", "#c9a98f")
 #: More can't be read; the rest is counted in words. A few losses are marked, since a single one makes no line.
 _MOST_DEVICES, _MOST_WORDS, _MOST_POINTS, _FEW_POINTS = 8, 14, 4000, 60
 #: Of losses whose ends lie further apart, a linear axis shows only the first.
@@ -31,6 +28,8 @@ _LOG_RATIO = 50.0
 _WIDTH_INCHES, _LINE_CHARACTERS = 11.0, 150
 #: So wide is a character of the spans' words.
 _CHARACTER_INCHES = 0.075
+#: So far apart the marks' numbers stand; those that don't fit stand higher, by a share of the plans' row.
+_NUMBER_INCHES, _LEVELS, _LEVEL_SHARE = 0.18, 2, 0.14
 _HATCHES = (None, "..", "xx")
 _LEFT, _RIGHT, _LEGEND_COLUMNS, _DEVICE_CHARACTERS = 0.07, 0.98, 3, 12
 
@@ -126,6 +125,26 @@ class RunHistory:
         if not all(map(math.isfinite, moments)):
             raise ValueError("a run's history holds a time that isn't finite; times are seconds since the run began")
 
+    def to_html(self) -> str:
+        """One HTML page that needs nothing but itself, readable in light and dark.
+
+        Raises:
+            ValueError: if no plan ran.
+        """
+        from lightning_autopar.planning.run_page import run_page
+
+        return str(run_page(self))
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows; nothing of its own where no plan ran."""
+        from lightning_autopar.planning.run_page import run_fragment
+
+        return str(run_fragment(self)) if self.spans else None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal, and keeps beside the page in a notebook: a line for the run, and one for each mark."""
+        printer.text("\n".join([_title(self), *_mark_lines(self.marks)]))
+
     def end_seconds(self) -> float:
         """When the last thing in it happened."""
         moments = [*(span.end_seconds for span in self.spans), *(mark.at_seconds for mark in self.marks)]
@@ -141,13 +160,13 @@ def draw(history: RunHistory) -> Figure:
     if not history.spans:
         raise ValueError("there is nothing to draw: the run's history has no plan that ran; draw it after the run began")
     figure_class, styled = own_matplotlib()
-    devices = _devices(history)
+    devices = devices_of(history)
     shown = devices[:_MOST_DEVICES]
     lines = _mark_lines(history.marks)
     titles = list(dict.fromkeys(span.title for span in history.spans if span.devices))
     legend_rows = math.ceil(len({span.title for span in history.spans}) / _LEGEND_COLUMNS)
     rows = {**({"loss": 2.4} if history.losses else {}), **dict.fromkeys(shown, 0.95), "plans": 0.9}
-    below = 0.2 * (len(lines) + legend_rows) + 0.85
+    below = 0.17 * len(lines) + 0.2 * legend_rows + 0.85
     height = sum(rows.values()) + below + 1.0
     with styled:
         figure = figure_class(figsize=(_WIDTH_INCHES, height), facecolor=PAPER)
@@ -156,7 +175,7 @@ def draw(history: RunHistory) -> Figure:
         )[:, 0]
         figure.subplots_adjust(left=_LEFT, right=_RIGHT, top=1 - 0.75 / height, bottom=below / height)
         axes: dict[str, Axes] = dict(zip(rows, grid, strict=True))
-        scale, unit = _time_unit(history.end_seconds())
+        scale, unit = time_unit(history.end_seconds())
         for label, each in axes.items():
             _plain(each, label)
             for mark in history.marks:
@@ -179,12 +198,17 @@ def draw(history: RunHistory) -> Figure:
 
 
 def save(history: RunHistory, path: str | Path) -> None:
-    """The figure as a file: ``.png``, ``.svg`` or ``.pdf``.
+    """The figure as a file: ``.png``, ``.svg`` or ``.pdf``; with the ending ``.html`` a page, which needs no matplotlib.
 
     Raises:
         ValueError: as :func:`draw`; or if the path's ending names no format that matplotlib writes, or it can't be written.
     """
-    write(draw(history), path)
+    if is_page(path):
+        from lightning_autopar.planning.page_markup import write_page
+
+        write_page(history.to_html(), path)
+    else:
+        write(draw(history), path)
 
 
 def _plain(axes: Axes, label: str) -> None:
@@ -200,11 +224,11 @@ def _title(history: RunHistory) -> str:
     """What ran, for how long, and how often it moved."""
     kinds = [mark.kind for mark in history.marks]
     counts = [f"{kinds.count(kind)} {kind}{'s' if kinds.count(kind) > 1 else ''}" for kind in dict.fromkeys(kinds)]
-    scale, unit = _time_unit(history.end_seconds())
+    scale, unit = time_unit(history.end_seconds())
     return ", ".join([history.title or "a run", f"{history.end_seconds() / scale:.3g} {unit}", *counts])
 
 
-def _time_unit(end_seconds: float) -> tuple[float, str]:
+def time_unit(end_seconds: float) -> tuple[float, str]:
     """Seconds of the unit in which the axis reads well."""
     return (1.0, "seconds") if end_seconds < 300 else (60.0, "minutes") if end_seconds < 3 * 3600 else (3600.0, "hours")
 
@@ -226,11 +250,11 @@ def _draw_losses(axes: Axes, history: RunHistory, scale: float) -> None:
     points = [LossPoint(*point) for point in history.losses]
     values = [point.value for point in points if math.isfinite(point.value)]
     parked = [((span.start_seconds + span.end_seconds) / 2, math.nan) for span in history.spans if not span.devices]
-    drawn = sorted([*((point.at_seconds, point.value) for point in _thinned(points)), *parked], key=lambda point: point[0])
+    drawn = sorted([*((point.at_seconds, point.value) for point in thinned(points)), *parked], key=lambda point: point[0])
     axes.plot(
         [at_seconds / scale for at_seconds, _ in drawn],
         [value if math.isfinite(value) else math.nan for _, value in drawn],
-        color=_OURS,
+        color=OURS,
         linewidth=1.2,
         marker="." if len(drawn) < _FEW_POINTS else None,
         zorder=4,
@@ -238,12 +262,17 @@ def _draw_losses(axes: Axes, history: RunHistory, scale: float) -> None:
     steps = f"steps {min(point.step for point in points)} to {max(point.step for point in points)}"
     broken = f"; {len(points) - len(values)} not finite" if len(values) < len(points) else ""
     axes.set_title(f"loss, {steps}{broken}", color=INK, fontsize=9, loc="left", pad=6)
-    if values and min(values) > 0 and max(values) / min(values) > _LOG_RATIO:
+    if values and is_steep(values):
         axes.set_yscale("log")
         axes.tick_params(which="both", colors=INK, labelsize=8)
 
 
-def _thinned(points: Sequence[LossPoint]) -> Sequence[LossPoint]:
+def is_steep(values: Sequence[float]) -> bool:
+    """Whether a linear axis would show only the first of these losses, which are finite."""
+    return min(values) > 0 and max(values) / min(values) > _LOG_RATIO
+
+
+def thinned(points: Sequence[LossPoint]) -> Sequence[LossPoint]:
     """Of very many points the lowest and the highest of each part, and every one that isn't a number, so that no peak is lost."""
     if len(points) <= _MOST_POINTS:
         return points
@@ -262,7 +291,7 @@ def _thinned(points: Sequence[LossPoint]) -> Sequence[LossPoint]:
 # -- memory ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _devices(history: RunHistory) -> list[str]:
+def devices_of(history: RunHistory) -> list[str]:
     """Those with a sample, the ones that the run was on first."""
     sampled = dict.fromkeys(device for sample in history.memory for device in sample.devices)
     used = {device for span in history.spans for device in span.devices}
@@ -289,15 +318,15 @@ def _draw_memory(axes: Axes, device: str, history: RunHistory, scale: float) -> 
         ours = [each.ours / size for each in (*held, held[-1])]
         both = [(each.ours + each.others) / size for each in (*held, held[-1])]
         whole = [each.total / size for each in (*held, held[-1])]
-        axes.fill_between(span, 0, ours, step="post", facecolor=_OURS, linewidth=0)
-        axes.fill_between(span, ours, both, step="post", facecolor=_OTHERS, linewidth=0)
+        axes.fill_between(span, 0, ours, step="post", facecolor=OURS, linewidth=0)
+        axes.fill_between(span, ours, both, step="post", facecolor=OTHERS, linewidth=0)
         axes.plot(span, whole, drawstyle="steps-post", color=FAINT, linewidth=0.8)
     for plan, need in predicted:
         ends = [plan.start_seconds / scale, plan.end_seconds / scale]
-        axes.plot(ends, [need / size] * 2, color=_PREDICTED, linewidth=1.4, linestyle=(0, (1, 1)), zorder=4)
+        axes.plot(ends, [need / size] * 2, color=INK, linewidth=1.4, linestyle=(0, (1, 1)), zorder=4)
     axes.set_ylim(0, 1.05 * most / size)
     axes.set_ylabel(("bytes", "KiB", "MiB", "GiB", "TiB")[power], fontsize=8)
-    axes.set_title(_plainly(f"{_short(device)}, {format_bytes(total)}"), color=INK, fontsize=9, loc="left", pad=4)
+    axes.set_title(_plainly(f"{short_name(device)}, {format_bytes(total)}"), color=INK, fontsize=9, loc="left", pad=4)
 
 
 def _memory_legend(axes: Axes, history: RunHistory) -> None:
@@ -306,19 +335,19 @@ def _memory_legend(axes: Axes, history: RunHistory) -> None:
     from matplotlib.patches import Patch
 
     handles: list[Any] = [
-        Patch(label="taken by this run", facecolor=_OURS),
-        Patch(label="taken by others", facecolor=_OTHERS),
+        Patch(label="taken by this run", facecolor=OURS),
+        Patch(label="taken by others", facecolor=OTHERS),
         Patch(label="free", facecolor=PAPER, edgecolor=FAINT),
     ]
     if any(span.predicted_bytes for span in history.spans):
-        handles.insert(0, Line2D([], [], label="predicted", color=_PREDICTED, linewidth=1.4, linestyle=(0, (1, 1))))
-    devices = _devices(history)
+        handles.insert(0, Line2D([], [], label="predicted", color=INK, linewidth=1.4, linestyle=(0, (1, 1))))
+    devices = devices_of(history)
     if any(device not in sample.devices for sample in history.memory for device in devices):
         handles.append(Patch(label="not there", facecolor=PAPER, edgecolor=FAINT, hatch="////"))
     _legend(axes, handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles))
 
 
-def _short(device: str) -> str:
+def short_name(device: str) -> str:
     """So much of a UUID as tells the devices of a host apart."""
     return device[:_DEVICE_CHARACTERS] if device.startswith(("GPU-", "MIG-")) else device
 
@@ -331,7 +360,7 @@ def _draw_plans(axes: Axes, history: RunHistory, titles: Sequence[str], scale: f
     from matplotlib.patches import Patch
 
     # Where there are more plans than colours, a pattern tells them apart.
-    colors = {title: (_PLANS[index % len(_PLANS)], _HATCHES[index // len(_PLANS) % len(_HATCHES)]) for index, title in enumerate(titles)}
+    colors = {title: (PLANS[index % len(PLANS)], _HATCHES[index // len(PLANS) % len(_HATCHES)]) for index, title in enumerate(titles)}
     looks: dict[str, dict[str, Any]] = {}
     inches = _WIDTH_INCHES * (_RIGHT - _LEFT) / max(history.end_seconds(), 1e-9)
     for span in history.spans:
@@ -341,14 +370,18 @@ def _draw_plans(axes: Axes, history: RunHistory, titles: Sequence[str], scale: f
         start, width = span.start_seconds / scale, (span.end_seconds - span.start_seconds) / scale
         axes.broken_barh([(start, width)], (0, 1), **look)
         room = int((span.end_seconds - span.start_seconds) * inches / _CHARACTER_INCHES)
-        words = [text for text in (span.title, ", ".join(map(_short, span.devices))) if text and len(text) <= room]
+        words = [text for text in (span.title, ", ".join(map(short_name, span.devices))) if text and len(text) <= room]
         if words:
             back = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.5} if not span.devices else None
             axes.text(
                 start + width / 2, 0.5, _plainly("\n".join(words)), color=INK, fontsize=8, ha="center", va="center", bbox=back, zorder=5
             )
-    for number, mark in enumerate(history.marks[:_MOST_WORDS], start=1):
-        axes.text(mark.at_seconds / scale, 1.06, str(number), color=INK, fontsize=8, ha="center", va="bottom", clip_on=False)
+    marks = history.marks[:_MOST_WORDS]
+    levels = mark_levels(marks, _NUMBER_INCHES / inches, _LEVELS)
+    for number, (mark, level) in enumerate(zip(marks, levels, strict=True), start=1):
+        if level is not None:
+            y = 1.04 + _LEVEL_SHARE * level
+            axes.text(mark.at_seconds / scale, y, str(number), color=INK, fontsize=8, ha="center", va="bottom", clip_on=False)
     axes.set_ylim(0, 1)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
@@ -360,6 +393,24 @@ def _draw_plans(axes: Axes, history: RunHistory, titles: Sequence[str], scale: f
         bbox_to_anchor=(0, -0.55),
         ncols=_LEGEND_COLUMNS,
     )
+
+
+def mark_levels(marks: Sequence[Mark], apart_seconds: float, levels: int) -> list[int | None]:
+    """How high above the plans each mark's number stands, so that neighbours don't cover each other; None where there is no room.
+
+    Args:
+        marks: in the order of time.
+        apart_seconds: so far apart two numbers of a level must be.
+        levels: how many there are.
+    """
+    taken = [-math.inf] * levels
+    found: list[int | None] = []
+    for mark in marks:
+        level = next((level for level in range(levels) if mark.at_seconds - taken[level] >= apart_seconds), None)
+        if level is not None:
+            taken[level] = mark.at_seconds
+        found.append(level)
+    return found
 
 
 def _mark_lines(marks: Sequence[Mark]) -> list[str]:

@@ -30,7 +30,7 @@ def engine_runs(engine: Engine, allow: Sequence[Engine]) -> bool:
 
 
 def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False) -> str | None:
-    """What the plan would need that this version can't run yet, in a few words; None where it can be run.
+    """Why the plan isn't taken, in a few words; None where it may be: what it needs that this version can't run, or that nobody asked for.
 
     Args:
         plan: any.
@@ -38,10 +38,11 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
         pinned: whether the user asked for it.
     """
     if not engine_runs(plan.engine, allow) and not (pinned and plan.engine in ASKED_ENGINES):
-        return f"engine {plan.engine!r}, which is for allow to name" if plan.engine in ASKED_ENGINES else f"engine {plan.engine!r}"
+        asked = plan.engine in ASKED_ENGINES
+        return f"taken only where allow names {plan.engine!r}" if asked else f"can't be run by this version yet (engine {plan.engine!r})"
     if plan.engine == "pipeline":  # its replicas and micro-batches are its engine's own
         return None
-    asked: dict[Feature, bool] = {
+    needed: dict[Feature, bool] = {
         "micro_batches": plan.micro_batches > 1,
         "shares": bool(plan.shares),
         "replicas": plan.replicas > 1,
@@ -49,5 +50,5 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
         "disk": plan.optimizer_on_disk,
     }
     able = RUNS | PINNED if pinned else RUNS
-    missing = [_WORDS[feature] for feature, there in asked.items() if there and feature not in able]
-    return " and ".join(missing) or None
+    missing = [_WORDS[feature] for feature, there in needed.items() if there and feature not in able]
+    return f"can't be run by this version yet ({' and '.join(missing)})" if missing else None

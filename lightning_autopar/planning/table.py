@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from lightning_autopar.memory.inventory import Device
+from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.planning.labels import devices_label
 from lightning_autopar.units import format_bytes, format_seconds
 
@@ -55,20 +55,10 @@ class ReportTable:
         if needs.margin:
             header.append(f"Up to {needs.margin * 100:.3g} % more is allowed for, as the prediction may miss it")
         header += [f"Assumed: {assumption}" for assumption in needs.assumptions]
-        header.append("Devices: " + "; ".join(self._device_words()))
+        header.append("Devices: " + "; ".join(device_words(self.report.inventory)))
         header.append(f"Times: by rates {name}" if (name := getattr(self.report.rates, "name", "")) else "Times: by data sheets")
         header += [f"Note: {note}" for note in self.report.inventory.notes]
         return header
-
-    def _device_words(self) -> list[str]:
-        """Devices with their memory, those alike as one."""
-        alike: dict[str, list[Device]] = {}
-        for device in self.report.inventory.devices:
-            words = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
-            name = device.name if device.kind == "cuda" else ""
-            busy = f", {device.utilization:.0%} busy" if device.utilization and device.utilization >= 0.05 else ""
-            alike.setdefault(f"{name + ', ' if name else ''}{words}{busy}", []).append(device)
-        return [f"{devices_label(devices)} ({words}{' each' if len(devices) > 1 else ''})" for words, devices in alike.items()]
 
     def _lines(self, width: int) -> Table:
         """The table itself."""
@@ -88,27 +78,14 @@ class ReportTable:
             for title, least, most in columns:
                 table.add_column(title, min_width=least, max_width=most, no_wrap=title in ("#", "a step", "headroom"))
             table.add_column("why, or why not", ratio=1)
-        for shown, limit, which in self._groups():
-            chosen = self._spread(shown, limit)
+        limits = {"that fit": _MOST_FITTING, "ruled out": len(self.report.candidates)}
+        for which, shown in grouped(self.report).items():
+            chosen = self._spread(shown, limits.get(which, _MOST_OTHERS))
             for index in chosen:
                 table.add_row(*map(Text, self._row(index, width)))
             if len(shown) > len(chosen):
                 table.add_row(Text(""), Text(f"… {len(shown) - len(chosen)} more {which}"))
         return table
-
-    def _groups(self) -> tuple[tuple[list[int], int, str], ...]:
-        """Indices of the candidates by what came of them, how many of them to show, and words for the others."""
-        groups: dict[str, list[int]] = {"that fit": [], "that can't be run yet": [], "that don't fit": [], "ruled out": []}
-        for index, candidate in enumerate(self.report.candidates):
-            if candidate.fits:
-                which = "that fit"
-            elif not candidate.bytes:
-                which = "ruled out"
-            else:
-                which = "that don't fit" if candidate.runnable else "that can't be run yet"
-            groups[which].append(index)
-        most = {"that fit": _MOST_FITTING, "ruled out": len(self.report.candidates)}
-        return tuple((found, most.get(which, _MOST_OTHERS), which) for which, found in groups.items())
 
     def _spread(self, indices: Sequence[int], most: int) -> list[int]:
         """The first ``most``, but of every engine at least the first: why it isn't the best is what people ask."""
@@ -130,35 +107,17 @@ class ReportTable:
         title, why = candidate.plan.title(), "; ".join(self._why(candidate, best))
         if width < _NARROW:
             words = "\n".join((f"{title} on {devices}", *([why] if why else [])))
-            return rank, words, self._fullest(candidate)[1], step
-        memory = " ".join(self._fullest(candidate)).strip()
+            return rank, words, fullest_words(self.report, candidate)[1], step
+        memory = " ".join(fullest_words(self.report, candidate)).strip()
         if width < _WIDE:
             return rank, title, devices, memory, step, why
-        return rank, title, devices, memory, self._headroom_words(candidate), step, time_words(candidate.seconds), why
+        return rank, title, devices, memory, headroom_words(self.report, candidate), step, time_words(candidate.seconds), why
 
     def _why(self, candidate: Candidate, best: bool) -> tuple[str, ...]:
         """Sentences for the last column."""
         reason = candidate.short_reason
         first = [reason] if reason else ["chosen, see below"] if best else []
         return (*first, *candidate.notes, *candidate.learned)
-
-    def _fullest(self, candidate: Candidate) -> tuple[str, str]:
-        """The fullest device: ``"3.1 / 3.8 GiB"`` and ``"82%"``."""
-        if not candidate.needs:
-            return "", "–"
-        left = self.report.headroom_bytes(candidate)
-        full, need, budget = max(
-            (need / max(1, need + left[device]), need, need + left[device]) for device, need in candidate.needs.items()
-        )
-        amount, unit = format_bytes(need).split()
-        if format_bytes(budget).endswith(f" {unit}"):
-            unit = ""
-        return f"{amount}{' ' + unit if unit else ''} / {format_bytes(budget)}", f"{full:.0%}"
-
-    def _headroom_words(self, candidate: Candidate) -> str:
-        """What is left on the device that has least left, with a minus where it is missing."""
-        left = self.report.headroom_bytes(candidate)
-        return format_bytes(min(left.values())).replace("-", "−") if left else "–"
 
     def _footer(self) -> list[str]:
         """What the reader should do or know."""
@@ -167,6 +126,55 @@ class ReportTable:
         if best and best.seconds and (words := time_words(best.seconds)):
             chosen.append(f"  - of its {format_seconds(best.seconds.step)}: {words}")
         return chosen + [f"Advice: {advice}" for advice in self.report.advice]
+
+
+def device_words(inventory: Inventory) -> list[str]:
+    """Devices with their memory, those alike as one."""
+    alike: dict[str, list[Device]] = {}
+    for device in inventory.devices:
+        words = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
+        name = device.name if device.kind == "cuda" else ""
+        busy = f", {device.utilization:.0%} busy" if device.utilization and device.utilization >= 0.05 else ""
+        alike.setdefault(f"{name + ', ' if name else ''}{words}{busy}", []).append(device)
+    return [f"{devices_label(devices)} ({words}{' each' if len(devices) > 1 else ''})" for words, devices in alike.items()]
+
+
+def grouped(report: Report) -> dict[str, list[int]]:
+    """Indices of the candidates by what came of them; the groups' names go on after a number of them."""
+    groups: dict[str, list[int]] = {"that fit": [], "that are held back": [], "that don't fit": [], "ruled out": []}
+    for index, candidate in enumerate(report.candidates):
+        if candidate.fits:
+            which = "that fit"
+        elif not candidate.bytes:
+            which = "ruled out"
+        else:
+            which = "that don't fit" if candidate.runnable else "that are held back"
+        groups[which].append(index)
+    return groups
+
+
+def fullest(report: Report, candidate: Candidate) -> tuple[int, int] | None:
+    """Of the fullest device the bytes that are needed and those that may be used; None without a prediction."""
+    left = report.headroom_bytes(candidate)
+    figures = [(need / max(1, need + left[device]), need, need + left[device]) for device, need in candidate.needs.items()]
+    return max(figures)[1:] if figures else None
+
+
+def fullest_words(report: Report, candidate: Candidate) -> tuple[str, str]:
+    """The fullest device: ``"3.1 / 3.8 GiB"`` and ``"82%"``."""
+    if (found := fullest(report, candidate)) is None:
+        return "", "–"
+    need, budget = found
+    amount, unit = format_bytes(need).split()
+    if format_bytes(budget).endswith(f" {unit}"):
+        unit = ""
+    return f"{amount}{' ' + unit if unit else ''} / {format_bytes(budget)}", f"{need / max(1, budget):.0%}"
+
+
+def headroom_words(report: Report, candidate: Candidate) -> str:
+    """What is left on the device that has least left, with a minus where it is missing."""
+    left = report.headroom_bytes(candidate)
+    return format_bytes(min(left.values())).replace("-", "−") if left else "–"
 
 
 def time_words(seconds: Seconds | None) -> str:

@@ -58,7 +58,7 @@ def test_json_has_the_documented_shape() -> None:
         for allow in (WITH_ZERO, BUILT_ENGINES)
     }
     assert all(c["fits"] and c["runnable"] for c in zero[WITH_ZERO])
-    assert all(c["reason"].startswith("can't be run") and not c["runnable"] for c in zero[BUILT_ENGINES])
+    assert all(c["reason"].startswith("taken only where allow names 'zero'") and not c["runnable"] for c in zero[BUILT_ENGINES])
     assert zero[WITH_ZERO]
     assert zero[BUILT_ENGINES]
 
@@ -186,13 +186,13 @@ def test_what_cannot_be_run_yet_has_a_place_of_its_own(monkeypatch: pytest.Monke
     found = report()
     zero = Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=2)
     best = found.candidates[0]
-    reason = "can't be run by this version yet (engine 'zero'); it would take 1 s a step"
+    reason = "taken only where allow names 'zero'; it would take 1 s a step"
     shown = replace(best, plan=zero, fits=False, reason=reason, held_back=True)
     assert not shown.runnable
     assert best.runnable
     text = " ".join(str(replace(found, candidates=(best, shown, shown, shown, shown))).split())
     assert "zero-2 ×2" in text
-    assert "… 1 more that can't be run yet" in text
+    assert "… 1 more that are held back" in text
     assert "it would take" not in text
     assert replace(found, candidates=(shown, replace(best, fits=False, reason="x")), best_index=None).shown_candidate() is not shown
     monkeypatch.setattr(runnable, "ASKED_ENGINES", frozenset())

@@ -1,0 +1,167 @@
+"""The page's memory: a bar for each device by category against what may be used, the same as a table, and the footprint by layer.
+
+It reads a report, and must not know how a prediction was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from lightning_autopar.planning.bars import Bar, bars_of, by_color, unit_of
+from lightning_autopar.planning.breakdown import layer_figures, layer_groups
+from lightning_autopar.planning.page_markup import Html, chart, element, join, rect, scrolled, share, text
+from lightning_autopar.planning.page_style import color_class
+from lightning_autopar.planning.report import Candidate, Report
+from lightning_autopar.units import format_bytes
+
+__all__ = ["layer_section", "legend", "memory_section", "ticks"]
+
+#: More bars, columns and layers than these can't be read; the rest is counted in words.
+_MOST_BARS, _MOST_COLUMNS, _MOST_LAYERS = 24, 8, 200
+_BAR_PIXELS, _ALLOWED = 26, "allowed for what may be missed"
+#: So much of the axis' end has no number, which would be cut off there.
+_LAST_TICK = 0.96
+#: Less of the axis is no pixel.
+_SEEN_SHARE = 1e-3
+_LAYER_TITLES = ("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs")
+
+
+def memory_section(report: Report, candidate: Candidate) -> Html:
+    """Bars by device, and the figures.
+
+    Args:
+        report: has the candidate's devices.
+        candidate: one with a prediction.
+    """
+    bars = bars_of(report, candidate, most=_MOST_BARS)
+    shown, there = sum(len(bar.devices) for bar in bars), len(candidate.plan.devices)
+    few = f" {shown} of {there} devices, the fullest." if shown < there else ""
+    most = max(_whole(bar) for bar in bars)
+    unit, name = unit_of(most)
+    names = [_ALLOWED if category == "allowed" else category for category in _used(bars, most)]
+    marks = [(color_class("allowed" if each == _ALLOWED else each), each) for each in names]
+    if any(bar.devices[0].free_bytes < bar.devices[0].total_bytes for bar in bars):
+        marks.append(("held", "held by others"))
+    rows = [part for bar in bars for part in _row(bar, most)]
+    return element(
+        "section",
+        element("h2", "Memory of each device"),
+        element("p", f"At the fullest moment of a step. The upright line is what may be used.{few}", class_="soft"),
+        legend(marks),
+        element("div", *rows, _axis(most / unit, name), class_="rows"),
+        element("details", element("summary", "The figures", class_="head"), _figures(bars)),
+    )
+
+
+def legend(marks: Iterable[tuple[str, str]]) -> Html:
+    """What colours mean: their classes, and words."""
+    swatch = '<svg width="13" height="13" aria-hidden="true"><rect class="{}" width="13" height="13"/></svg>'
+    return element("ul", *(element("li", Html(swatch.format(class_)), words) for class_, words in marks), class_="legend", role="list")
+
+
+def ticks(end: float, about: int = 5) -> list[float]:
+    """Round numbers from 0 up to the end of an axis, about so many."""
+    if end <= 0:
+        return [0.0]
+    power = 10.0 ** (len(f"{end / about:.0f}") - 1) if end / about >= 1 else 1.0
+    while power > end / about:
+        power /= 10
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= end / about * 0.75)
+    return [index * step for index in range(int(end / step) + 1)]
+
+
+def _whole(bar: Bar) -> int:
+    """The end of what is drawn of it: all of the device, or more where more is needed."""
+    return max(bar.need, bar.budget, bar.devices[0].total_bytes)
+
+
+def _used(bars: Sequence[Bar], most: int) -> list[str]:
+    """Categories of which anything is to be seen, in the palette's order."""
+    found = {category for bar in bars for category, size in _parts(bar).items() if size > most * _SEEN_SHARE}
+    order = list(_parts(bars[0]))
+    return sorted(found, key=order.index)
+
+
+def _parts(bar: Bar) -> dict[str, int]:
+    """Bytes by colour, and what is allowed for beyond the prediction."""
+    parts = by_color(bar.sizes)
+    return {**parts, "allowed": max(0, bar.need - sum(parts.values()))}
+
+
+def _row(bar: Bar, most: int) -> tuple[Html, Html, Html]:
+    """A device's name, its bar, and in words what is needed and left."""
+    drawn: list[Html] = []
+    device = bar.devices[0]
+    if device.free_bytes < device.total_bytes:
+        words = f"held by others: {format_bytes(device.total_bytes - device.free_bytes)}"
+        drawn.append(rect(device.free_bytes, device.total_bytes, most, class_="held", y=1, height=_BAR_PIXELS - 2, title=words))
+    start = 0
+    for category, size in _parts(bar).items():
+        if size:
+            name = _ALLOWED if category == "allowed" else category
+            words = f"{name}: {format_bytes(size)}"
+            drawn.append(rect(start, start + size, most, class_=color_class(category), y=4, height=_BAR_PIXELS - 8, title=words))
+            start += size
+    drawn.append(rect(0, device.total_bytes, most, class_="frame", y=0.5, height=_BAR_PIXELS - 1))
+    at = share(bar.budget, most)
+    over = "mark over" if bar.headroom < 0 else "mark"
+    drawn.append(element("line", class_=over, x1=at, x2=at, y1=0, y2=_BAR_PIXELS))
+    needed = f"{format_bytes(bar.need)} of {format_bytes(bar.budget)}"
+    left = f"{format_bytes(bar.headroom)} left" if bar.headroom >= 0 else f"{format_bytes(-bar.headroom)} too little"
+    return (
+        element("div", bar.label, class_="name"),
+        chart(_BAR_PIXELS, f"{bar.label}: {needed}, {left}", *drawn),
+        element("div", needed, " ", element("span", left, class_="good" if bar.headroom >= 0 else "alarm"), class_="words"),
+    )
+
+
+def _axis(end: float, name: str) -> Html:
+    """Numbers below the bars."""
+    places = [place for place in ticks(end) if place <= _LAST_TICK * end]
+    drawn = []
+    for place in places:
+        at = share(place, end)
+        words = f"{place:.4g} {name}" if place == places[-1] else f"{place:.4g}"
+        drawn += [element("line", class_="tick", x1=at, x2=at, y1=0, y2=5)]
+        drawn += [text(words, at, 17, class_="soft", anchor="start" if place == 0 else "middle" if place != places[-1] else "end")]
+    return element("svg", *drawn, class_="axis", width="100%", height=20, aria_hidden="true")
+
+
+def _figures(bars: Sequence[Bar]) -> Html:
+    """A column for each group of devices."""
+    columns = sorted(sorted(bars, key=lambda bar: bar.headroom)[:_MOST_COLUMNS], key=bars.index)
+    head = element("tr", element("th", "bytes of a device", scope="col"), *(element("th", bar.label, scope="col") for bar in columns))
+    names = [name for name in columns[0].sizes if any(bar.sizes.get(name) for bar in columns)]
+    rows = [(name, [format_bytes(bar.sizes.get(name, 0)) for bar in columns], "") for name in names]
+    rows.append(("needed, with what may be missed", [format_bytes(bar.need) for bar in columns], "sum"))
+    rows.append(("may be used", [format_bytes(bar.budget) for bar in columns], ""))
+    rows.append(("headroom", [format_bytes(bar.headroom).replace("-", "−") for bar in columns], "sum"))
+    rows.append(("free now", [format_bytes(bar.devices[0].free_bytes) for bar in columns], ""))
+    rows.append(("in all", [format_bytes(bar.devices[0].total_bytes) for bar in columns], ""))
+    body = [
+        element("tr", element("th", name, scope="row"), *(element("td", words) for words in cells), class_=class_ or None)
+        for name, cells, class_ in rows
+    ]
+    few = element("p", f"{len(columns)} of {len(bars)} kinds of devices, the fullest.", class_="soft") if len(columns) < len(bars) else None
+    table = element("table", element("thead", head), element("tbody", *body), class_="figures")
+    return join([few, scrolled("bytes by category and device", table)])
+
+
+def layer_section(report: Report) -> Html | None:
+    """What each block takes at the whole batch on one device; None where there are no layers."""
+    groups = layer_groups(report.footprint)
+    if not groups:
+        return None
+    head = element("tr", element("th", "layer", scope="col"), *(element("th", title, scope="col") for title in _LAYER_TITLES))
+    rows = [
+        element("tr", element("th", name, scope="row"), *(element("td", words) for words in layer_figures(part)))
+        for name, part, _ in islice(groups, _MOST_LAYERS)
+    ]
+    more = f" The first {_MOST_LAYERS} of {len(groups)}." if len(groups) > _MOST_LAYERS else ""
+    return element(
+        "section",
+        element("h2", "Footprint by layer"),
+        element("p", f"At the whole batch, on one device; layers in a row that take the same are one line.{more}", class_="soft"),
+        scrolled("footprint by layer", element("table", element("thead", head), element("tbody", *rows), class_="figures")),
+    )

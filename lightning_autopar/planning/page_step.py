@@ -1,0 +1,217 @@
+"""The page's step: what each rank does and when, with what it waits, and where the seconds go.
+
+It reads a report and the spans of :mod:`timeline`, and must not know how seconds are predicted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from lightning_autopar.planning.page_markup import Html, chart, element, percent, rect, scrolled, share, text
+from lightning_autopar.planning.page_memory import legend, ticks
+from lightning_autopar.planning.page_style import color_class
+from lightning_autopar.planning.report import Candidate, Report
+from lightning_autopar.planning.timeline import Span, timeline
+from lightning_autopar.units import format_bytes, format_seconds
+
+__all__ = ["step_section"]
+
+#: More ranks can't be read, unless one replica's stages are more.
+_MOST_RANKS, _MOST_STAGES = 16, 64
+#: A page has so many spans about; shorter ones are drawn together until they are as few.
+_MOST_SPANS, _LEAST_SHARE = 4000, 1 / 2000
+#: Blocks that take less of the step are drawn together; micro-batches, which are what is looked for, aren't.
+_BLOCK_SHARE = 0.012
+#: From this share of the axis on there is room for a character of a micro-batch's number: where the page is wide, and always.
+_CHARACTER_SHARE, _ALWAYS_SHARE = 0.008, 0.02
+_ROW_PIXELS, _BESIDE_PIXELS, _LAST_TICK, _MOST_COMPARED = 24, 9, 0.97, 4
+_STAGE, _MICRO_BATCH = re.compile(r"\bstage (\d+)"), re.compile(r"\bmicro-batch (\d+)")
+
+
+def step_section(report: Report, candidate: Candidate) -> Html:
+    """A row for each rank, and the parts of the seconds.
+
+    Args:
+        report: has the candidate.
+        candidate: one with a prediction of its time.
+    """
+    plan = candidate.plan
+    limit = max(_MOST_RANKS, min(plan.devices_per_replica if plan.engine == "pipeline" else 0, _MOST_STAGES))
+    spans = timeline(report.footprint, plan, report.inventory, precision=report.precision, rates=report.rates, ranks=limit)
+    end = max((span.end_seconds for span in spans), default=0.0)
+    groups = _alike(spans)
+    short = (_LEAST_SHARE if plan.engine == "pipeline" else _BLOCK_SHARE) * end
+    drawn = [(_merged(found, end * _LEAST_SHARE, short), ranks) for found, ranks in groups]
+    while sum(len(found) for found, _ in drawn) > _MOST_SPANS:
+        short *= 2
+        drawn = [(_merged(found, short, short), ranks) for found, ranks in drawn]
+    rows = [part for found, ranks in drawn for part in _row(report, candidate, found, ranks, end)]
+    more = f" Shown are ranks 0 to {limit - 1} of {plan.world_size}." if plan.world_size > limit else ""
+    every = [span for found, _ in drawn for span in found]
+    numbers = " Numbers are micro-batches." if any(_MICRO_BATCH.search(span.label) for span in every) else ""
+    beside = " The thin row is communication that goes on beside computing." if any(span.lane != "compute" for span in every) else ""
+    return element(
+        "section",
+        element("h2", "One training step" if report.footprint.training else "One step"),
+        element("p", f"What each rank does, and when.{numbers}{beside}{more}", class_="soft"),
+        legend(_marks(every, plan.devices_per_replica)),
+        element("div", *rows, _axis(end), class_="rows"),
+        _parts(candidate),
+        element("details", element("summary", "Compared with the next plans", class_="head"), _compared(report, candidate)),
+    )
+
+
+def _alike(spans: Iterable[Span]) -> list[tuple[list[Span], list[int]]]:
+    """What ranks do, and which ranks do just that."""
+    found: dict[tuple[object, ...], tuple[list[Span], list[int]]] = {}
+    for rank, group in groupby(spans, key=lambda span: span.rank):
+        its = list(group)
+        key = tuple((span.start_seconds, span.end_seconds, span.kind, span.label, span.lane) for span in its)
+        found.setdefault(key, (its, []))[1].append(rank)
+    return list(found.values())
+
+
+def _merged(spans: Iterable[Span], gap_seconds: float, short_seconds: float) -> list[Span]:
+    """Those of a kind that follow each other closely as one, where one of them is too short to be seen or they are the same."""
+    merged: list[Span] = []
+    for span in spans:
+        last = merged[-1] if merged else None
+        if last is not None and (last.lane, last.kind) == (span.lane, span.kind) and span.start_seconds - last.end_seconds < gap_seconds:
+            short = min(last.end_seconds - last.start_seconds, span.end_seconds - span.start_seconds) < short_seconds
+            if short or span.label == last.label:
+                first, _, _ = last.label.partition(" … ")
+                words = first if first == span.label else f"{first} … {span.label.rpartition(' … ')[2]}"
+                merged[-1] = Span(
+                    rank=last.rank,
+                    start_seconds=last.start_seconds,
+                    end_seconds=max(last.end_seconds, span.end_seconds),
+                    kind=last.kind,
+                    label=words,
+                    lane=last.lane,
+                )
+                continue
+        merged.append(span)
+    return merged
+
+
+def _row(report: Report, candidate: Candidate, spans: Sequence[Span], ranks: Sequence[int], end: float) -> tuple[Html, Html, Html]:
+    """A rank's name, what it does, and how much of the step it waits."""
+    device = report.inventory.device(candidate.plan.devices[ranks[0]])
+    name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_runs(ranks)} ({len(ranks)} alike)"
+    beside = any(span.lane != "compute" for span in spans)
+    drawn, words = [], []
+    for span in spans:
+        computing = span.lane == "compute"
+        kind = _shade(span, candidate.plan.devices_per_replica)
+        tip = f"{'waiting' if span.kind == 'idle' else span.kind}{', ' + span.label if span.label else ''}: "
+        tip += f"{format_seconds(span.end_seconds - span.start_seconds)}, at {format_seconds(span.start_seconds)}"
+        y, height = (0, _ROW_PIXELS) if computing else (_ROW_PIXELS + 1, _BESIDE_PIXELS)
+        class_ = f"cell {color_class(kind)}"
+        drawn.append(rect(span.start_seconds, span.end_seconds, end, class_=class_, y=y, height=height, title=tip))
+        number = _MICRO_BATCH.search(span.label)
+        room = (span.end_seconds - span.start_seconds) / end
+        if computing and number and "…" not in span.label and room >= _CHARACTER_SHARE * len(number[1]):
+            middle = (span.start_seconds + span.end_seconds) / 2
+            wide = " wide" if room < _ALWAYS_SHARE * len(number[1]) else ""
+            words.append(text(number[1], share(middle, end), _ROW_PIXELS / 2 + 4, class_=f"on-{color_class(kind)}{wide}"))
+    waits = sum(span.end_seconds - span.start_seconds for span in spans if span.kind == "idle" and span.lane == "compute")
+    waiting = f"waits {percent(waits / end)}" if end and waits / end >= 0.0005 else "never waits"
+    label = f"{name}: {waiting} of the step"
+    height = _ROW_PIXELS + (1 + _BESIDE_PIXELS if beside else 0)
+    where = f" on {report.inventory.device(device.id).name} {device.id}" if len(ranks) == 1 else ""
+    return (
+        element("div", name, class_="name"),
+        chart(height, label + where, *drawn, element("g", *words) if words else Html(""), class_="cells"),
+        element("div", waiting, class_="words soft"),
+    )
+
+
+def _runs(ranks: Sequence[int]) -> str:
+    """``"0–3, 6"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _shade(span: Span, ranks: int) -> str:
+    """Its kind; of a rank's every other stage with a colour of its own."""
+    stage = _STAGE.search(span.label)
+    second = stage is not None and int(stage[1]) // max(1, ranks) % 2 == 1
+    return f"{span.kind}-2" if second and span.kind in ("forward", "backward") else span.kind
+
+
+def _marks(spans: Sequence[Span], ranks: int) -> list[tuple[str, str]]:
+    """The colours that are there, in the order in which a step has them."""
+    order = ("forward", "forward-2", "backward", "backward-2", "recompute", "communication", "optimizer", "offload", "input", "idle")
+    there = {_shade(span, ranks) for span in spans}
+    names = {"idle": "waiting", "forward-2": "forward, the rank's other stage", "backward-2": "backward, the rank's other stage"}
+    return [(color_class(kind), names.get(kind, kind)) for kind in order if kind in there]
+
+
+def _axis(end: float) -> Html:
+    """Times below the rows."""
+    scale, name = (1e6, "µs") if end < 1e-3 else (1e3, "ms") if end < 1 else (1.0, "s")
+    places = [place for place in ticks(end * scale, about=6) if place <= _LAST_TICK * end * scale]
+    drawn = []
+    for index, place in enumerate(places):
+        at = share(place, end * scale)
+        words = f"{place:.4g} {name}" if place == places[-1] else f"{place:.4g}"
+        anchor = "start" if place == 0 else "end" if place == places[-1] else "middle"
+        wide = " wide" if index % 2 and index < len(places) - 1 else ""
+        drawn += [element("line", class_="tick", x1=at, x2=at, y1=0, y2=5), text(words, at, 17, class_=f"soft{wide}", anchor=anchor)]
+    return element("svg", *drawn, class_="axis", width="100%", height=20, aria_hidden="true")
+
+
+def _parts(candidate: Candidate) -> Html | None:
+    """Where the slowest rank's seconds go, as one bar and in words."""
+    if candidate.seconds is None or candidate.seconds.step <= 0:
+        return None
+    step = candidate.seconds.step
+    parts = {name: seconds for name, seconds in candidate.seconds.parts().items() if seconds > 0}
+    drawn, start = [], 0.0
+    for name, seconds in parts.items():
+        title = f"{name}: {format_seconds(seconds)}"
+        drawn.append(rect(start, start + seconds, step, class_=f"cell {color_class(name)}", height=_ROW_PIXELS, title=title))
+        start += seconds
+    marks = [
+        (color_class(name), f"{name} {format_seconds(seconds)} ({percent(seconds / step)})")
+        for name, seconds in parts.items()
+        if seconds >= _LEAST_SHARE * step
+    ]
+    said = ", ".join(words for _, words in marks)
+    return element(
+        "div",
+        element("h3", f"Where the slowest rank's {format_seconds(step)} go"),
+        legend(marks),
+        chart(_ROW_PIXELS, f"the step's parts: {said}", *drawn),
+    )
+
+
+def _compared(report: Report, candidate: Candidate) -> Html:
+    """Seconds by part of the first plans, the shown one first."""
+    others = [each for each in report.candidates if each.seconds is not None and each is not candidate]
+    shown = [candidate, *others][:_MOST_COMPARED]
+    parts = [each.seconds.parts() for each in shown if each.seconds is not None]
+    names = [name for name in parts[0] if any(each[name] for each in parts)]
+    head = element("tr", element("th", "of a step", scope="col"), *(element("th", each.plan.title(), scope="col") for each in shown))
+    rows = [
+        element(
+            "tr",
+            element("th", name, scope="row"),
+            *(element("td", format_seconds(each[name]) if each[name] else "–") for each in parts),
+        )
+        for name in names
+    ]
+    sums = [format_seconds(each.seconds.step) for each in shown if each.seconds is not None]
+    rows.append(element("tr", element("th", "step", scope="row"), *(element("td", words) for words in sums), class_="sum"))
+    needs = [format_bytes(max(each.needs.values())) if each.needs else "–" for each in shown]
+    rows.append(
+        element("tr", element("th", "memory of the device that needs most", scope="row"), *(element("td", words) for words in needs))
+    )
+    return scrolled("seconds by part and plan", element("table", element("thead", head), element("tbody", *rows), class_="figures"))

@@ -1,0 +1,70 @@
+"""A worker under a Jupyter kernel: what it prints and shows, progress bars included, reaches the cell that runs.
+
+It knows the kernel's messages, and neither trainers nor plans. Without a kernel it does nothing.
+
+Of what a forked process says, ipykernel passes on its streams, by a new context of ZMQ for each write, in no certain order; what it shows
+and all that a widget does is dropped ("attempted to send message from fork", jupyter_client/session.py: Session.send), and with it every
+progress bar. Here the session's check is off, as its documentation allows to who takes care of forks, and one socket of this process's own
+carries everything, in order. It can go when ipykernel does that (ipykernel/iostream.py: IOPubThread._really_send).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+_outlet: _Outlet | None = None
+
+
+class _Outlet:
+    """The socket by which this process's messages go to its parent's kernel.
+
+    Args:
+        thread: the kernel's IOPubThread, as the fork inherited it: without its thread.
+    """
+
+    def __init__(self, thread: Any) -> None:
+        self._thread = thread
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._context, self._pipe = thread._setup_pipe_out()
+
+    def send(self, message: list[bytes], *args: Any, **kwargs: Any) -> None:
+        """In place of the thread's own way to send. A process that this one forked, such as a data loader's worker, goes that way."""
+        if os.getpid() != self._pid:
+            type(self._thread)._really_send(self._thread, message, *args, **kwargs)
+            return
+        with self._lock:
+            self._pipe.send_multipart([self._thread._pipe_uuid, *message])
+
+    def close(self) -> None:
+        """Wait until what was said is on its way, for the time that ipykernel gives it."""
+        with self._lock:
+            self._pipe.close()
+            self._context.term()
+
+
+def speak_through_kernel() -> None:
+    """In a forked process, once: from here on its displays and widgets are the parent kernel's. Nothing where there is no kernel."""
+    global _outlet
+    kernels = sys.modules.get("ipykernel.kernelbase")
+    if kernels is None or not kernels.Kernel.initialized():
+        return
+    kernel = kernels.Kernel.instance()
+    thread = getattr(kernel.iopub_socket, "io_thread", None)
+    known = ("_setup_pipe_out", "_really_send", "_pipe_uuid", "_is_master_process")
+    if thread is None or not all(hasattr(thread, name) for name in known) or thread._is_master_process():
+        return  # an ipykernel that does it otherwise: its streams work as they do there
+    _outlet = _Outlet(thread)
+    thread._really_send = _outlet.send
+    kernel.session.check_pid = False
+
+
+def fall_silent() -> None:
+    """Before this process ends without Python's own clean-up: let what it said arrive."""
+    global _outlet
+    if _outlet is not None and _outlet._pid == os.getpid():
+        _outlet.close()
+        _outlet = None
