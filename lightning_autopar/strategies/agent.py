@@ -18,14 +18,17 @@ from rich.console import Console
 
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.planning.changes import usable
+from lightning_autopar.planning.labels import devices_label
 from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.strategies.boundary import Elastic
 from lightning_autopar.strategies.diary import Diary
 from lightning_autopar.strategies.failure import WorkerFailed, out_of_memory
 from lightning_autopar.strategies.gate import Gate
 from lightning_autopar.strategies.generation import Generation, Outcome
+from lightning_autopar.strategies.leasing import Promises
+from lightning_autopar.strategies.plan_changes import PlanChange
 from lightning_autopar.strategies.running import Running
-from lightning_autopar.strategies.saving import COPY_BYTES_PER_SECOND, Moving, Saver
+from lightning_autopar.strategies.saving import COPY_BYTES_PER_SECOND, Moving, Saver, save_seconds
 from lightning_autopar.strategies.shelf import Shelf
 from lightning_autopar.strategies.watching import RunView, Wish
 from lightning_autopar.strategies.worker import Job
@@ -79,6 +82,7 @@ class Agent:
         replan: the best plan for an inventory.
         state_bytes: of parameters, buffers and optimizer states.
         on_change: told of each new decision.
+        promises: of memory, which go with the plan; those of the first decision are there.
     """
 
     def __init__(
@@ -95,10 +99,11 @@ class Agent:
         replan: Callable[[Inventory], Decision],
         state_bytes: int,
         on_change: Callable[[Decision], None],
+        promises: Promises,
     ) -> None:
         self._make_job, self._moving, self._watchers, self._door = make_job, moving, list(watchers), door
         self._folder, self._state_bytes, self._on_change = folder, state_bytes, on_change
-        self._probe, self._plan = inventory, replan
+        self._probe, self._plan, self._promises = inventory, replan, promises
         self.decision = decision
         self.diary = Diary()
         self.parked = False
@@ -115,6 +120,7 @@ class Agent:
         self._saver = Saver(shelf, moving, state_bytes)
         self._pauses: list[float] = []
         self._left_at: float | None = None
+        self._changes: list[PlanChange] = []
         #: Whether the next generation is being prepared.
         self.moving = False
 
@@ -252,7 +258,13 @@ class Agent:
         folder.mkdir()
         job = self._make_job(decision, folder)
         gate = Gate(decision.assignment.plan.world_size)
-        elastic = Elastic(gate=gate, begin=get_context("fork").Event(), folder=folder)
+        elastic = Elastic(
+            gate=gate,
+            begin=get_context("fork").Event(),
+            folder=folder,
+            notes_share=self._moving.notes_share,
+            patience_seconds=2 * save_seconds(self._state_bytes),
+        )
         job = replace(job, elastic=elastic)
         gate.final = self._failures_in_a_row() >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
         return Running(generation=Generation(job), elastic=elastic, job=job, decision=decision)
@@ -284,6 +296,7 @@ class Agent:
             rank_zero_warn(
                 f"autopar: no batch has begun for {format_seconds(self._moving.hang_seconds)} at step {pace.step}; the workers are ended"
             )
+            running.generation.have_saved()
             running.generation.end()
 
     def _note(self, running: Running | None) -> None:
@@ -318,11 +331,15 @@ class Agent:
                 self._park(wish.reason)
             return
         assert wish.decision is not None
+        if (why := self._promises.prepare(wish.decision.assignment.needed_bytes, running)) is not None:
+            rank_zero_info(f"autopar: the run doesn't move to {wish.decision.assignment.plan.title()}: {why}")
+            return
         rank_zero_info(f"autopar: the run moves to {wish.decision.assignment.plan.title()}: {wish.reason}")
         self.moving = True
         if self._door is not None:
             self._door.show(self)
         following = self._fork(wish.decision)
+        self._saver.provide(running.decision.assignment.plan.world_size)
         try:
             while not following.generation.ready and not following.generation.failed and not running.generation.gone:
                 following.generation.round([], timeout_seconds=0.005)
@@ -334,16 +351,19 @@ class Agent:
                 return
             assert self._saver.latest is not None, "it was just made"
             self._left_at, self.moved_at = running.elastic.gate.pace().at, time.monotonic()
-            following.elastic.let_begin(self._saver.latest.path)
+            following.elastic.let_begin(self._saver.latest.path, self._changes_to(wish.decision, wish.reason))
             self._begin(wish.decision, wish.reason, following)
+            self._promises.settle()
         finally:
             self.moving = False
+            self._promises.drop()
             if self._run is not following:
                 following.generation.end()
 
     def _park(self, reason: str) -> None:
         """Nothing runs; the devices are free."""
         self.diary.park(reason)
+        self._promises.release()
         self._run, self.parked, self.moved_at = None, True, time.monotonic()
 
     def _wait_parked(self, noted: list[type[BaseException]]) -> bool:
@@ -365,7 +385,7 @@ class Agent:
                     wish = Wish(action="move", decision=self.replan(self.inventory()), reason="it fits again")
                 except NothingFits:
                     wish = None
-            if wish is not None and wish.decision is not None:
+            if wish is not None and wish.decision is not None and self._is_promised(wish.decision) is None:
                 rank_zero_info(f"autopar: the parked run goes on under {wish.decision.assignment.plan.title()}: {wish.reason}")
                 self.moved_at = time.monotonic()
                 self._resume(wish.decision, wish.reason)
@@ -375,8 +395,28 @@ class Agent:
 
     def _resume(self, decision: Decision, reason: str) -> None:
         snapshot = self._saver.look_back()
+        changes = self._changes_to(decision, reason)
         running = self._begin(decision, reason)
-        running.elastic.let_begin(None if snapshot is None else snapshot.path)
+        running.elastic.let_begin(None if snapshot is None else snapshot.path, changes)
+
+    def _is_promised(self, decision: Decision) -> str | None:
+        """Have what a decision needs promised, while nothing runs; why not, in words."""
+        return self._promises.take(decision.assignment.needed_bytes, None)
+
+    def _changes_to(self, decision: Decision, reason: str) -> tuple[PlanChange, ...]:
+        """All changes of plan up to the one to this decision."""
+        before, after = self.decision.assignment, decision.assignment
+        self._changes.append(
+            PlanChange(
+                from_plan=before.plan.title(),
+                from_devices=devices_label(before.devices),
+                to_plan=after.plan.title(),
+                to_devices=devices_label(after.devices),
+                reason=reason,
+                left_at=self._left_at,
+            )
+        )
+        return tuple(self._changes)
 
     def _leave(self, running: Running) -> Outcome:
         """The machine is to be left: save on disk and end, within the time that one is given."""
@@ -408,7 +448,15 @@ class Agent:
         self._failures = {step: self._failures.get(step, 0) + 1}
         if self._failures[step] >= self._moving.failures:
             return outcome
-        where = "from the beginning" if (snapshot := self._saver.look_back()) is None else f"from the snapshot of step {snapshot.step}"
+        if pace.boundaries == 0:
+            self._saver.disown()
+        why = self._saver.adopt(running)
+        snapshot = self._saver.look_back()
+        where = "from the beginning" if snapshot is None else f"from the snapshot of step {snapshot.step}"
+        if why is not None:
+            where += f" (no worker that was left could save it: {why})"
+        elif snapshot is not None and snapshot.path == self._saver.made_by_survivor:
+            where = f"from step {snapshot.step}, where a worker that was left saved it"
         rank_zero_warn(f"autopar: a failure at step {step}, the run goes on {where}: {type(error).__name__}: {error}")
         self.diary.failed(f"{type(error).__name__} at step {step}: {error}")
         self._left_at = pace.at
@@ -418,6 +466,9 @@ class Agent:
             decision = self._after(running)
         except NothingFits:
             self._park(f"nothing fits after {type(error).__name__}: {error}")
+            return None
+        if decision is not running.decision and (missing := self._is_promised(decision)) is not None:
+            self._park(f"after {type(error).__name__} others were faster: {missing}")
             return None
         self._resume(decision, f"{type(error).__name__} at step {step}")
         return None

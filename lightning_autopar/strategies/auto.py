@@ -18,12 +18,15 @@ from lightning_autopar.planning.run_picture import RunHistory
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.state.loader import unwrapped
 from lightning_autopar.strategies.decide import CalibrationRule, Settings
+from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.engines import build_engine
 from lightning_autopar.strategies.launcher import AutoLauncher
+from lightning_autopar.strategies.leasing import Leases
 from lightning_autopar.units import parse_memory
 
 
 class AutoParallelStrategy(ParallelStrategy):
-    """Chooses how to run a module on the devices that are free now, and runs it: one device, DDP, or FSDP2.
+    """Chooses how to run a module on the devices that are free now, and runs it: one device, DDP, FSDP2, a pipeline, ZeRO.
 
     Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used:
     for each device id what :class:`lightning_autopar.strategies.measure.Measured` says, such as ``peak_bytes`` and ``step_seconds``. What a
@@ -31,7 +34,7 @@ class AutoParallelStrategy(ParallelStrategy):
     "off". After an elastic run ``history`` is what happened to it, which ``planning.run_picture.save`` draws.
 
     Args:
-        allow: The engines to choose from: "single", "ddp", "fsdp", "pipeline"; all by default.
+        allow: The engines to choose from: "single", "ddp", "fsdp" and "pipeline" by default; "zero" is one where it is named.
         devices: What there is, such as "2xcpu:4GiB"; by default the variable AUTOPAR_DEVICES, or else the Trainer's devices.
         memory_limit: The most to use of each device, in bytes or as "20GiB".
         memory_margin: The share of each device's free memory that is left alone, from 0 up to but not including 1.
@@ -86,7 +89,17 @@ class AutoParallelStrategy(ParallelStrategy):
         self.plan: Plan | None = self.settings.plan
         self.measured: dict[str, dict[str, Any]] = {}
         self.history: RunHistory | None = None
+        self.leases = Leases()
         self._muted: tuple[list[Any], Any] | None = None
+
+    def make_engine(self, assignment: Assignment, *, forked: bool = True) -> EngineMixin:
+        """The Lightning strategy that executes a plan, called in each process that trains; a subclass may make another one.
+
+        Args:
+            assignment: the plan, and the devices it is for.
+            forked: whether this process is a worker, forked for the plan; else a launcher or the user has started it.
+        """
+        return build_engine(assignment, forked=forked)
 
     def plan_for(self, devices: str) -> None:
         """Plan for these devices from now on, whatever there is.
@@ -113,13 +126,16 @@ class AutoParallelStrategy(ParallelStrategy):
         Raises:
             ValueError: if the Trainer asks for devices that aren't there.
         """
-        kind: Literal["cuda", "cpu"] = "cuda" if self.root_device.type == "cuda" else "cpu"
-        requested = self._requested
-        wanted = int(requested) if kind == "cpu" and str(requested).isdigit() else 1
-        found = probe(self._devices_spec, accelerator=kind, cpu_devices=wanted, own_host_bytes=own_host_bytes)
+        found = self.leases.see(self.devices_now(own_host_bytes=own_host_bytes))
         if found.source == "spec":
             return found, None
-        return found.restrict(requested, fewer=fewer)
+        return found.restrict(self._requested, fewer=fewer)
+
+    def devices_now(self, *, own_host_bytes: int = 0) -> Inventory:
+        """All devices as the driver shows them, whoever has been promised what."""
+        kind: Literal["cuda", "cpu"] = "cuda" if self.root_device.type == "cuda" else "cpu"
+        wanted = int(self._requested) if kind == "cpu" and str(self._requested).isdigit() else 1
+        return probe(self._devices_spec, accelerator=kind, cpu_devices=wanted, own_host_bytes=own_host_bytes)
 
     def take_over(self, engine: Strategy) -> None:
         """Keep what code after a run asks the strategy for."""

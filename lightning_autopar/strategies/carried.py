@@ -64,6 +64,8 @@ _LIMITS = (("fit_loop", ("min_epochs", "max_epochs", "_skip_backward")), ("fit_l
 
 #: In a process that goes on: the parts as they were before its trainer's function ran.
 _pristine: weakref.WeakKeyDictionary[Survey, dict[Part, Any]] = weakref.WeakKeyDictionary()
+#: Of CSV files as they were last measured, by path: first line, size, lines.
+_csv_files: dict[str, tuple[bytes, int, int]] = {}
 
 
 @dataclass(kw_only=True)
@@ -189,23 +191,24 @@ class _Things:
         self.trainer, self.before, self.survey = trainer, before, before.survey
         self.module: Any = trainer.lightning_module
         self.engine: Any = trainer.strategy
-        self.tensors: dict[str, Tensor] = {
-            **dict(self.module.named_parameters(remove_duplicate=False)),
-            **dict(self.module.named_buffers(remove_duplicate=False)),
-        }
-        self.modules: dict[str, nn.Module] = {name: each for name, each in self.module.named_modules() if self.survey.number(each) is None}
+        #: Gone through once: this is done at every batch that leaves notes (``survivor``).
+        self._parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters(remove_duplicate=False))
+        self._named: dict[str, nn.Module] = dict(self.module.named_modules())
+        self.tensors: dict[str, Tensor] = {**self._parameters, **dict(self.module.named_buffers(remove_duplicate=False))}
+        self.modules = {name: each for name, each in self._named.items() if self.survey.number(each) is None}
         self.by_name = self._by_name()
         self.names: dict[int, Any] = {id(each): name for name, each in reversed(self.by_name.items()) if each is not None}
         for name, tensor in self.tensors.items():
             self.names[id(tensor)] = before.tensors.get(name, ("tensor", name))
         self._skipped = [type(each).__name__ for each in self._callbacks if isinstance(each, ProgressBar)]
         self._skipped += ["trainer.profiler"]
+        self._under: dict[int, bool] = {}
         self._skipped += [path for path in map(self.path, trainer.loggers) if path]
         #: What DeepSpeed has put on each module, by its id.
         self._engines: dict[int, set[str]] = self.engine.own_attributes() if hasattr(self.engine, "own_attributes") else {}
         self._metrics = {
             path: _metrics_own(each)
-            for each in self.module.modules()
+            for each in self._named.values()
             if isinstance(each, (Metric, MetricCollection)) and (path := self.path(each))
         }
 
@@ -253,7 +256,9 @@ class _Things:
         all ranks' together, and an engine hangs its own on modules.
         """
         path = self.survey.path(number)
-        if any(_is_under(path, root) for root in self._skipped) or part in self._engines.get(id(self.survey.target(number)), ()):
+        if number not in self._under:
+            self._under[number] = any(_is_under(path, root) for root in self._skipped)
+        if self._under[number] or part in self._engines.get(id(self.survey.target(number)), ()):
             return True
         for root, its in self._metrics.items():
             if path == root and part in its:
@@ -280,7 +285,7 @@ class _Things:
     def _own_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that no state dict has; sharded ones aside."""
         found: list[tuple[str, Tensor]] = []
-        for prefix, each in self.module.named_modules():
+        for prefix, each in self._named.items():
             for name in each._non_persistent_buffers_set:
                 buffer = each._buffers.get(name)
                 if buffer is not None and not is_hole(buffer) and not hasattr(buffer, "device_mesh"):
@@ -295,8 +300,8 @@ class _Things:
         """What travels besides attributes."""
         return {
             "buffers": self.buffers(),
-            "requires_grad": {name: each.requires_grad for name, each in self.module.named_parameters()},
-            "training": {name: each.training for name, each in self.module.named_modules()},
+            "requires_grad": {name: each.requires_grad for name, each in self._parameters.items()},
+            "training": {name: each.training for name, each in self._named.items()},
             "trainer": {name: value for name, value in vars(self.trainer).items() if type(value) in _PLAIN and name not in _NOT_TRAINERS},
             "limits": {(loop, name): getattr(_loop(self.trainer, loop), name, None) for loop, names in _LIMITS for name in names},
             "max_batches": self.trainer.fit_loop.max_batches,
@@ -412,10 +417,12 @@ def _write_loggers(things: _Things, folder: Path) -> None:
     survey, trainer = things.survey, things.trainer
     paths = [path for path in map(things.path, trainer.loggers) if path]
 
-    def others(number: int, part: str) -> bool:
-        return not any(_is_under(survey.path(number), path) for path in paths)
-
-    values, gone = survey.differing(things.names, skip=others, lazy=True)
+    values: dict[Part, tuple[Any, Any]] = {}
+    gone: list[Part] = []
+    for path in paths:
+        its, without = survey.differing(things.names, under=path, lazy=True)
+        values |= its
+        gone += [part for part in without if part not in gone]
     files: dict[int, tuple[int, int, list[str]]] = {}
     parcel = Carried(data=b"", signature=survey.signature, gone=gone)
     for index, logger in enumerate(trainer.loggers):
@@ -434,8 +441,7 @@ def _write_loggers(things: _Things, folder: Path) -> None:
             (_class_of(logger), _portable(logger, {part: value for (owner, part), (value, _) in values.items() if owner == number}))
         )
         if isinstance(logger, CSVLogger) and experiment is not None and os.path.isfile(experiment.metrics_file_path):
-            content = Path(experiment.metrics_file_path).read_bytes()
-            files[index] = len(content), content.count(b"\n"), list(experiment.metrics_keys)
+            files[index] = *_measured(Path(experiment.metrics_file_path)), list(experiment.metrics_keys)
     _write(parcel, things, values, folder / _LOGGERS, sent={}, extras={"files": files}, digests=False)
 
 
@@ -483,6 +489,24 @@ def carry_loggers_in(trainer: Trainer, before: Before, folder: Path) -> None:
         path = getattr(experiment, "metrics_file_path", None)
         if path is not None:
             _cut(Path(path), *where)
+
+
+def _measured(path: Path) -> tuple[int, int]:
+    """A CSV file's size and its lines; of one that was only added to since the last time, what is new is read.
+
+    A file that got another column is written anew, with another first line.
+    """
+    with path.open("rb") as file:
+        header = file.readline()
+        known_header, size_bytes, lines = _csv_files.get(str(path), (b"", 0, 0))
+        if header == known_header and os.fstat(file.fileno()).st_size >= size_bytes:
+            file.seek(size_bytes)
+        else:
+            size_bytes, lines = len(header), header.count(b"\n")
+        added = file.read()
+    size_bytes, lines = size_bytes + len(added), lines + added.count(b"\n")
+    _csv_files[str(path)] = header, size_bytes, lines
+    return size_bytes, lines
 
 
 def _class_of(target: Any) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_autopar._lightning_compat import TrainerFn, verify_configuration
+from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
 from lightning_autopar.memory.allocator_options import options_from_environment
 from lightning_autopar.memory.cache_files import cache_folder
 from lightning_autopar.memory.inventory import Inventory
@@ -26,6 +26,7 @@ from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.plans import Engine, Plan
+from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.calibration import calibrate, calibrated
 from lightning_autopar.strategies.disk_states import disk_folder, no_disk
@@ -109,25 +110,28 @@ def decide(
 
     Raises:
         NothingFits: if no plan fits.
-        ValueError: if the devices can only be planned for, or a pinned plan can't be run here.
+        ValueError: if the devices can only be planned for, a pinned plan can't be run here, or the module has no values to run with.
     """
     inventory = usable(bound[0]) if usable(bound[0]).devices else bound[0]
     arguments = arguments or {}
     if all(device.kind == "catalogue" for device in inventory.devices):
         names = ", ".join(device.id for device in inventory.devices) or "none"
         raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
+    if not is_overridden("configure_model", trainer.lightning_module):
+        check_values(trainer.lightning_module)
     look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic)
     return _decision(trainer, look, settings.batch, arguments.get("ckpt_path"), arguments.get("weights_only"), elastic=elastic)
 
 
-def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, plan: Plan | None = None) -> Decision:
+def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, plan: Plan | None = None, elastic: bool = True) -> Decision:
     """The best plan for the same run on the devices as they are now; what was found out about the module holds.
 
     Args:
         trainer: as :func:`decide`'s.
-        decision: of :func:`decide`, with ``elastic``.
+        decision: of :func:`decide`.
         inventory: the devices to choose from now.
         plan: if given, the only one that is considered.
+        elastic: as :func:`decide`'s.
 
     Raises:
         NothingFits: if no plan fits.
@@ -137,7 +141,10 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
     look = replace(decision.look, inventory=inventory)
     if plan is not None:
         look = replace(look, constraints=replace(look.constraints, pinned=plan))
-    return _decision(trainer, look, decision.assignment.batch, None, decision.assignment.weights_only, elastic=True)
+    again = _decision(trainer, look, decision.assignment.batch, None, decision.assignment.weights_only, elastic=elastic)
+    if elastic:
+        return again
+    return replace(again, assignment=replace(again.assignment, from_snapshot=decision.assignment.from_snapshot))
 
 
 def _decision(trainer: Trainer, look: _Look, batch: BatchRule, path: Any, weights_only: bool | None, *, elastic: bool) -> Decision:

@@ -27,6 +27,7 @@ from lightning_autopar.strategies.agent import Agent, Watcher
 from lightning_autopar.strategies.decide import Decision, decide_again
 from lightning_autopar.strategies.engine import BatchRule
 from lightning_autopar.strategies.generation import Outcome, noted_interrupts, run_folder
+from lightning_autopar.strategies.leasing import Promises
 from lightning_autopar.strategies.run_files import Request, RunFiles, open_run
 from lightning_autopar.strategies.running import Running, own_bytes
 from lightning_autopar.strategies.saving import Moving
@@ -91,7 +92,6 @@ class ElasticRun:
         decision: the first plan.
         function: the trainer's, with ``args`` and ``kwargs``.
         how: how the run is saved and moved.
-        make_engine: the Lightning strategy of an assignment.
     """
 
     def __init__(
@@ -103,12 +103,11 @@ class ElasticRun:
         args: Any,
         kwargs: Any,
         how: Moving,
-        make_engine: Callable[..., Any],
     ) -> None:
         global _runs
         _runs += 1
         self._strategy, self._trainer, self._decision, self._how = strategy, trainer, decision, how
-        self._function, self._args, self._kwargs, self._make_engine = function, args, kwargs, make_engine
+        self._function, self._args, self._kwargs = function, args, kwargs
         self.before = handover.survey(trainer)
         self.number = _runs
         footprint = decision.report.footprint
@@ -133,8 +132,14 @@ class ElasticRun:
                     replan=self._replan,
                     state_bytes=self.state_bytes,
                     on_change=self._changed,
+                    promises=Promises(self._strategy.leases, self._devices_now),
                 )
-                return restore(*self.agent.run(noted))
+                try:
+                    ended = self.agent.run(noted)
+                except Exception:  # the agent's own, or a watcher's: nothing that ran in the workers
+                    keep = True
+                    raise
+                return restore(*ended)
         except SIGTERMException:  # also a second one, which isn't waited for
             keep = True
             raise
@@ -155,7 +160,7 @@ class ElasticRun:
         path = run_arguments(self._function, self._args, self._kwargs).get("ckpt_path")
         return Job(
             assignment=replace(decision.assignment, from_snapshot=resumed or is_snapshot(path), elastic=True),
-            make_engine=self._make_engine,
+            make_engine=self._strategy.make_engine,
             trainer=self._trainer,
             function=self._function,
             args=self._args,
@@ -167,14 +172,23 @@ class ElasticRun:
     def _inventory(self, running: Running | None) -> Inventory:
         host_bytes = 0 if running is None else host_bytes_of(running.generation.pids())
         found, _ = self._strategy.inventory(fewer=True, own_host_bytes=host_bytes)
-        devices = tuple(replace(device, free_bytes=device.free_bytes + own_bytes(running, device.id)) for device in found.devices)
-        return replace(found, devices=devices)
+        return _with_own(found, running)
+
+    def _devices_now(self, running: Running | None) -> Inventory:
+        host_bytes = 0 if running is None else host_bytes_of(running.generation.pids())
+        return _with_own(self._strategy.devices_now(own_host_bytes=host_bytes), running)
 
     def _replan(self, inventory: Inventory) -> Decision:
         return decide_again(self._trainer, self._decision, inventory)
 
     def _changed(self, decision: Decision) -> None:
         self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
+
+
+def _with_own(found: Inventory, running: Running | None) -> Inventory:
+    """With what the run itself holds counted as free."""
+    devices = tuple(replace(device, free_bytes=device.free_bytes + own_bytes(running, device.id)) for device in found.devices)
+    return replace(found, devices=devices)
 
 
 def host_bytes_of(pids: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from lightning_autopar._lightning_compat import TrainerFn, combined_mode
+from lightning_autopar._lightning_compat import TrainerFn, combined_mode, hyperparameters_added
 from lightning_autopar.memory.inventory import Device
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
@@ -30,9 +30,11 @@ from lightning_autopar.strategies.batchnorm import restore as restore_batch_norm
 from lightning_autopar.strategies.batchnorm import synchronise as synchronise_batch_norm
 from lightning_autopar.strategies.draws import DrawPlan, GlobalDraws
 from lightning_autopar.strategies.logged import GlobalLogging
+from lightning_autopar.strategies.logged_plan import hyperparameters
 from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.measure import Meter
 from lightning_autopar.strategies.micro import MicroBatches
+from lightning_autopar.strategies.plan_changes import PlanChanges
 from lightning_autopar.strategies.recompute import recomputed
 from lightning_autopar.strategies.staged.recording import Staging
 
@@ -84,6 +86,11 @@ class Assignment:
         return {} if self.candidate is None else {device: held.reserved for device, held in self.candidate.bytes.items()}
 
     @property
+    def needed_bytes(self) -> dict[str, int]:
+        """What must be there of each device for the plan, by its id: the prediction with its margin; empty where nothing was predicted."""
+        return {} if self.candidate is None else dict(self.candidate.needs)
+
+    @property
     def torch_devices(self) -> list[torch.device]:
         """The devices as torch names them in this process."""
         return [torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.index or 0) for device in self.devices]
@@ -119,6 +126,8 @@ class EngineMixin(Strategy):
         self._saved_gradients: dict[str, Tensor] = {}
         #: Whether the state is saved between two batches rather than in a hook.
         self.at_boundary = False
+        #: How an elastic run came to this plan.
+        self.plan_changes = PlanChanges()
         #: Called when Lightning is about to enter its loops.
         self.before_loops: Callable[[], None] | None = None
 
@@ -244,6 +253,12 @@ class EngineMixin(Strategy):
         return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.has_share]
 
     # -- the step ----------------------------------------------------------------------------------------------------------------------
+
+    def connect(self, model: Any) -> None:
+        """The trainer's first word in a run: from here on its loggers hear of the plan, with the hyperparameters of a training run."""
+        super().connect(model)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._exit.enter_context(hyperparameters_added(self._trainer, hyperparameters(self.assignment)))
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""

@@ -27,11 +27,12 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_autopar._lightning_compat import find_free_network_port, script_command
+from lightning_autopar._lightning_compat import find_free_network_port
 from lightning_autopar.memory.host import host_cores, host_memory
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.strategies.engine import Assignment
 from lightning_autopar.strategies.group import meet_at
+from lightning_autopar.strategies.script import rerun_command
 from lightning_autopar.strategies.worker import die_with
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class Peers:
     messages: int = 0
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     running: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def are_reruns(self) -> bool:
+        """Whether one process of ours started the others; else somebody else's launcher did."""
+        return bool(self.children) or PARENT in os.environ
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -257,7 +263,7 @@ def rerun_script(strategy: AutoParallelStrategy, world_size: int) -> Peers:
     rank_zero_info(f"autopar: CUDA is initialised in this process already, so the script is run again for {world_size - 1} further ranks")
     for rank in range(1, world_size):
         environment = {**os.environ, "LOCAL_RANK": str(rank), STORE: f"127.0.0.1:{port}", PARENT: str(os.getpid())}
-        peers.children.append(subprocess.Popen(script_command(), env=environment))
+        peers.children.append(subprocess.Popen(rerun_command(), env=environment))
     threading.Thread(target=_watch, args=(peers,), daemon=True, name="autopar-watch").start()
     atexit.register(_see_off, peers.children)
     global _peers

@@ -28,6 +28,7 @@ from lightning_autopar._lightning_compat import (
     update_properties,
 )
 from lightning_autopar.state import checkpoint as whole
+from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.engine import Assignment, EngineMixin
 from lightning_autopar.strategies.gathered import Gathered, numbers_of_whole_tensors
 from lightning_autopar.strategies.group import join_group
@@ -72,7 +73,7 @@ class _ShardingStrategy(ModelParallelStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Where ``configure_model`` builds a large module, rank 0 alone builds it for real, in host memory; the others get shapes."""
-        with torch.device("meta" if self._shapes_only else "cpu"), self.precision_plugin.tensor_init_context():
+        with shapes_only() if self._shapes_only else torch.device("cpu"), self.precision_plugin.tensor_init_context():
             yield
 
     @property
@@ -108,6 +109,7 @@ class _ShardingStrategy(ModelParallelStrategy):
                 f"the plan {plan.title()!r} says how the module is sharded, but its configure_model has sharded it already; "
                 "leave the sharding to the strategy, or choose a plan without replicas and offload"
             )
+        check_values(self._module)
         materialize_module(self._module, self._home)
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()

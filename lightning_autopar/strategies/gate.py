@@ -15,7 +15,7 @@ from typing import Literal
 #: What the agent may ask for: a snapshot, after which training goes on, or one after which the workers leave.
 Ask = Literal["snapshot", "pause"]
 _ASKS: tuple[Ask, ...] = ("snapshot", "pause")
-_HOLD, _STOP_AT, _ASK, _NUMBER, _FINAL, _FIRST = range(6)
+_HOLD, _STOP_AT, _ASK, _NUMBER, _FINAL, _NOTED, _TO_BE_SAVED, _FIRST = range(8)
 _COUNT, _DONE, _BATCH_NS, _AT_NS, _STEP, _LEFT, _SAVE_NS, _BYTES, _LOSS, _LOSS_STEP, _CELLS = range(11)
 #: Longer than a store takes to become visible to another core, by orders of magnitude.
 _SETTLE_SECONDS = 0.01
@@ -112,6 +112,24 @@ class Gate:
         self._cells[self._place(rank, _LOSS)] = struct.unpack("q", struct.pack("d", loss))[0]
         self._cells[self._place(rank, _LOSS_STEP)] = step
 
+    def count(self, rank: int) -> int:
+        """How many boundaries a rank has come to."""
+        return int(self._cells[self._place(rank, _COUNT)])
+
+    @property
+    def noted(self) -> int:
+        """Of which boundary rank 0 has left notes, and where: twice its count, plus 0 or 1; 0 of none yet, -1 if it leaves none."""
+        return int(self._cells[_NOTED])
+
+    @noted.setter
+    def noted(self, value: int) -> None:
+        self._cells[_NOTED] = value
+
+    @property
+    def to_be_saved(self) -> bool:
+        """Whether a rank has failed, so that another one is to save what it has."""
+        return bool(self._cells[_TO_BE_SAVED])
+
     @property
     def final(self) -> bool:
         """Whether a failure ends the run, so that hooks that belong to one are to be run."""
@@ -122,6 +140,10 @@ class Gate:
     @final.setter
     def final(self, value: bool) -> None:
         self._cells[_FINAL] = int(value)
+
+    def have_saved(self) -> None:
+        """A rank has failed: whoever can is to save what it has."""
+        self._cells[_TO_BE_SAVED] = 1
 
     def ask(self, what: Ask) -> int:
         """Ask all ranks for something at their next common boundary; returns the request's number."""

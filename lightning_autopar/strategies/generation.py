@@ -37,6 +37,8 @@ GRACE_SECONDS = 3.5
 _HOOKS_SECONDS = 300.0
 #: A crash shows in no pipe while something that the worker started still holds it open, so we look ourselves so often.
 LOOK_SECONDS = 0.05
+#: What a worker may still take that has not ended by itself after the run was saved.
+_SAVED_SECONDS = 0.2
 _LOCK_NAME = "in-use"
 
 
@@ -244,7 +246,9 @@ class Generation:
         if noted and not self._brake.pulled:
             self._brake.pull(noted[0])
             self._deadline = min(self._deadline, now + GRACE_SECONDS + 2 * self._brake.longest_seconds)
-        if self.failed or all(worker.gone or worker.words for worker in workers):
+        if self.failed:
+            self._have_saved(now)
+        elif all(worker.gone or worker.words for worker in workers):
             self._deadline = min(self._deadline, now + GRACE_SECONDS)
         if self._deadline < float("inf"):
             self._hooks_deadline = min(self._hooks_deadline, now + _HOOKS_SECONDS)
@@ -252,6 +256,27 @@ class Generation:
             busy = worker.words and worker.words[-1] in ("error", "stopped")
             if not worker.gone and now > (self._hooks_deadline if busy else self._deadline):
                 worker.end()
+
+    def _have_saved(self, now: float) -> None:
+        """A worker has failed: let the others leave, and before that let one of them save the run where it can."""
+        elastic, seconds = self.job.elastic, GRACE_SECONDS
+        if elastic is not None and not elastic.gate.final and elastic.gate.noted > 0:
+            elastic.gate.have_saved()
+            seconds += elastic.patience_seconds + 2 * self._brake.longest_seconds
+            if elastic.saved.exists():
+                seconds = _SAVED_SECONDS
+        self._deadline = min(self._deadline, now + seconds)
+
+    def have_saved(self) -> bool:
+        """Have a worker of a generation that hangs save the run, where it can; whether one has."""
+        elastic = self.job.elastic
+        if elastic is None or elastic.gate.final or elastic.gate.noted <= 0:
+            return False
+        elastic.gate.have_saved()
+        until = time.monotonic() + GRACE_SECONDS + elastic.patience_seconds
+        while not elastic.saved.exists() and not self.gone and time.monotonic() < until:
+            self.round([])
+        return elastic.saved.exists()
 
     def end(self) -> None:
         """Kill what still runs."""

@@ -29,17 +29,16 @@ from lightning_autopar._lightning_compat import (
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.account import announce_measured, learn
 from lightning_autopar.strategies.backward import backward_survives_fork
-from lightning_autopar.strategies.ddp import DDPEngine
-from lightning_autopar.strategies.decide import Decision, decide
+from lightning_autopar.strategies.decide import Decision, decide, decide_again
 from lightning_autopar.strategies.elastic import ElasticRun, moving
 from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
 from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.external_elastic import RestartableRun, leaving
 from lightning_autopar.strategies.fsdp import FSDPEngine
 from lightning_autopar.strategies.generation import Outcome, run_folder, run_generation
+from lightning_autopar.strategies.leasing import words
 from lightning_autopar.strategies.pipeline import PipelineEngine
 from lightning_autopar.strategies.saving import Moving
-from lightning_autopar.strategies.single import SingleEngine
 from lightning_autopar.strategies.trial import tried
 from lightning_autopar.strategies.worker import Job, cap_allocator
 from lightning_autopar.strategies.zero import ZeroEngine
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
+    from lightning_autopar.memory.inventory import Inventory
     from lightning_autopar.plans import Plan
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
@@ -104,8 +104,29 @@ class AutoLauncher(Launcher):
         decision = decide(trainer, self._strategy.settings, self._strategy.inventory(), arguments=arguments, elastic=how is not None)
         if self._strategy.settings.calibrate == "trial" and self._strategy.settings.plan is None and trainer.state.fn == TrainerFn.FITTING:
             decision = tried(decision, trainer, function, arguments)
-        self._strategy.report = decision.report
-        self._strategy.plan = decision.assignment.plan
+        try:
+            decision = self._promised(decision, trainer, self._strategy.inventory, elastic=how is not None)
+            return self._run(decision, how, function, args, kwargs, trainer)
+        finally:
+            self._strategy.leases.release()
+
+    def _promised(
+        self, decision: Decision, trainer: Trainer, inventory: Callable[[], tuple[Inventory, int | None]], *, elastic: bool
+    ) -> Decision:
+        """The decision, or a later one, once what it needs has been promised to this run alone.
+
+        Raises:
+            NothingFits: if others have been promised too much meanwhile.
+        """
+        leases = self._strategy.leases
+        while (short := leases.take(decision.assignment.needed_bytes, self._strategy.devices_now)) is not None:
+            rank_zero_info(f"autopar: planned again, as others were faster: {words(short)}")
+            decision = decide_again(trainer, decision, inventory()[0], elastic=elastic)
+        return decision
+
+    def _run(self, decision: Decision, how: Moving | None, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+        """Run what was decided, as this process can."""
+        self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
         decision.announce()
         if how is not None:
             return self._run_elastic(decision, how, function, args, kwargs, trainer)
@@ -121,7 +142,7 @@ class AutoLauncher(Launcher):
 
     def _run_here(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         assignment = decision.assignment
-        engine = SingleEngine(assignment)
+        engine = self._strategy.make_engine(assignment, forked=False)
         device = assignment.devices[0]
         with installed(trainer, engine, trainer.lightning_module, assignment.torch_devices, keep_sampler=False), _threads(device.threads):
             if device.kind == "cuda" and device.free_bytes < device.total_bytes:
@@ -161,7 +182,7 @@ class AutoLauncher(Launcher):
     def _run_elastic(self, decision: Decision, how: Moving, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         if "zero" in self._strategy.settings.allow and decision.assignment.devices[0].kind == "cpu":
             import_deepspeed("cpu")  # as in _run_generation
-        run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, make_engine)
+        run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how)
         try:
             return run.run(lambda outcome, job: self._take_back(outcome, job, trainer))
         finally:
@@ -217,6 +238,8 @@ class AutoLauncher(Launcher):
                     world_size=peers.world_size,
                     elastic=how is not None,
                 )
+                if peers.are_reruns:
+                    decision = self._promised(decision, trainer, lambda: peers.inventory(self._strategy), elastic=how is not None)
             except BaseException as error:
                 peers.tell(error)
                 raise
@@ -224,10 +247,28 @@ class AutoLauncher(Launcher):
             peers.tell(replace(decision, look=None))
         else:
             decision = peers.hear()
+        try:
+            if not peers.are_reruns:
+                self._take_own_device(decision.assignment, peers.rank)
+            return self._run_decided_with_peers(decision, peers, how, function, args, kwargs, trainer)
+        finally:
+            self._strategy.leases.release()
+
+    def _take_own_device(self, assignment: Assignment, rank: int) -> None:
+        """Each process of somebody else's launcher has a lease on its own device, whose memory others see as this process's."""
+        device = assignment.plan.devices[rank]
+        needed = assignment.needed_bytes
+        short = self._strategy.leases.take({device: needed[device]} if device in needed else {}, self._strategy.devices_now)
+        if short is not None:
+            rank_zero_warn(f"autopar: the launcher gave this run a device that isn't free: {words(short)}")
+
+    def _run_decided_with_peers(
+        self, decision: Decision, peers: Peers, how: Moving | None, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+    ) -> Any:
         self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
         if how is None:
             return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
-        alone = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, make_engine)
+        alone = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how)
         run = RestartableRun(peers, how, alone, function, args, kwargs, trainer)
         run.find()
         from_snapshot = run.snapshot is not None or decision.assignment.from_snapshot
@@ -244,7 +285,7 @@ class AutoLauncher(Launcher):
         trainer: Trainer,
         run: RestartableRun | None = None,
     ) -> Any:
-        engine = make_engine(assignment, forked=False)
+        engine = self._strategy.make_engine(assignment, forked=False)
         devices = peers.local_devices(assignment)
         if isinstance(engine, ParallelStrategy):
             engine.parallel_devices = devices  # of this node, as Lightning counts them
@@ -291,7 +332,7 @@ def make_job(assignment: Assignment, trainer: Trainer, function: Callable[..., A
     """What workers are told to run the trainer's function by."""
     return Job(
         assignment=assignment,
-        make_engine=make_engine,
+        make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
         trainer=trainer,
         function=function,
         args=args,
@@ -299,21 +340,6 @@ def make_job(assignment: Assignment, trainer: Trainer, function: Callable[..., A
         folder=folder,
         before=handover.survey(trainer),
     )
-
-
-def make_engine(assignment: Assignment, *, forked: bool = True) -> EngineMixin:
-    """The Lightning strategy that executes a plan, in this process."""
-    engine = assignment.plan.engine
-    if engine == "single":
-        return SingleEngine(assignment)
-    if engine == "ddp":
-        return DDPEngine(assignment, forked=forked)
-    if engine == "pipeline":
-        return PipelineEngine(assignment)
-    if engine == "zero":
-        return ZeroEngine(assignment, forked=forked)
-    assert engine == "fsdp", engine
-    return FSDPEngine(assignment)
 
 
 def interleaved(values: list[Any]) -> Any:

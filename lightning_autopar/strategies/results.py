@@ -363,17 +363,29 @@ def _joined(files: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
+def _give_memory(module: nn.Module) -> None:
+    """Put tensors on the CPU in the place of those on the meta device, whose values the workers alone had; these can't become others."""
+    fresh: dict[int, Any] = {}
+    for child in module.modules():
+        slots: dict[str, Any]
+        for slots in (child._parameters, child._buffers):
+            for name, tensor in slots.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in fresh:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    fresh[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                slots[name] = fresh[id(tensor)]
+
+
 def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> None:
     """Copy weights in place where they have the same dtype and shape, so that references to them stay good."""
+    _give_memory(module)
     targets = dict(_tensors(module))
     with torch.no_grad():
         for name, value in (saved["state_dict"] | saved["buffers"]).items():
             target = targets.get(name)
-            if (
-                target is not None
-                and isinstance(value, Tensor)
-                and (target.dtype != value.dtype or target.shape != value.shape or target.is_meta)
-            ):
+            if target is not None and isinstance(value, Tensor) and (target.dtype != value.dtype or target.shape != value.shape):
                 target.data = torch.empty_like(value)
         for name, value in saved["buffers"].items():
             if name in targets:

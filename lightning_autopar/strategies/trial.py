@@ -157,8 +157,6 @@ def _steps(candidate: Candidate) -> int:
 
 def _run(assignment: Assignment, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any], steps: int) -> float | None:
     """Seconds of a step under a plan; the trainer is this process's own copy, and nothing that it is told goes anywhere."""
-    from lightning_autopar.strategies.launcher import make_engine
-
     be_silent()
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [callback for callback in callbacks if isinstance(callback, _KEPT)]
@@ -170,7 +168,7 @@ def _run(assignment: Assignment, trainer: Trainer, function: Callable[..., Any],
     with run_folder(1 << 20) as folder:
         job = Job(
             assignment=replace(assignment, from_snapshot=False),
-            make_engine=make_engine,
+            make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
             trainer=trainer,
             function=function,
             args=(),

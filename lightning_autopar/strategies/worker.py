@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch.distributed.distributed_c10d import _abort_process_group as abort_pro
 
 from lightning_autopar._lightning_compat import SIGTERMException, TunerExit, arguments_from, call_on_exception, installed
 from lightning_autopar.state import rng
+from lightning_autopar.strategies import jupyter
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.boundary import Boundary, Elastic, Paused
 from lightning_autopar.strategies.brake import Brake
@@ -38,6 +40,8 @@ from lightning_autopar.strategies.group import RENDEZVOUS_FILE
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+#: How much longer than two batches a rank that failed waits for rank 0 to come to the boundary where it is itself.
+_NOTES_SECONDS = 0.5
 #: Of the 107 bytes of a UNIX socket's name, less what multiprocessing appends.
 _LONGEST_SOCKET_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
@@ -71,6 +75,7 @@ def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_
         signal.signal(number, signal.SIG_IGN)  # a process group of its own must not be stopped by the terminal
     _make_scratch(job.folder)
     device = job.assignment.devices[rank]
+    jupyter.speak_through_kernel()
     rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning hangs it on the function
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(job.assignment.plan.world_size), MASTER_ADDR="127.0.0.1")
     os.environ[RENDEZVOUS_FILE] = str(job.folder / "rendezvous")
@@ -96,6 +101,7 @@ def _end() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or nobody reads any more
             stream.flush()
+    jupyter.fall_silent()
     os._exit(0)
 
 
@@ -145,7 +151,7 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
                 pipe.send("paused")
                 _end()  # at once: the next generation waits for the memory, and to take shards apart takes a second
             except BaseException as error:
-                _leave(error, rank, job, brake, pipe)
+                _leave(error, rank, job, brake, pipe, boundary)
                 return
             left = handover.collect(trainer, value, job.before, job.folder, rank)
         (job.folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(left))
@@ -159,13 +165,14 @@ def _begin(job: Job, elastic: Elastic, engine: EngineMixin, boundary: Boundary, 
     engine.prepare()
     pipe.send("ready")
     snapshot = elastic.beginning()
+    engine.plan_changes = elastic.changes
     if snapshot is None:
         return job.args, job.kwargs
     boundary.take_up(snapshot)
     return (), arguments_from(snapshot, job.function, job.args, job.kwargs)
 
 
-def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None:
+def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connection.Connection, boundary: Boundary | None) -> None:
     """The run ends by an exception: tell the parent, run the trainer's hooks, and leave the state as it is, where it can be had."""
     trainer = job.trainer
     if (
@@ -174,6 +181,9 @@ def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connec
         and not (brake.pulled and type(error) in (KeyboardInterrupt, SIGTERMException))
     ):
         _report(error, rank, job, pipe)  # the agent goes on from a snapshot, as if nothing had happened: no hook is to see it
+        if boundary is not None:
+            traceback.clear_frames(error.__traceback__)  # which hold what the step had computed, and memory may be what is short
+            boundary.survivor.save_in_time(_NOTES_SECONDS + 2 * brake.longest_seconds)
         return
     if brake.pulled and type(error) in (KeyboardInterrupt, SIGTERMException):
         pipe.send("stopped")  # all ranks are here, so that hooks may use collectives

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, update_properties
 from lightning_autopar.memory.zero_settings import zero_settings
+from lightning_autopar.state.scratch import hand_back_freed
 from lightning_autopar.strategies import zero_deepspeed as doorway
 from lightning_autopar.strategies.disk_states import DiskStates, disk_folder
 from lightning_autopar.strategies.engine import Assignment, EngineMixin
@@ -77,7 +77,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
             self.init_deepspeed()
         else:  # without an optimizer there is nothing to partition
             self.model_to_device()
-        _hand_back_freed()
+        hand_back_freed()
         self.barrier()
 
     @property
@@ -221,9 +221,3 @@ class ZeroEngine(EngineMixin, ZeroFiles, _ZeroStrategy):
         super().__init__(config={}, parallel_devices=assignment.torch_devices, logging_level=logging.ERROR)
         self._forked = forked
         self.attach(assignment)
-
-
-def _hand_back_freed() -> None:
-    """Give the system what was freed in partitioning: a heap keeps it, up to a third of what a rank with offload holds."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-        trim(0)

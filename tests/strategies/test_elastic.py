@@ -182,6 +182,24 @@ def test_who_is_terminated_twice_goes_on_at_the_next_start(tmp_path: Path, neigh
     assert difference(plain, again) == 0.0
 
 
+def test_what_the_agent_fails_by_leaves_the_snapshots(tmp_path: Path, neighbours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(run: Any) -> None:
+        if run.has_snapshot:
+            raise ArithmeticError("a watcher's own")
+        watch.acts.append((0, fail))
+
+    plain, _ = fit(tmp_path / "plain", [], elastic=False)
+    number = elastic._runs
+    watch = Watch((6, fail))
+    with pytest.raises(ArithmeticError, match="a watcher's own"):
+        fit(tmp_path / "run", [CheckpointMigrate(snapshot_seconds=0.1), watch])
+    monkeypatch.setattr(elastic, "_runs", number)  # as in the process of the next start
+    with pytest.warns(UserWarning, match="it goes on from its snapshot of step"):
+        again, trainer = fit(tmp_path / "run", [CheckpointMigrate()])
+    assert trainer.global_step == 36
+    assert difference(plain, again) == 0.0
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_gradients_that_a_module_keeps_between_batches_move_too(same: bool, tmp_path: Path, neighbours: Path) -> None:
     other = Plan(engine="single", devices=("cpu:1",))

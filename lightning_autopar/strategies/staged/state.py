@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch
+from lightning_autopar.state.pretrained import shapes_only
 from lightning_autopar.strategies.one_file import OneFile
 from lightning_autopar.strategies.staged import building, weights
 from lightning_autopar.strategies.staged.norms import StageGradients
@@ -81,7 +81,7 @@ class StagedState(OneFile):
             with scratch.parameters_in(self._built_in):
                 yield
         else:
-            with torch.device("meta"):
+            with shapes_only():
                 yield
 
     def originals(self) -> dict[str, Tensor]:
