@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_autopar.callbacks.monitor import PlanMonitor
     from lightning_autopar.planning.report import NothingFits, Report
     from lightning_autopar.plans import Plan
+    from lightning_autopar.state.pretrained import load_pretrained
     from lightning_autopar.strategies.auto import AutoParallelStrategy
     from lightning_autopar.strategies.run_requests import yield_run
 
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "PlanMonitor",
     "Report",
+    "load_pretrained",
     "plan",
     "yield_run",
 ]
@@ -40,6 +42,7 @@ _HOMES = {
     "Plan": "lightning_autopar.plans",
     "PlanMonitor": "lightning_autopar.callbacks.monitor",
     "Report": "lightning_autopar.planning.report",
+    "load_pretrained": "lightning_autopar.state.pretrained",
     "plan": "lightning_autopar.api",
     "yield_run": "lightning_autopar.strategies.run_requests",
 }

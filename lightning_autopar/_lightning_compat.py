@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -59,6 +60,7 @@ __all__ = [
     "default_backend",
     "distributed_is_initialized",
     "find_free_network_port",
+    "hyperparameters_added",
     "init_dist_connection",
     "installed",
     "is_overridden",
@@ -176,6 +178,58 @@ def installed(
     finally:
         for name, value in before.items():
             setattr(connector, name, value)
+
+
+@contextmanager
+def hyperparameters_added(trainer: Trainer, values: Mapping[str, Any]) -> Iterator[None]:
+    """While open, loggers get these hyperparameters together with the user's, where Lightning logs those (``_log_hyperparams``).
+
+    In one call, since TensorBoard shows a run's first hyperparameters only, and writes ``hparams.yaml`` once.
+
+    Args:
+        trainer: whose loggers; ``Trainer(enable_autolog_hparams=False)`` gets none.
+        values: under names that the user's don't have.
+    """
+    before = trainer_module._log_hyperparams
+
+    def log(of: Trainer) -> None:
+        if of is not trainer:
+            before(of)
+            return
+        with ExitStack() as loggers:
+            missing = [loggers.enter_context(_with_hyperparameters(logger, values)) for logger in trainer.loggers]
+            if trainer.is_global_zero and not _has_hyperparameters(trainer):
+                for add in missing:
+                    add()
+            before(of)
+
+    trainer_module._log_hyperparams = log  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        trainer_module._log_hyperparams = before
+
+
+@contextmanager
+def _with_hyperparameters(logger: Any, values: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
+    """While open, the logger's ``log_hyperparams`` adds these; gives what logs them alone."""
+    original = logger.log_hyperparams
+
+    def log_hyperparams(params: Any, *args: Any, **kwargs: Any) -> None:
+        params = vars(params) if isinstance(params, Namespace) else params
+        original({**params, **values}, *args, **kwargs)
+
+    vars(logger)["log_hyperparams"] = log_hyperparams
+    try:
+        yield lambda: original(dict(values))
+    finally:
+        vars(logger).pop("log_hyperparams", None)  # of one that is there twice it is gone already
+
+
+def _has_hyperparameters(trainer: Trainer) -> bool:
+    """Whether ``_log_hyperparams`` calls the loggers: the module or the DataModule has saved some."""
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    return bool(trainer.lightning_module._log_hyperparams or (datamodule is not None and datamodule._log_hyperparams))
 
 
 def attach_data(trainer: Trainer, arguments: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ soon as they have been written or read. Knows tensors and files; no plan, no ran
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -41,20 +42,37 @@ class Scratch:
 
     def tensor(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor on the CPU; in ordinary memory where it is small, or the disk has no room."""
+        return self._made(shape, dtype)[0]
+
+    def keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of the values, to be read and written as if in ordinary memory: what a process writes after a fork is its own.
+
+        Pages that nobody has written to since are the file's, and the same for all processes.
+        """
+        room, place = self._made(values.shape, dtype)
+        room.copy_(values)
+        if place is None:
+            return room
+        start, length = place
+        own = mmap.mmap(self._file.fileno(), length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+        return torch.frombuffer(own, dtype=dtype, count=values.numel()).view(values.shape)
+
+    def _made(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> tuple[Tensor, tuple[int, int] | None]:
+        """A tensor, and where in the file it begins and how long its pages are, if it is there."""
         count = torch.Size(shape).numel()
         size = count * dtype.itemsize
         if size < SMALL_BYTES:
-            return torch.empty(shape, dtype=dtype)
-        length = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            return torch.empty(shape, dtype=dtype), None
+        start, length = self._end, -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
             # Without blocks of its own, a page that finds the disk full would end the process by SIGBUS.
-            os.posix_fallocate(self._file.fileno(), self._end, length)
-            mapping = mmap.mmap(self._file.fileno(), length, offset=self._end)
+            os.posix_fallocate(self._file.fileno(), start, length)
+            mapping = mmap.mmap(self._file.fileno(), length, offset=start)
         except (OSError, AttributeError):  # macOS has no such call
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype), None
         self._end += length
         _mappings.add(mapping)
-        return torch.frombuffer(mapping, dtype=dtype, count=count).view(shape)  # holds the mapping
+        return torch.frombuffer(mapping, dtype=dtype, count=count).view(shape), (start, length)  # the tensor holds the mapping
 
     def close(self) -> None:
         """Make no more of them; those that there are stay."""
@@ -71,6 +89,12 @@ def hand_back_pages() -> None:
     """Let go of the pages of all such tensors; they are read again from the page cache, or the disk, when they are touched."""
     for mapping in list(_mappings):
         mapping.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: what was written stays in the file
+
+
+def hand_back_freed() -> None:
+    """Give the system what was freed: a heap keeps it, up to a third of what a process holds that has moved large tensors about."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
 
 
 def save_lean(checkpoint: dict[str, Any], path: str | Path) -> None:

@@ -201,6 +201,6 @@ def test_a_rerun_that_fails_ends_everything(script: Path, rank: int) -> None:
     assert process.wait(timeout=30) != 0
     assert failed is not None, output
     process.stdout.close()
-    assert time.monotonic() - failed < 10
+    assert time.monotonic() - failed < 30
     _, alive = psutil.wait_procs(list(children), timeout=3)
     assert not alive

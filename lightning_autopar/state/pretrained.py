@@ -1,0 +1,208 @@
+"""Weights of Hugging Face's files in a module, without a copy of them for each process.
+
+Where a file has the wanted dtype, ``from_pretrained`` maps it: pages come as they are read, are the same for all processes, and go when
+memory is short. What is left to do is done here: what a load has to compute (another dtype, weights that the files lack) may be larger
+than memory, and a process that is to know the shapes alone must not be given weights. Knows transformers' loading; no plan, no ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from lightning_autopar.memory.replaced import replaced
+from lightning_autopar.state.scratch import SMALL_BYTES, Scratch, hand_back_freed, hand_back_pages
+
+_CPU = torch.device("cpu")
+#: What a load computes stays in ordinary memory up to this share of what is free.
+_MEMORY_SHARE = 0.5
+#: So much of a scratch may be written before its pages are handed back.
+_WINDOW_BYTES = 256 * 1024**2
+#: Tells transformers (5.x, ``core_model_loading.convert_and_load_state_dict_in_model``) to convert one tensor after the other: its threads
+#: hold many of them at a time, and no mode of this thread sees them.
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+def load_pretrained(model_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:
+    """``model_class.from_pretrained(source, **options)``, for models larger than memory as well.
+
+    Weights that the files have in the wanted dtype are mapped, as transformers does. What has to be computed, such as 32-bit weights from a
+    16-bit file or a head that the files lack, is computed tensor by tensor. Where all of it would take more than half of the free memory,
+    it lies in a nameless file in the working folder (or the system's folder for temporary files), whose pages the kernel brings and takes
+    away. What a forked process writes to the weights is its own, wherever they lie. It is the same with and without this package's
+    strategy, in a script, a module's ``__init__`` and its ``configure_model``.
+
+    Args:
+        model_class: ``AutoModelForCausalLM`` or another class of transformers with ``from_pretrained``.
+        source: a folder, or a name on the hub.
+        options: as of ``from_pretrained``, such as ``dtype=torch.float32``.
+
+    Returns:
+        What ``from_pretrained`` returns; as there, the model is in evaluation mode.
+    """
+    if torch.get_default_device().type == "meta" or _fakes():
+        return model_class.from_pretrained(source, **options)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    with Scratch(Path.cwd()) as scratch:
+        room = _Room(scratch, int(psutil.virtual_memory().available * _MEMORY_SHARE / processes))
+        return _loaded(lambda: model_class.from_pretrained(source, **options), room.place)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """While open, modules are built on the meta device, and ``from_pretrained``, which refuses that device, gives shapes as well.
+
+    For processes whose part of the weights comes from another one. What is built is what would be loaded: dtypes, tied weights and all.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.device("meta"))
+        if "transformers" in sys.modules:  # which imports this part of itself when it is first used: in here, maybe
+            modeling = importlib.import_module("transformers.modeling_utils")
+            load = modeling.PreTrainedModel.__dict__["from_pretrained"].__func__
+
+            def shapes(cls: Any, *args: Any, **options: Any) -> Any:
+                return _shapes(lambda: load(cls, *args, **options))
+
+            stack.enter_context(replaced(modeling.PreTrainedModel, "from_pretrained", classmethod(shapes)))
+        yield
+
+
+#: Puts a tensor's values, in a dtype, into a place of their own.
+_Place = Callable[[Tensor, torch.dtype], Tensor]
+
+
+class _Room:
+    """Where what a load computes goes: ordinary memory first, then a scratch.
+
+    Args:
+        scratch: for what is more than that.
+        memory_bytes: what may lie in ordinary memory.
+    """
+
+    def __init__(self, scratch: Scratch, memory_bytes: int) -> None:
+        self._scratch = scratch
+        self._left_bytes = memory_bytes
+        self._since_bytes = 0
+
+    def place(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor of its own with these values; what is there already stays where it is, if it may."""
+        size_bytes = values.numel() * dtype.itemsize
+        if self._left_bytes >= size_bytes:
+            self._left_bytes -= size_bytes
+            return values.to(dtype)
+        kept = self._scratch.keep(values, dtype)
+        self._since_bytes += size_bytes
+        if self._since_bytes >= _WINDOW_BYTES:
+            self._since_bytes = 0
+            hand_back_pages()
+        return kept
+
+
+class _Placed(TorchDispatchMode):
+    """Has a say in where each large tensor lies that an operator makes on the CPU; views of others are none."""
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._place = place
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and _is_large(args[0]) and kwargs.get("device") in (None, _CPU):
+            dtype = kwargs.get("dtype") or args[0].dtype
+            if dtype != args[0].dtype:
+                return self._place(args[0], dtype)
+        made = func(*args, **kwargs)
+        if any(each.alias_info is not None for each in func._schema.returns):
+            return made
+        return tree_map_only(Tensor, lambda tensor: self._place(tensor, tensor.dtype) if _is_large(tensor) else tensor, made)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+    return plain and tensor.nbytes >= SMALL_BYTES
+
+
+def _loaded(load: Callable[[], Any], place: _Place) -> Any:
+    with _variable(_ONE_BY_ONE, "1"), _Placed(place):
+        loaded = load()
+    hand_back_pages()
+    hand_back_freed()
+    return loaded
+
+
+def _shapes(load: Callable[[], Any]) -> Any:
+    """What a load gives, on the meta device: files are mapped but not read, and what would be computed isn't."""
+    with torch.device("cpu"):
+        loaded = _loaded(load, lambda values, dtype: torch.empty_like(values, dtype=dtype, device="meta"))
+    _hollow(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
+
+
+def without_values(module: nn.Module) -> str | None:
+    """The first tensor on the meta device that nothing will give values, by its name: its module has no ``reset_parameters``."""
+    for path, child in module.named_modules():
+        if callable(getattr(child, "reset_parameters", None)):
+            continue
+        for name, tensor in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)):
+            if tensor.is_meta:
+                return f"{path}.{name}".lstrip(".")
+    return None
+
+
+def check_values(module: nn.Module) -> None:
+    """Refuse a module that would be trained on whatever lies in memory.
+
+    Raises:
+        ValueError: if one of its tensors is on the meta device, and nothing gives it values.
+    """
+    if (name := without_values(module)) is not None:
+        raise ValueError(
+            f"{name!r} is on the meta device: it has a shape and no values, which is enough to plan for, not to run. Load the module's "
+            "weights in the script, or in configure_model, as by lightning_autopar.load_pretrained(AutoModelForCausalLM, folder)"
+        )
+
+
+def _hollow(module: nn.Module) -> None:
+    """Put tensors of the meta device into all places of a module; those that are tied stay so."""
+    fresh: dict[int, Any] = {}
+    for child in module.modules():
+        slots: dict[str, Any]
+        for slots in (child._parameters, child._buffers):
+            for name, tensor in slots.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in fresh:
+                    empty = torch.empty_like(tensor.detach(), device="meta")
+                    parameter = isinstance(tensor, nn.Parameter)
+                    fresh[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
+                slots[name] = fresh[id(tensor)]
+
+
+def _fakes() -> bool:
+    """Whether operators make fake tensors now."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """While open, the environment has another value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
