@@ -52,6 +52,10 @@ _MOST_RANKS = 8
 _WAIT_SECONDS = 60.0
 
 
+#: So long a worker is looked for that is to be killed.
+_KILL_SECONDS = 5.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Action:
     """What happens to the run.
@@ -214,11 +218,15 @@ class Stage:
 
     def _kill_soon(self, action: Action) -> None:
         def kill() -> None:
-            pid = int(self.cells[_PIDS + action.rank % self.cells[_RANKS]])
-            with suppress(psutil.NoSuchProcess):
-                if psutil.Process(pid).ppid() == os.getpid():
-                    self.cells[_FAULTS] += 1
-                    os.kill(pid, signal.SIGKILL)
+            until = time.monotonic() + _KILL_SECONDS
+            while time.monotonic() < until:  # a worker may just have left, and the next one not be known yet
+                pid = int(self.cells[_PIDS + action.rank % self.cells[_RANKS]])
+                with suppress(psutil.NoSuchProcess):
+                    if psutil.Process(pid).ppid() == os.getpid():
+                        self.cells[_FAULTS] += 1
+                        os.kill(pid, signal.SIGKILL)
+                        return
+                time.sleep(0.005)
 
         timer = threading.Timer(action.after_seconds, kill)
         timer.daemon = True
