@@ -48,7 +48,8 @@ def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | 
     """Call ``function(*args)`` in a forked child and return its result.
 
     The function runs in a fresh thread of the child: OpenMP's thread pool belongs to the thread that used it and doesn't survive a fork, so
-    the child's main thread would wait for workers that are gone (https://github.com/pytorch/pytorch/issues/17199). The child leaves by
+    the child's main thread would wait for workers that are gone (https://github.com/pytorch/pytorch/issues/17199). What it prints to its
+    standard output goes nowhere. The child leaves by
     ``os._exit``, hence nothing that the parent registered with ``atexit`` runs in it. It dies with the parent, and by Ctrl-C.
 
     Args:
@@ -104,6 +105,7 @@ def _be_child(parent: int, writer: int, function: Callable[..., Any], args: tupl
     try:
         _die_with(parent)
         _forget_handlers()
+        _print_nothing()
         thread = threading.Thread(target=_answer, args=(writer, function, args), name="forked", daemon=True)
         thread.start()
         thread.join()
@@ -112,6 +114,13 @@ def _be_child(parent: int, writer: int, function: Callable[..., Any], args: tupl
         for stream in (sys.stdout, sys.stderr):
             _flush(stream)
         os._exit(code)
+
+
+def _print_nothing() -> None:
+    """What the user's code prints while it is only looked at is no part of the run, which prints it again; what it warns of is heard."""
+    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process lives
+    os.dup2(nowhere.fileno(), 1)
+    sys.stdout = nowhere
 
 
 def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

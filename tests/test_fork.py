@@ -143,22 +143,37 @@ def test_no_exit_hook_and_no_doubled_output(tmp_path) -> None:
         atexit.unregister(hook)
     script = "from lightning_autopar._fork import run_forked\nprint('once')\nrun_forked(print, 'child', timeout_seconds=20)\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "once\nchild\n"
+    assert done.stdout == "once\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 def test_child_dies_with_the_parent() -> None:
     script = textwrap.dedent("""
-        import os, time
+        import os, sys, time
         from lightning_autopar._fork import run_forked
         def body():
-            print(os.getpid(), flush=True)
+            print(os.getpid(), file=sys.stderr, flush=True)
             time.sleep(600)
         run_forked(body, timeout_seconds=600)
     """)
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline().strip().isdigit()
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stderr is not None
+        assert parent.stderr.readline().strip().isdigit()
         parent.kill()
         # The child, which would sleep on, holds the pipe's other end: the end of the file is its own.
-        assert parent.stdout.read() == ""
+        assert parent.stderr.read() == ""
+
+
+def test_what_a_child_prints_is_no_part_of_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    def speaks() -> int:
+        print("by Python")
+        os.write(1, b"by the system\n")
+        os.system("echo by a program")
+        print("a warning", file=sys.stderr)
+        return 1
+
+    assert run_forked(speaks) == 1
+    print("afterwards")
+    said = capfd.readouterr()
+    assert said.out == "afterwards\n"
+    assert "a warning" in said.err
