@@ -160,15 +160,17 @@ class Topology:
             part = min(1.0, (len(members) - 1) / model.nvlink_links)
             if self.links.get((members[0].id, members[1].id), ("", None))[0] == "nvlink":
                 return "nvlink", model.nvlink_bytes_per_second * part * _NVLINK_SHARE.get(model.generation, 0.7)
-        pairs = {(a.id, b.id): self.pair(a, b) for a in members for b in members if a is not b}
-        reached, slowest = {members[0].id}, ("nvlink", float("inf"))
-        while len(reached) < len(members):
-            kind, speed, nearest = max(
-                ((*pairs[a, b.id], b.id) for a in reached for b in members if b.id not in reached), key=lambda way: (way[1], way[2])
-            )
+        slowest = ("nvlink", float("inf"))
+        left = {device.id: device for device in members[1:]}
+        ways = {device: self.pair(members[0], left[device]) for device in left}
+        while ways:
+            nearest = left.pop(max(ways, key=lambda device: (ways[device][1], device)))
+            kind, speed = ways.pop(nearest.id)
             if speed < slowest[1]:
                 slowest = kind, speed
-            reached.add(nearest)
+            for device, other in left.items():
+                if (way := self.pair(nearest, other))[1] > ways[device][1]:
+                    ways[device] = way
         return slowest
 
 
