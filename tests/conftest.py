@@ -9,8 +9,9 @@ import random
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["AUTOPAR_CACHE"] = "off"  # what one test's run took must not correct another's prediction, nor the developer's
+os.environ["AUTOPAR_LEDGER"] = "off"  # nor what the host's runs were promised
 # Set by a developer's shell, they would change what a test plans.
-_SETTINGS = ("AUTOPAR_DEVICES", "AUTOPAR_LEDGER", "AUTOPAR_NEIGHBOURS", "AUTOPAR_RUNS", "PL_TRAINER_STRATEGY")
+_SETTINGS = ("AUTOPAR_DEVICES", "AUTOPAR_NEIGHBOURS", "AUTOPAR_RUNS", "PL_TRAINER_STRATEGY")
 for _name in (*_SETTINGS, "LIGHTNING_AUTOPAR_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
     os.environ.pop(_name, None)
 

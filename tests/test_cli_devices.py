@@ -13,7 +13,9 @@ import pytest
 
 from lightning_autopar.cli import devices, main, users
 from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory
+from lightning_autopar.memory.ledger import Ledger
 from lightning_autopar.strategies.run_files import open_run
+from lightning_autopar.strategies.run_folders import user_name
 
 GIB = 1 << 30
 UUIDS = ("GPU-7c1e9b04-1111-2222-3333-444455556666", "GPU-90aa77b1-1111-2222-3333-444455556666")
@@ -45,6 +47,25 @@ def inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
     monkeypatch.setattr(devices, "_accelerator", lambda: "cuda")
     monkeypatch.setattr(users, "_is_that", lambda pid: True)
     return found
+
+
+def test_what_runs_were_promised_is_shown_and_not_there_for_a_plan(
+    inventory: Inventory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ledger = tmp_path / "ledger"
+    ledger.mkdir()
+    monkeypatch.setenv("AUTOPAR_LEDGER", str(ledger))
+    wants = {UUIDS[0]: 5 * GIB}
+    with Ledger(ledger).claim(wants, lambda: lambda leases: wants, run="train (1)") as held:  # type: ignore[union-attr]  # nobody else is there
+        assert held.bytes == wants
+        assert main(["devices"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert next(line for line in lines if line.startswith("cuda:0")).split()[-2:] == ["17.1", "GiB"], "3 GiB of the 5 are taken already"
+        assert any(line.split()[1:] == ["5", "GiB", "promised", "to", "train", "(1)", "of", user_name()] for line in lines)
+        assert main(["devices", "--json"]) == 0
+        first, second = json.loads(capsys.readouterr().out)["devices"]
+        assert first["leases"] == [{"run": "train (1)", "user": user_name(), "pid": os.getpid(), "bytes": 5 * GIB}]
+        assert second["leases"] == []
 
 
 def test_it_says_who_is_where_and_what_a_plan_would_see(inventory: Inventory, capsys: pytest.CaptureFixture[str]) -> None:

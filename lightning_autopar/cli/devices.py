@@ -14,11 +14,14 @@ from lightning_autopar.cli.arguments import add_devices
 from lightning_autopar.cli.progress import progress
 from lightning_autopar.cli.users import DeviceUser, users_of
 from lightning_autopar.memory.inventory import Device, Inventory, probe
+from lightning_autopar.memory.lease_files import Lease
+from lightning_autopar.memory.promised import is_leased, less_promised, live
 from lightning_autopar.planning.calibrate_cache import load_calibration
 from lightning_autopar.planning.calibrate_words import collective_lines, speeds
 from lightning_autopar.planning.changes import usable
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.labels import device_label
+from lightning_autopar.strategies.run_folders import user_name
 from lightning_autopar.strategies.run_requests import runs
 from lightning_autopar.units import format_bytes
 
@@ -39,7 +42,8 @@ examples:
   lightning-autopar devices --json                      for a program to read
   watch -n 2 lightning-autopar devices                  again and again
 
-"a plan sees" is what is free less the margin of 5 % that the strategy leaves alone (memory_margin).
+"a plan sees" is what is free, less what runs were promised and haven't taken yet, less the margin of 5 % that the strategy leaves alone
+(memory_margin).
 
 exit codes: 0 listed, 2 the devices can't be read or the spec can't be
 """
@@ -74,16 +78,21 @@ def show_devices(spec: str | None, *, as_json: bool) -> int:
         show("asking for the devices")
         inventory = probe(spec, accelerator=_accelerator())
         calibration = load_calibration(inventory)
-    own = runs()
+    own, leases = runs(), live()
+    left = less_promised(inventory, leases)
     if as_json:
         found = inventory.to_dict()
-        for device, words in zip(inventory.devices, found["devices"], strict=True):
-            words["plan_bytes"] = _plan_bytes(device, inventory)
+        for device, seen, words in zip(inventory.devices, left.devices, found["devices"], strict=True):
+            words["plan_bytes"] = _plan_bytes(seen, left)
+            words["leases"] = [
+                {"run": lease.run, "user": user_name(lease.uid), "pid": lease.pid, "bytes": lease.bytes[device.id]}
+                for lease in _leases_on(device, leases)
+            ]
             words["users"] = [user.to_dict() for user in users_of(device, own)]
             words["rates"] = speeds(calibration, device).to_dict()
         print(json.dumps({**found, "measured": calibration.day or None}, indent=2))
     else:
-        _print_devices(inventory, calibration, {device.id: users_of(device, own) for device in inventory.devices})
+        _print_devices(inventory, calibration, {device.id: users_of(device, own) for device in inventory.devices}, leases)
     return _DONE
 
 
@@ -105,7 +114,7 @@ def calibrate_devices(spec: str | None, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(calibration.to_dict(), indent=2))
     else:
-        _print_devices(inventory, calibration, {})
+        _print_devices(inventory, calibration, {}, [])
     return _DONE if calibration else _FAILED
 
 
@@ -128,10 +137,14 @@ def _plan_bytes(device: Device, inventory: Inventory) -> int:
     return Constraints().budget_bytes(device) if device in usable(inventory).devices else 0
 
 
+def _leases_on(device: Device, leases: Sequence[Lease]) -> list[Lease]:
+    return [lease for lease in leases if is_leased(device) and lease.bytes.get(device.id)]
+
+
 # -- for people ------------------------------------------------------------------------------------------------------------------------
 
 
-def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[str, Sequence[DeviceUser]]) -> None:
+def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[str, Sequence[DeviceUser]], leases: Sequence[Lease]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -147,10 +160,11 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
         ("a plan sees", "right"),
     ):
         table.add_column(title, justify="right" if justify == "right" else "left", no_wrap=True)
+    left = less_promised(inventory, leases)
     for device in inventory.devices:
         used_bytes = device.total_bytes - device.free_bytes
         busy = "" if device.utilization is None else f"{device.utilization:.0%}"
-        seen = format_bytes(_plan_bytes(device, inventory))
+        seen = format_bytes(_plan_bytes(left.device(device.id), left))
         table.add_row(
             Text(device_label(device), style="bold"),
             _bar(used_bytes / device.total_bytes, console),
@@ -166,7 +180,7 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
             f" {format_bytes(host_used)} of {format_bytes(inventory.host_total_bytes)} used{cores}",
         )
     )
-    for detail in _details(inventory, users):
+    for detail in _details(inventory, users, leases):
         # A long command is cut on a terminal, and nowhere else.
         console.print(detail, no_wrap=True, overflow="ellipsis" if console.is_terminal else "ignore", crop=console.is_terminal)
     if calibration:
@@ -178,8 +192,8 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
         console.print(Text(line))
 
 
-def _details(inventory: Inventory, users: dict[str, Sequence[DeviceUser]]) -> Iterator[Text]:
-    """What each device is, what is wrong with it, and who is on it."""
+def _details(inventory: Inventory, users: dict[str, Sequence[DeviceUser]], leases: Sequence[Lease]) -> Iterator[Text]:
+    """What each device is, what is wrong with it, who is on it, and who was promised something of it."""
     from rich.text import Text
 
     for device in inventory.devices:
@@ -199,6 +213,8 @@ def _details(inventory: Inventory, users: dict[str, Sequence[DeviceUser]]) -> It
             run = "" if user.run is None else f"[your run {user.run}]"
             who = "  ".join(words for words in (user.name or "not told", run, user.command) if words)
             yield Text(f"  {user.pid:>8}  {size:>9}  {who}")
+        for lease in _leases_on(device, leases):
+            yield Text(f"  {lease.pid:>8}  {format_bytes(lease.bytes[device.id]):>9}  promised to {lease.run} of {user_name(lease.uid)}")
 
 
 def _bar(share: float, console: Console) -> Text:
