@@ -257,7 +257,8 @@ class EngineMixin(Strategy):
     def connect(self, model: Any) -> None:
         """The trainer's first word in a run: from here on its loggers hear of the plan, with the hyperparameters of a training run."""
         super().connect(model)
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        rehearses = model._trainer is None  # a step is tried before there is a run
+        if not rehearses and self._trainer.state.fn == TrainerFn.FITTING:
             self._exit.enter_context(hyperparameters_added(self._trainer, hyperparameters(self.assignment)))
 
     def setup(self, trainer: Trainer) -> None:
