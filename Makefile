@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test conformance chaos check docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test test-slow conformance chaos check docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -22,6 +22,11 @@ test: $(INSTALLED)
 	@mkdir -p build; $(RUN)/python -m pytest tests/strategies tests/conformance > build/engine-tests.txt 2>&1 & second=$$!; \
 	$(RUN)/python -m pytest --ignore tests/strategies --ignore tests/conformance; first=$$?; \
 	wait $$second; second=$$?; cat build/engine-tests.txt; exit $$((first > second ? first : second))
+
+# What takes most of a minute each and `make test` leaves out: benchmarks run from end to end, the second demo.
+test-slow: export OMP_NUM_THREADS = 1
+test-slow: $(INSTALLED)
+	$(RUN)/python -m pytest --slow -m slow
 
 # Every feature under every engine, half an hour or more; `make test` has a part of it. Writes docs/features.md.
 conformance: export OMP_NUM_THREADS = 1

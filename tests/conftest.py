@@ -21,6 +21,17 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the slow tests, too, as `make test-slow` does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        later = [item for item in items if item.get_closest_marker("slow") is not None]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in later]
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 #: What the byte frequencies of the text alone would give.
 UNIGRAM_NATS = 3.4
@@ -40,6 +42,7 @@ def test_it_trains_and_generates_text() -> None:
     assert "def " in result.stdout.split(loss[0])[1]
 
 
+@pytest.mark.slow  # make demo does it, too
 def test_a_run_moves_off_a_device_and_comes_to_the_same_model(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(EXAMPLE.with_name("elastic.py")), "--steps=60", f"--picture={tmp_path / 'run.png'}"],

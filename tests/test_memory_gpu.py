@@ -12,6 +12,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "memory_gpu.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # three processes, each with the imports of torch, Lightning and transformers
 def test_it_runs_on_a_cpu_and_writes_every_part(tmp_path: Path) -> None:
     out = tmp_path / "memory_gpu.json"

@@ -12,6 +12,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "overhead.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # eight runs, each with the imports of torch and Lightning
 def test_a_quick_run_writes_every_figure(tmp_path: Path) -> None:
     out = tmp_path / "overhead.json"

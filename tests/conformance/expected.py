@@ -100,6 +100,18 @@ QUICK = {
     "gpt-plain-fsdp-offload",
 }
 
+
+def is_quick(cell: Cell) -> bool:
+    """Whether every run of the tests has it: each module, and each feature on one of its modules, under each engine another."""
+    if cell.engine in KINDS:
+        return cell.id in QUICK
+    feature = FEATURES.get(cell.feature)
+    if feature is None or cell.feature == PLAIN.name or cell.engine == "pipeline":
+        return True
+    turn = list(FEATURES).index(cell.feature) + list(ENGINES).index(cell.engine)
+    return cell.case == feature.cases[turn % len(feature.cases)]
+
+
 #: (feature, engine): words of the sentence that refuses it, whatever the module.
 REFUSED: dict[tuple[str, str], str] = {
     ("weight-averaging", "fsdp"): "works on whole parameters",

@@ -16,13 +16,12 @@ from tests.conformance.expected import (
     DEVICES,
     ENGINES,
     FEATURE_CELLS,
-    KINDS,
     MODULE_CELLS,
     PLAN_CELLS,
-    QUICK,
     SPLITTING,
     Cell,
     expected,
+    is_quick,
     needed,
     refusal,
     why_not_here,
@@ -48,9 +47,7 @@ def check(cell: Cell, root: Path) -> None:
 def cells(of: Sequence[Cell]) -> Any:
     """A test's cells, those marked that not every run of the tests has."""
     later = pytest.mark.all_cells
-    return pytest.mark.parametrize(
-        "cell", [pytest.param(cell, id=cell.id, marks=[] if cell.engine not in KINDS or cell.id in QUICK else [later]) for cell in of]
-    )
+    return pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.id, marks=[] if is_quick(cell) else [later]) for cell in of])
 
 
 @cells(MODULE_CELLS)

@@ -204,7 +204,7 @@ def test_whoever_is_killed_no_batch_is_done_again(tmp_path: Path, undisturbed: A
 def test_a_hang_and_exceptions_that_go_away_cost_no_batch(tmp_path: Path, undisturbed: Any) -> None:
     faults = Fault("backward", 1, 4, how="stop"), Fault("forward", 0, 8, how="raise"), Fault("backward", 1, 12, how="raise")
     with pytest.warns(UserWarning, match="where a worker that was left saved it") as caught:
-        run = fit(tmp_path / "run", *faults, hang_seconds=1.0)
+        run = fit(tmp_path / "run", *faults, hang_seconds=3.0)
     same(run, undisturbed)
     assert run[3] == 0
     assert len(reasons(caught)) == 3
