@@ -48,9 +48,9 @@ def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | 
     """Call ``function(*args)`` in a forked child and return its result.
 
     The function runs in a fresh thread of the child: OpenMP's thread pool belongs to the thread that used it and doesn't survive a fork, so
-    the child's main thread would wait for workers that are gone (https://github.com/pytorch/pytorch/issues/17199). What it prints to its
-    standard output goes nowhere. The child leaves by
-    ``os._exit``, hence nothing that the parent registered with ``atexit`` runs in it. It dies with the parent, and by Ctrl-C.
+    the child's main thread would wait for workers that are gone (https://github.com/pytorch/pytorch/issues/17199). The child leaves by
+    ``os._exit``, hence nothing that the parent registered with ``atexit`` runs in it. It dies with the parent, and by Ctrl-C. What it
+    prints to its standard output goes nowhere.
 
     Args:
         function: what to run; needn't be picklable, as the child has the parent's memory.

@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from lightning_autopar.cli import devices, main, users
+from lightning_autopar.memory import promised
+from lightning_autopar.memory.driver_pids import is_drivers
 from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory
 from lightning_autopar.memory.ledger import Ledger
 from lightning_autopar.strategies.run_files import open_run
@@ -45,7 +47,8 @@ def inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
     )
     monkeypatch.setattr(devices, "probe", lambda *_, **__: found)
     monkeypatch.setattr(devices, "_accelerator", lambda: "cuda")
-    monkeypatch.setattr(users, "_is_that", lambda pid: True)
+    monkeypatch.setattr(users, "is_drivers", lambda pid: True)
+    monkeypatch.setattr(promised, "is_drivers", lambda pid: True)
     return found
 
 
@@ -105,12 +108,12 @@ def test_in_a_container_nobody_is_named_by_anothers_number(tmp_path: Path) -> No
     (tmp_path / "self" / "ns" / "pid").touch()  # any inode but the host's
     handles = tmp_path / "7" / "fd"
     handles.mkdir(parents=True)
-    assert not users._is_that(7, tmp_path)
+    assert not is_drivers(7, tmp_path)
     (handles / "0").symlink_to("/dev/null")
-    assert not users._is_that(7, tmp_path)
+    assert not is_drivers(7, tmp_path)
     (handles / "1").symlink_to("/dev/nvidia0")
-    assert users._is_that(7, tmp_path)
-    assert not users._is_that(8, tmp_path)
+    assert is_drivers(7, tmp_path)
+    assert not is_drivers(8, tmp_path)
 
 
 def test_a_command_is_told_without_folders() -> None:

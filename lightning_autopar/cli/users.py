@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,11 +11,9 @@ from typing import Any
 
 import psutil
 
+from lightning_autopar.memory.driver_pids import is_drivers
 from lightning_autopar.memory.inventory import Device, DeviceProcess
 from lightning_autopar.strategies.run_files import RunStatus
-
-#: Of the host's own process namespace (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO).
-_HOST_NAMESPACE = 0xEFFFFFFC
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +68,7 @@ def users_of(device: Device, runs: Sequence[RunStatus]) -> tuple[DeviceUser, ...
 def _user(process: DeviceProcess, device: Device, runs: Sequence[RunStatus]) -> DeviceUser:
     name = command = None
     run: RunStatus | None = None
-    if _is_that(process.pid):
+    if is_drivers(process.pid):
         with suppress(psutil.Error):  # it has ended, or is hidden
             there = psutil.Process(process.pid)
             name = there.username()
@@ -91,14 +88,3 @@ def _user(process: DeviceProcess, device: Device, runs: Sequence[RunStatus]) -> 
 def short_command(words: Sequence[str]) -> str:
     """A command line, programs without their folders: ``/usr/bin/python -u /home/me/train.py`` → ``python -u train.py``."""
     return shlex.join(Path(word).name if index == 0 or word.startswith("/") else word for index, word in enumerate(words) if word)
-
-
-def _is_that(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a process of that number is the one that the driver means, which counts as the host does; in a container most aren't."""
-    try:
-        if (proc / "self" / "ns" / "pid").stat().st_ino == _HOST_NAMESPACE:
-            return True
-        handles = proc / str(pid) / "fd"
-        return any(os.readlink(handle).startswith("/dev/nvidia") for handle in handles.iterdir())
-    except OSError:  # no Linux, no such process, or somebody else's
-        return False

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from lightning_autopar.memory.own_locks import is_own, let_go, own
+
 _PREFIX = "autopar-lease-"
 #: Larger files aren't ours.
 _MOST_BYTES = 64 * 1024
@@ -28,18 +30,6 @@ _MOST_BYTES = 64 * 1024
 _DIGITS = 20
 #: A line that is written over once.
 _ASKED, _GRANTED = b"0\n", b"1\n"
-
-#: Descriptors that this process holds leases by. A forked child that kept one would hold the lease after its parent's death.
-_own: set[int] = set()
-
-
-def _let_go_in_child() -> None:
-    for descriptor in _own:
-        os.close(descriptor)
-    _own.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +88,7 @@ class LeaseFile:
         head = json.dumps(said).encode() + b"\n"
         self._offset = len(head)
         # Without a name until it is locked and written, so that nobody ever sees one that isn't.
-        self._descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        _own.add(self._descriptor)
+        self._descriptor = own(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644))
         try:
             os.fchmod(self._descriptor, 0o644)  # whatever the umask is: others must be able to read it
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +99,7 @@ class LeaseFile:
             # With a folder's descriptor, which an absolute path needs not, Python calls linkat, which follows the link to the file.
             os.link(f"/proc/self/fd/{self._descriptor}", self._path, src_dir_fd=self._descriptor, follow_symlinks=True)
         except BaseException:
-            self._close()
+            let_go(self._descriptor)
             raise
 
     def grant(self) -> None:
@@ -124,14 +113,10 @@ class LeaseFile:
 
     def withdraw(self) -> None:
         """It is no more."""
-        if self._descriptor in _own:  # else a forked child's, or withdrawn before
+        if is_own(self._descriptor):  # else a forked child's, or withdrawn before
             with suppress(OSError):
                 self._path.unlink()
-            self._close()
-
-    def _close(self) -> None:
-        _own.discard(self._descriptor)
-        os.close(self._descriptor)
+            let_go(self._descriptor)
 
 
 def live_leases(folder: Path) -> Iterator[Lease]:

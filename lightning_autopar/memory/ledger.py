@@ -141,19 +141,19 @@ class Ledger:
         until = time.monotonic() + within_seconds
         besides = {held.name for held in (instead_of, beside) if held is not None}
         while True:
-            file = LeaseFile(self.folder, wants, run)
+            file, held = LeaseFile(self.folder, wants, run), None
             try:
                 verdict = self._judged(file, wants, look, besides)
                 if verdict is None:
                     file.grant()
                     # Others count a claim no more that was undecided for too long: this process may have been stopped.
                     if time.monotonic_ns() - file.made_ns <= _FRESH_SECONDS / 2 * 1e9:
-                        held, file = Held(file, wants), None  # type: ignore[assignment]
+                        held = Held(file, wants)
                         if instead_of is not None:
                             instead_of.release()
                         return held
             finally:
-                if file is not None:
+                if held is None:
                     file.withdraw()
             decided = verdict is not None and all(holder.granted for holder in verdict.holders)
             if verdict is not None and (decided or time.monotonic() > until):

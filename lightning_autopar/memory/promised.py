@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
+import psutil
+
+from lightning_autopar.memory.driver_pids import is_drivers
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.lease_files import Lease
 from lightning_autopar.memory.ledger import LEDGER_VARIABLE, Ledger, ledger_folder
-
-#: A process has no more ancestors than this, whatever a reading while it changes says.
-_MOST_ANCESTORS = 64
 
 
 def open_ledger() -> Ledger | None:
@@ -70,23 +69,17 @@ def less_promised(inventory: Inventory, leases: Sequence[Lease]) -> Inventory:
     """The inventory as a run that keeps others' leases may use it."""
     if not leases:
         return inventory
-    shared = [device for device in inventory.devices if is_leased(device)]
-    left = {device.id: max(0, device.free_bytes - promised_bytes(device, leases)) for device in shared}
-    return replace(
-        inventory,
-        devices=tuple(replace(device, free_bytes=left.get(device.id, device.free_bytes)) for device in inventory.devices),
-    )
+    left = room_bytes(inventory, leases)
+    devices = tuple(replace(device, free_bytes=left[device.id]) if is_leased(device) else device for device in inventory.devices)
+    return replace(inventory, devices=devices)
 
 
 def _owner(pid: int, owners: Collection[int]) -> int | None:
-    """Which of these processes a process is, or has been started by."""
-    for _ in range(_MOST_ANCESTORS):
-        if pid in owners:
-            return pid
-        if pid <= 1:
-            return None
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        except (OSError, ValueError, IndexError):  # it has ended, or is another namespace's
-            return None
-    return None
+    """Which of these processes the one that the driver means is, or has been started by; None where that can't be told."""
+    if not is_drivers(pid):
+        return None
+    try:
+        process = psutil.Process(pid)
+        return next((each for each in (pid, *(parent.pid for parent in process.parents())) if each in owners), None)
+    except psutil.Error:  # it has ended
+        return None

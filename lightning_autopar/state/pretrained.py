@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar.memory.replaced import replaced
+from lightning_autopar.state.blank import move_tensors
 from lightning_autopar.state.scratch import SMALL_BYTES, Scratch, hand_back_freed, hand_back_pages
 
 _CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ def _shapes(load: Callable[[], Any]) -> Any:
     """What a load gives, on the meta device: files are mapped but not read, and what would be computed isn't."""
     with torch.device("cpu"):
         loaded = _loaded(load, lambda values, dtype: torch.empty_like(values, dtype=dtype, device="meta"))
-    _hollow(loaded[0] if isinstance(loaded, tuple) else loaded)
+    move_tensors(loaded[0] if isinstance(loaded, tuple) else loaded, "meta", lambda tensor: True)
     return loaded
 
 
@@ -171,22 +172,6 @@ def check_values(module: nn.Module) -> None:
             f"{name!r} is on the meta device: it has a shape and no values, which is enough to plan for, not to run. Load the module's "
             "weights in the script, or in configure_model, as by lightning_autopar.load_pretrained(AutoModelForCausalLM, folder)"
         )
-
-
-def _hollow(module: nn.Module) -> None:
-    """Put tensors of the meta device into all places of a module; those that are tied stay so."""
-    fresh: dict[int, Any] = {}
-    for child in module.modules():
-        slots: dict[str, Any]
-        for slots in (child._parameters, child._buffers):
-            for name, tensor in slots.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in fresh:
-                    empty = torch.empty_like(tensor.detach(), device="meta")
-                    parameter = isinstance(tensor, nn.Parameter)
-                    fresh[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
-                slots[name] = fresh[id(tensor)]
 
 
 def _fakes() -> bool:

@@ -385,7 +385,7 @@ class Agent:
                     wish = Wish(action="move", decision=self.replan(self.inventory()), reason="it fits again")
                 except NothingFits:
                     wish = None
-            if wish is not None and wish.decision is not None and self._is_promised(wish.decision) is None:
+            if wish is not None and wish.decision is not None and self._why_not_promised(wish.decision) is None:
                 rank_zero_info(f"autopar: the parked run goes on under {wish.decision.assignment.plan.title()}: {wish.reason}")
                 self.moved_at = time.monotonic()
                 self._resume(wish.decision, wish.reason)
@@ -399,7 +399,7 @@ class Agent:
         running = self._begin(decision, reason)
         running.elastic.let_begin(None if snapshot is None else snapshot.path, changes)
 
-    def _is_promised(self, decision: Decision) -> str | None:
+    def _why_not_promised(self, decision: Decision) -> str | None:
         """Have what a decision needs promised, while nothing runs; why not, in words."""
         return self._promises.take(decision.assignment.needed_bytes, None)
 
@@ -467,7 +467,7 @@ class Agent:
         except NothingFits:
             self._park(f"nothing fits after {type(error).__name__}: {error}")
             return None
-        if decision is not running.decision and (missing := self._is_promised(decision)) is not None:
+        if decision is not running.decision and (missing := self._why_not_promised(decision)) is not None:
             self._park(f"after {type(error).__name__} others were faster: {missing}")
             return None
         self._resume(decision, f"{type(error).__name__} at step {step}")

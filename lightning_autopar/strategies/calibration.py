@@ -175,14 +175,13 @@ def _quietly(run: Callable[[Calibration], list[Curve]], known: Calibration) -> l
 
 
 def be_silent() -> None:
-    """From now on nothing of this process, a forked child, reaches the user; not by a notebook's streams either."""
+    """From now on nothing of this process, a child of ``run_forked``, which prints nothing anyway, reaches the user."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process lives
-    for number in (1, 2):
-        os.dup2(nowhere.fileno(), number)
-    sys.stdout = sys.stderr = nowhere
+    os.dup2(nowhere.fileno(), 2)
+    sys.stderr = nowhere
 
 
 def _device(device: Device, known: Calibration) -> list[Curve]:

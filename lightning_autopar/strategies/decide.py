@@ -120,7 +120,8 @@ def decide(
     if not is_overridden("configure_model", trainer.lightning_module):
         check_values(trainer.lightning_module)
     look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic)
-    return _decision(trainer, look, settings.batch, arguments.get("ckpt_path"), arguments.get("weights_only"), elastic=elastic)
+    from_snapshot, weights_only = is_snapshot(arguments.get("ckpt_path")), arguments.get("weights_only")
+    return _decision(trainer, look, settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
 
 
 def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, plan: Plan | None = None, elastic: bool = True) -> Decision:
@@ -141,13 +142,13 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
     look = replace(decision.look, inventory=inventory)
     if plan is not None:
         look = replace(look, constraints=replace(look.constraints, pinned=plan))
-    again = _decision(trainer, look, decision.assignment.batch, None, decision.assignment.weights_only, elastic=elastic)
-    if elastic:
-        return again
-    return replace(again, assignment=replace(again.assignment, from_snapshot=decision.assignment.from_snapshot))
+    before = decision.assignment
+    return _decision(trainer, look, before.batch, from_snapshot=before.from_snapshot, weights_only=before.weights_only, elastic=elastic)
 
 
-def _decision(trainer: Trainer, look: _Look, batch: BatchRule, path: Any, weights_only: bool | None, *, elastic: bool) -> Decision:
+def _decision(
+    trainer: Trainer, look: _Look, batch: BatchRule, *, from_snapshot: bool, weights_only: bool | None, elastic: bool
+) -> Decision:
     report, findings = _stood(trainer, look), look.findings
     plan = report.best
     assert plan is not None, "make_report raises where nothing fits"
@@ -161,7 +162,7 @@ def _decision(trainer: Trainer, look: _Look, batch: BatchRule, path: Any, weight
             draws=findings.draws,
             data_draws=findings.data_draws,
             log_rules=findings.split.log_rules if findings.split is not None else {},
-            from_snapshot=is_snapshot(path),
+            from_snapshot=from_snapshot,
             weights_only=weights_only,
             large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
             candidate=report.best_candidate,

@@ -77,10 +77,11 @@ class Leases:
             self._held = None
 
     def _claim(self, wants: Mapping[str, int], probe: Callable[[], Inventory], **options: Held | None) -> Held | Shortage | None:
-        ledger = self._open()
+        if (ledger := self._open()) is None:
+            return None
         known = {device.id for device in probe().devices if is_leased(device)}
         asked = {device: size for device, size in wants.items() if device in known}
-        if ledger is None or not asked:
+        if not asked:
             return None
 
         def look() -> Room:

@@ -35,6 +35,7 @@ from lightning_autopar._lightning_compat import (
     restore_progress,
 )
 from lightning_autopar.state import rng
+from lightning_autopar.state.blank import move_tensors
 from lightning_autopar.state.checkpoint import (
     load_whole_optimizer_state,
     own_optimizer_state,
@@ -363,24 +364,10 @@ def _joined(files: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def _give_memory(module: nn.Module) -> None:
-    """Put tensors on the CPU in the place of those on the meta device, whose values the workers alone had; these can't become others."""
-    fresh: dict[int, Any] = {}
-    for child in module.modules():
-        slots: dict[str, Any]
-        for slots in (child._parameters, child._buffers):
-            for name, tensor in slots.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if id(tensor) not in fresh:
-                    empty = torch.empty_like(tensor, device="cpu")
-                    fresh[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-                slots[name] = fresh[id(tensor)]
-
-
 def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> None:
     """Copy weights in place where they have the same dtype and shape, so that references to them stay good."""
-    _give_memory(module)
+    # The workers alone had the values of what is on the meta device, and such a tensor can't become another.
+    move_tensors(module, "cpu", lambda tensor: tensor.is_meta)
     targets = dict(_tensors(module))
     with torch.no_grad():
         for name, value in (saved["state_dict"] | saved["buffers"]).items():

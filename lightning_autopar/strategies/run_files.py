@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_autopar.memory.own_locks import let_go
 from lightning_autopar.strategies.run_folders import (
     RUNS_VARIABLE,
-    let_go,
     make_folder,
     own_root,
     read_json,

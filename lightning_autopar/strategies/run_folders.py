@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_autopar.memory.own_locks import let_go, own
+
 #: A folder for all runs' folders, where the host has no ``/dev/shm`` that its processes share.
 RUNS_VARIABLE = "AUTOPAR_RUNS"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -28,18 +30,6 @@ _LOCK = "lock"
 _MOST_BYTES = 64 * 1024
 #: A hidden folder without a lock may be one that is being made; not so long.
 _MAKING_SECONDS = 60.0
-
-#: Locks that this process holds. A forked child that kept one would hold it after its parent's death.
-_own_locks: set[int] = set()
-
-
-def _let_go_in_child() -> None:
-    for lock in _own_locks:
-        os.close(lock)
-    _own_locks.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def user_name(uid: int | None = None) -> str:
@@ -87,7 +77,8 @@ def is_own(path: Path) -> bool:
 
 
 def make_folder(folder: Path, files: Mapping[str, Any]) -> int:
-    """A run's folder with its first files, seen by others only once it is locked; returns the lock, for :func:`let_go`.
+    """A run's folder with its first files, seen by others only once it is locked; returns the lock, for
+    :func:`~lightning_autopar.memory.own_locks.let_go`.
 
     Raises:
         FileExistsError: if there is one of that name.
@@ -96,8 +87,7 @@ def make_folder(folder: Path, files: Mapping[str, Any]) -> int:
     hidden = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     lock = None
     try:
-        lock = os.open(hidden / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        _own_locks.add(lock)
+        lock = own(os.open(hidden / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name, data in files.items():
             write_json(hidden / name, data)
@@ -113,12 +103,6 @@ def make_folder(folder: Path, files: Mapping[str, Any]) -> int:
             let_go(lock)
         raise
     return lock
-
-
-def let_go(lock: int) -> None:
-    """Close a lock of :func:`make_folder`: to others the run is over."""
-    _own_locks.discard(lock)
-    os.close(lock)
 
 
 def is_alive(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_autopar.memory import promised
 from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory
 from lightning_autopar.memory.lease_files import Lease
 from lightning_autopar.memory.promised import is_leased, less_promised, open_ledger, promised_bytes, room_bytes
@@ -26,6 +27,13 @@ def inventory(*devices: Device) -> Inventory:
     return Inventory(devices=devices, host_total_bytes=1, host_free_bytes=1, source="nvml")
 
 
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts processes as they are counted here."""
+    monkeypatch.setattr(promised, "is_drivers", lambda pid: True)
+
+
+@pytest.mark.usefixtures("on_the_host")
 def test_what_a_run_has_taken_is_promised_no_more() -> None:
     me = os.getpid()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -40,12 +48,18 @@ def test_what_a_run_has_taken_is_promised_no_more() -> None:
         child.communicate(b"\n")
 
 
+@pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("used_bytes", [None, 20])
 def test_a_containers_processes_are_not_known(used_bytes: int | None) -> None:
     me = os.getpid()
     seen = gpu(DeviceProcess(pid=me, used_bytes=used_bytes))
     assert promised_bytes(seen, [lease(me, 30, here=False)]) == 30
     assert promised_bytes(seen, [lease(me, 30)]) == (30 if used_bytes is None else 10)
+
+
+def test_in_a_container_a_number_of_the_drivers_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promised, "is_drivers", lambda pid: False)
+    assert promised_bytes(gpu(DeviceProcess(pid=os.getpid(), used_bytes=20)), [lease(os.getpid(), 30)]) == 30
 
 
 def test_an_inventory_less_promises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
