@@ -1,35 +1,20 @@
-"""The files behind leases, in a folder that all users of a host share: made whole, alive while their process is, nobody else's to touch.
-
-A lease is one file, held by ``flock``, which the kernel lets go of however its process dies. Its name says whose it is and when it was
-made; its owner, by the file system, must agree. Whoever reads it trusts nothing else: no links, no pipes, no file of another name's
-owner, none that is locked by somebody after its process has died. The name never changes while the lease lasts, as a listing of the folder
-may miss a file that is renamed meanwhile. Needs the standard library alone; doesn't know what is leased out nor how much there is.
-"""
+"""Leases, as each run of a host writes its own and everybody reads them. Doesn't know how much there is to be leased."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
-import secrets
-import stat
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
-from lightning_autopar.memory.own_locks import is_own, let_go, own
+from lightning_autopar.memory.live_files import Found, LiveFile, live_files
 
 _PREFIX = "autopar-lease-"
-#: Larger files aren't ours.
-_MOST_BYTES = 64 * 1024
 #: Digits of a number that is written over while others read it.
 _DIGITS = 20
 #: A line that is written over once.
 _ASKED, _GRANTED = b"0\n", b"1\n"
+#: Twice the number on the next, so that whoever reads it half written notices.
+_ENDS_BYTES = 2 * (_DIGITS + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +31,11 @@ class Lease:
         visible_bytes: how much of that its owner has taken already, so that the driver's figures show it.
         granted: whether it is decided; else somebody is just asking for it.
         made_ns: when it was made, on the host's monotonic clock, which no change of the date moves.
+        priority: of its run, larger first.
+        elastic: whether the run can give devices back before its end.
+        since_ns: when the run first asked for anything, on the same clock.
+        ends_ns: when it expects to end, on the same clock; None where nobody knows.
+        part_of: the process whose run this is a part of, beside that one's own lease, counted as ``pid`` is; 0: it is the run's own.
     """
 
     name: str
@@ -57,6 +47,11 @@ class Lease:
     visible_bytes: Mapping[str, int] = field(default_factory=dict)
     granted: bool = True
     made_ns: int = 0
+    priority: int = 0
+    elastic: bool = False
+    since_ns: int = 0
+    ends_ns: int | None = None
+    part_of: int = 0
 
     def pending_bytes(self, device: str) -> int:
         """What is promised on a device and can't be seen there yet."""
@@ -75,48 +70,57 @@ class LeaseFile:
         folder: the shared one.
         wants: bytes by device id.
         run: a name for others to read.
+        priority: see :class:`Lease`.
+        elastic: see :class:`Lease`.
+        since_ns: see :class:`Lease`; now by default.
+        part_of: see :class:`Lease`.
 
     Raises:
         OSError: if the file can't be written; nothing is left behind then.
     """
 
-    def __init__(self, folder: Path, wants: Mapping[str, int], run: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        wants: Mapping[str, int],
+        run: str,
+        *,
+        priority: int = 0,
+        elastic: bool = False,
+        since_ns: int | None = None,
+        part_of: int = 0,
+    ) -> None:
         self._devices = list(wants)
-        self.made_ns = time.monotonic_ns()
-        self.name = f"{_PREFIX}{os.geteuid()}-{self.made_ns}-{secrets.token_hex(8)}"
-        said = {"run": run, "pid": os.getpid(), "started": _started(os.getpid()), "namespace": _namespace(), "bytes": dict(wants)}
-        head = json.dumps(said).encode() + b"\n"
-        self._offset = len(head)
-        # Without a name until it is locked and written, so that nobody ever sees one that isn't.
-        self._descriptor = own(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644))
-        try:
-            os.fchmod(self._descriptor, 0o644)  # whatever the umask is: others must be able to read it
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            data = head + _ASKED + b"".join(b"%0*d\n" % (_DIGITS, 0) for _ in self._devices)
-            if os.write(self._descriptor, data) != len(data):
-                raise OSError(errno.ENOSPC, "no room for a lease", str(folder))
-            self._path = folder / self.name
-            # With a folder's descriptor, which an absolute path needs not, Python calls linkat, which follows the link to the file.
-            os.link(f"/proc/self/fd/{self._descriptor}", self._path, src_dir_fd=self._descriptor, follow_symlinks=True)
-        except BaseException:
-            let_go(self._descriptor)
-            raise
+        said = {"run": run, "bytes": dict(wants), "priority": priority, "elastic": elastic, "since": since_ns, "part_of": part_of}
+        body = _ASKED + _ends_line(None) + b"".join(b"%0*d\n" % (_DIGITS, 0) for _ in self._devices)
+        self._file = LiveFile(folder, _PREFIX, said, body)
+
+    @property
+    def name(self) -> str:
+        """The file's."""
+        return self._file.name
+
+    @property
+    def made_ns(self) -> int:
+        """When it was made, on the host's monotonic clock."""
+        return self._file.made_ns
 
     def grant(self) -> None:
         """It is decided."""
-        os.pwrite(self._descriptor, _GRANTED, self._offset)
+        self._file.write(0, _GRANTED)
+
+    def expect(self, ends_ns: int | None) -> None:
+        """Its run expects to end then."""
+        self._file.write(len(_GRANTED), _ends_line(ends_ns))
 
     def show(self, device: str, visible_bytes: int) -> None:
         """So much of a device's share is taken, and seen by others as used."""
-        place = self._offset + len(_GRANTED) + self._devices.index(device) * (_DIGITS + 1)
-        os.pwrite(self._descriptor, b"%0*d" % (_DIGITS, visible_bytes), place)
+        place = len(_GRANTED) + _ENDS_BYTES + self._devices.index(device) * (_DIGITS + 1)
+        self._file.write(place, b"%0*d" % (_DIGITS, visible_bytes))
 
     def withdraw(self) -> None:
         """It is no more."""
-        if is_own(self._descriptor):  # else a forked child's, or withdrawn before
-            with suppress(OSError):
-                self._path.unlink()
-            let_go(self._descriptor)
+        self._file.withdraw()
 
 
 def live_leases(folder: Path) -> Iterator[Lease]:
@@ -125,104 +129,45 @@ def live_leases(folder: Path) -> Iterator[Lease]:
     Raises:
         OSError: if the folder can't be read.
     """
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith(_PREFIX)]
-    for name in names:
-        lease = _read(f"{folder}/{name}", name)
+    for found in live_files(folder, _PREFIX):
+        lease = _parsed(found)
         if lease is not None:
             yield lease
 
 
-def _read(path: str, name: str) -> Lease | None:
-    """The lease in a file; None where it is dead, or no lease."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # withdrawn just now; or a link, or one that isn't for us to read: no lease looks so
-        return None
-    try:
-        found = os.fstat(descriptor)
-        parts = name.removeprefix(_PREFIX).split("-")
-        ours = stat.S_ISREG(found.st_mode) and len(parts) == 3 and parts[0] == str(found.st_uid) and parts[1].isdecimal()
-        if not ours or found.st_size > _MOST_BYTES:
-            return None
-        if _unlocked(descriptor):
-            if os.geteuid() in (0, found.st_uid):
-                with suppress(OSError):
-                    os.unlink(path)
-            return None
-        if found.st_nlink != 1:  # a second name for one
-            return None
-        return _parsed(name, os.pread(descriptor, _MOST_BYTES, 0), found.st_uid, int(parts[1]))
-    finally:
-        os.close(descriptor)
+def _ends_line(ends_ns: int | None) -> bytes:
+    ends = b"%0*d" % (_DIGITS, ends_ns or 0)
+    return ends + b" " + ends + b"\n"
 
 
-def _unlocked(descriptor: int) -> bool:
-    """Whether nobody holds it: its process is dead."""
+def _parsed(found: Found) -> Lease | None:
+    """The lease in a file; None where that is no lease's words."""
+    said, body = found.said, found.body
+    state, ends, shown = body[: len(_GRANTED)], body[len(_GRANTED) :][:_ENDS_BYTES], body[len(_GRANTED) + _ENDS_BYTES :]
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _parsed(name: str, data: bytes, uid: int, made_ns: int) -> Lease | None:
-    """What a file says; None where that is no lease's words, or its process is dead and somebody else holds the file."""
-    head, _, rest = data.partition(b"\n")
-    state, shown = rest[: len(_GRANTED)], rest[len(_GRANTED) :]
-    try:
-        said = json.loads(head)
         wants = {str(device): int(size) for device, size in said["bytes"].items()}
         visible = dict(zip(wants, map(int, shown.split()), strict=True))
-        pid, started, namespace, run = int(said["pid"]), int(said["started"]), str(said["namespace"]), str(said["run"])
-    except (ValueError, KeyError, TypeError, AttributeError):
+        run, priority, elastic = str(said["run"]), int(said["priority"]), bool(said["elastic"])
+        since_ns = found.made_ns if said["since"] is None else max(found.started_ns, int(said["since"]))
+        part_of = int(said["part_of"])
+        expected = [int(word) for word in ends.split()]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     if min(wants.values(), default=0) < 0 or min(visible.values(), default=0) < 0 or state not in (_ASKED, _GRANTED):
         return None
-    if namespace == _namespace() and not _lives(pid, started):
-        return None
     return Lease(
-        name=name,
-        uid=uid,
-        pid=pid,
-        here=namespace == _namespace(),
+        name=found.name,
+        uid=found.uid,
+        pid=found.pid,
+        here=found.here,
         run=run,
         bytes=wants,
         visible_bytes=visible,
         granted=state == _GRANTED,
-        made_ns=made_ns,
+        made_ns=found.made_ns,
+        priority=priority,
+        elastic=elastic,
+        since_ns=since_ns,
+        ends_ns=expected[0] or None if len(expected) == 2 and expected[0] == expected[1] else None,
+        part_of=part_of,
     )
-
-
-def _started(pid: int) -> int:
-    """When a process began, in the kernel's ticks: with its number it is known for good; 0 where there is none."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return 0
-    try:
-        return int(os.read(descriptor, 4096).rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
-    finally:
-        os.close(descriptor)
-
-
-def _lives(pid: int, started: int) -> bool:
-    """Whether the process that began then is there; one that this user may not look at counts as it."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        pass
-    except (ProcessLookupError, OverflowError):
-        return False
-    return _started(pid) in (0, started)
-
-
-@lru_cache(maxsize=1)
-def _namespace() -> str:
-    """Which processes' numbers this process knows: a container's are its own."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

@@ -75,6 +75,10 @@ class Held:
         """So much of it is in use on the device, so that the driver's figures show it to others."""
         self._file.show(device, visible_bytes)
 
+    def expect(self, ends_ns: int | None) -> None:
+        """The run expects to end then, on the host's monotonic clock; None where it doesn't know. Others see it at their next look."""
+        self._file.expect(ends_ns)
+
     def release(self) -> None:
         """Give it back; the memory must be free before. Again does nothing."""
         self._file.withdraw()
@@ -124,6 +128,11 @@ class Ledger:
         instead_of: Held | None = None,
         beside: Held | None = None,
         within_seconds: float = 10.0,
+        priority: int = 0,
+        elastic: bool = False,
+        since_ns: int | None = None,
+        part_of: int = 0,
+        ours: Callable[[Lease], bool] = lambda lease: False,
     ) -> Held | Shortage:
         """Be promised memory on devices, on all of them or on none.
 
@@ -134,14 +143,24 @@ class Ledger:
             instead_of: what this run has and gives back for it, once it is granted; its memory must count as free.
             beside: what this run has and keeps for now, whose memory counts as free, too.
             within_seconds: for others who ask at the same time to decide.
+            priority: of the run, for others to read.
+            elastic: whether it can give devices back before its end.
+            since_ns: when the run first asked for anything, on the monotonic clock; now by default.
+            part_of: the process whose run it is a part of, if another's than this one.
+            ours: whether a lease is a part of this run that goes with what it gives back, and whose memory counts as free, too.
 
         Raises:
             OSError: if the folder can't be read or written, as on a full disk; nothing is claimed then.
         """
         until = time.monotonic() + within_seconds
-        besides = {held.name for held in (instead_of, beside) if held is not None}
+        names = {held.name for held in (instead_of, beside) if held is not None}
+
+        def besides(lease: Lease) -> bool:
+            return lease.name in names or ours(lease)
+
         while True:
-            file, held = LeaseFile(self.folder, wants, run), None
+            file = LeaseFile(self.folder, wants, run, priority=priority, elastic=elastic, since_ns=since_ns, part_of=part_of)
+            held = None
             try:
                 verdict = self._judged(file, wants, look, besides)
                 if verdict is None:
@@ -160,7 +179,9 @@ class Ledger:
                 return verdict
             time.sleep(random.uniform(1, 4) * _LOOK_SECONDS)
 
-    def _judged(self, file: LeaseFile, wants: Mapping[str, int], look: Callable[[], Room], besides: set[str]) -> Shortage | None:
+    def _judged(
+        self, file: LeaseFile, wants: Mapping[str, int], look: Callable[[], Room], besides: Callable[[Lease], bool]
+    ) -> Shortage | None:
         """None where there is room for a claim, whatever others do who ask now."""
         while True:
             others = self._others(file, besides)
@@ -182,9 +203,9 @@ class Ledger:
                 return short
             time.sleep(_LOOK_SECONDS)  # whoever asked later gives way, and asks again
 
-    def _others(self, file: LeaseFile, besides: set[str]) -> list[Lease]:
+    def _others(self, file: LeaseFile, besides: Callable[[Lease], bool]) -> list[Lease]:
         """Whoever has or asks for something; in order, so that two readings can be compared."""
-        others = [lease for lease in live_leases(self.folder) if lease.name != file.name and lease.name not in besides]
+        others = [lease for lease in live_leases(self.folder) if lease.name != file.name and not besides(lease)]
         return sorted(others, key=lambda lease: lease.order)
 
 

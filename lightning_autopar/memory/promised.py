@@ -43,7 +43,8 @@ def promised_bytes(device: Device, leases: Iterable[Lease]) -> int:
     """What these leases promise of a device beyond what their runs' processes have taken of it already.
 
     Args:
-        device: with the processes that the driver sees on it. What one of them has counts for the run that has started it.
+        device: with the processes that the driver sees on it. What one of them has counts for its own lease first, as a worker may have one
+            beside its run's, then for that of whoever has started it.
         leases: others'.
     """
     owed: dict[int, int] = {}
@@ -54,10 +55,12 @@ def promised_bytes(device: Device, leases: Iterable[Lease]) -> int:
         else:  # a container's processes have other numbers here
             total += lease.pending_bytes(device.id)
     for process in device.processes:
-        owner = _owner(process.pid, owed)
-        if owner is not None and process.used_bytes is not None:
-            owed[owner] -= process.used_bytes
-    return total + sum(max(0, owed_bytes) for owed_bytes in owed.values())
+        used_bytes = process.used_bytes or 0
+        for owner in _owners(process.pid, owed) if used_bytes else ():
+            paid_bytes = min(owed[owner], used_bytes)
+            owed[owner] -= paid_bytes
+            used_bytes -= paid_bytes
+    return total + sum(owed.values())
 
 
 def room_bytes(inventory: Inventory, leases: Sequence[Lease]) -> dict[str, int]:
@@ -74,12 +77,12 @@ def less_promised(inventory: Inventory, leases: Sequence[Lease]) -> Inventory:
     return replace(inventory, devices=devices)
 
 
-def _owner(pid: int, owners: Collection[int]) -> int | None:
-    """Which of these processes the one that the driver means is, or has been started by; None where that can't be told."""
+def _owners(pid: int, owners: Collection[int]) -> list[int]:
+    """Of these processes the one that the driver means and those that have started it, the nearest first; none where that can't be told."""
     if not is_drivers(pid):
-        return None
+        return []
     try:
         process = psutil.Process(pid)
-        return next((each for each in (pid, *(parent.pid for parent in process.parents())) if each in owners), None)
+        return [each for each in (pid, *(parent.pid for parent in process.parents())) if each in owners]
     except psutil.Error:  # it has ended
-        return None
+        return []
