@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_autopar.state.pretrained import load_pretrained
     from lightning_autopar.strategies.auto import AutoParallelStrategy
     from lightning_autopar.strategies.run_requests import yield_run
+    from lightning_autopar.strategies.turns import Turn
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "PlanMonitor",
     "Report",
+    "Turn",
     "load_pretrained",
     "plan",
     "yield_run",
@@ -42,6 +44,7 @@ _HOMES = {
     "Plan": "lightning_autopar.plans",
     "PlanMonitor": "lightning_autopar.callbacks.monitor",
     "Report": "lightning_autopar.planning.report",
+    "Turn": "lightning_autopar.strategies.turns",
     "load_pretrained": "lightning_autopar.state.pretrained",
     "plan": "lightning_autopar.api",
     "yield_run": "lightning_autopar.strategies.run_requests",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter] = _UNITS[_letter + "ib"] = 1024**_power
     _UNITS[_letter + "b"] = 1000**_power
+
+_SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
@@ -28,6 +31,24 @@ def parse_memory(value: int | str) -> int:
     if size <= 0:
         raise ValueError(f"a memory size must be positive, but {value!r} is {size} bytes; write a size such as '4GiB'")
     return size
+
+
+def parse_seconds(value: float | str) -> float:
+    """Seconds from ``90``, ``"90s"``, ``"30min"``, ``"2h"`` or ``"1.5d"``.
+
+    Raises:
+        ValueError: if it is no duration, or a negative one.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2].lower() not in _SECONDS:
+            raise ValueError(f"{value!r} is no duration; write seconds as a number, or '90s', '30min' or '2h'")
+        seconds = float(match[1]) * _SECONDS[match[2].lower()]
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"a duration must be 0 or more seconds, but {value!r} isn't; write one such as '30min'")
+    return seconds
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -10,8 +10,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["AUTOPAR_CACHE"] = "off"  # what one test's run took must not correct another's prediction, nor the developer's
 os.environ["AUTOPAR_LEDGER"] = "off"  # nor what the host's runs were promised
+os.environ["AUTOPAR_WAIT"] = "never"  # a test that is to wait says so
 # Set by a developer's shell, they would change what a test plans.
-_SETTINGS = ("AUTOPAR_DEVICES", "AUTOPAR_NEIGHBOURS", "AUTOPAR_RUNS", "PL_TRAINER_STRATEGY")
+_SETTINGS = ("AUTOPAR_DEVICES", "AUTOPAR_NEIGHBOURS", "AUTOPAR_RUNS", "AUTOPAR_PRIORITY", "AUTOPAR_QUANTUM", "PL_TRAINER_STRATEGY")
 for _name in (*_SETTINGS, "LIGHTNING_AUTOPAR_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
     os.environ.pop(_name, None)
 
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later = [item for item in items if item.get_closest_marker("slow") is not None]
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if item not in later]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unseen(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The tests' runs aren't shown among the host's."""
+    os.environ["AUTOPAR_RUNS"] = str(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(autouse=True)

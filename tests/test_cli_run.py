@@ -100,12 +100,13 @@ def test_the_strategys_own_settings_give_way_to_the_command_lines(tmp_path: Path
         tmp_path,
         """
         from lightning_autopar import AutoParallelStrategy
-        mine = AutoParallelStrategy(allow=["ddp"], memory_margin=0.3)
+        mine = AutoParallelStrategy(allow=["ddp"], memory_margin=0.3, wait="3h")
         trainer(strategy=mine, devices=1).fit(Net(), data())
         assert mine.plan.engine == "single" and mine.settings.memory_margin == 0.3 and mine.settings.memory_limit_bytes == 2**29
+        assert (mine.settings.wait.wait_seconds, mine.settings.wait.rank) == (10800, 5)
         """,
     )
-    assert main(["run", "--allow", "single", "--memory-limit", "512MiB", script]) == 0
+    assert main(["run", "--allow", "single", "--memory-limit", "512MiB", "--priority", "5", script]) == 0
     assert "takes the place" not in capsys.readouterr().err
 
 
@@ -166,6 +167,22 @@ def test_what_cannot_be_started_is_said_in_a_sentence(
     _script(tmp_path, "pass", "here.py")
     assert main(["run", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_how_long_and_how_important(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _script(
+        tmp_path,
+        """
+        made = trainer(strategy="ddp", devices=1)
+        made.fit(Net(), data())
+        assert (made.strategy.settings.wait.wait_seconds, made.strategy.settings.wait.rank) == (7200, -5)
+        """,
+    )
+    assert main(["run", "--allow=single", "--wait", "2h", "--priority=-5", script]) == 0
+    assert main(["run", "--wait", "soon", script]) == 2
+    assert "wait='soon' must be 'forever', 'never' or how long to wait" in capsys.readouterr().err
+    assert main(["run", "--priority", "500", script]) == 2
+    assert "priority=500 must be a whole number from -100 to 100" in capsys.readouterr().err
 
 
 def test_what_plan_prints_is_a_plan_to_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ OPTIONS = {
         "objective": "speed",
         "exact": False,
         "calibrate": "auto",
+        "wait": None,
     },
     "CheckpointMigrate": {
         "snapshot_seconds": None,
@@ -50,6 +51,7 @@ OPTIONS = {
         "max_overhead": 0.005,
     },
     "PlanMonitor": {},
+    "Turn": {"wait": None, "priority": None},
 }
 
 pytestmark = [
@@ -95,7 +97,7 @@ def test_the_frozen_lists_name_every_public_callback() -> None:
 
     public = {name: getattr(lightning_autopar, name) for name in lightning_autopar.__all__}
     callbacks = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, Callback)}
-    assert callbacks == set(OPTIONS) - {"AutoParallelStrategy"}
+    assert callbacks == set(OPTIONS) - {"AutoParallelStrategy", "Turn"}
 
 
 def test_the_example_runs_on_two_devices(cli: Callable[..., LightningCLI], tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_a_word_is_enough(cli: Callable[..., LightningCLI]) -> None:
     assert built.trainer.strategy.settings.memory_margin == 0.05
 
 
-@pytest.mark.parametrize("name", sorted(set(OPTIONS) - {"PlanMonitor"}))
+@pytest.mark.parametrize("name", sorted(set(OPTIONS) - {"PlanMonitor", "Turn"}))
 def test_the_help_explains_every_option(name: str, cli: Callable[..., LightningCLI], capsys: pytest.CaptureFixture[str]) -> None:
     what = "strategy" if name == "AutoParallelStrategy" else "callbacks"
     with pytest.raises(SystemExit) as left:
@@ -173,6 +175,8 @@ _STRATEGY = "--trainer.strategy=lightning_autopar.AutoParallelStrategy"
         ([_STRATEGY, "--trainer.strategy.devices=3xFOO"], "there is no device 'FOO' in the catalogue; known are"),
         ([_STRATEGY, "--trainer.strategy.plan=nowhere.json"], "the plan file 'nowhere.json' can't be read"),
         ([_STRATEGY, "--trainer.strategy.alow=[ddp]"], "'alow' is not accepted"),
+        ([_STRATEGY, "--trainer.strategy.wait=soon"], "wait='soon' must be 'forever', 'never' or how long to wait"),
+        ([_STRATEGY, "--trainer.strategy.wait={priority: 500}"], "priority=500 must be a whole number from -100 to 100"),
         (["--trainer.callbacks=lightning_autopar.ElasticReplan", "--trainer.callbacks.min_gain=3"], "min_gain=3.0 must be a number from 0"),
         (["--trainer.callbacks=lightning_autopar.CheckpointMigrate", "--trainer.callbacks.overhead=2"], "overhead=2.0 must be a share"),
     ],
@@ -184,6 +188,25 @@ def test_a_mistake_is_answered_with_the_remedy(
     with pytest.raises((SystemExit, ValueError)) as caught:
         cli(*arguments, run=False)
     assert says in " ".join(f"{capsys.readouterr().err} {caught.value}".split())
+
+
+@pytest.mark.parametrize(
+    ("wait", "turn"),
+    [
+        ("2h", (7200, 0)),
+        (90, (90, 0)),
+        (0.5, (0.5, 0)),
+        (False, (0, 0)),
+        ("never", (0, 0)),
+        ({"wait": "30min", "priority": 5}, (1800, 5)),
+        ({"priority": -3}, (0, -3)),
+    ],
+)
+def test_how_long_a_run_waits(wait: Any, turn: tuple[float, int], cli: Callable[..., LightningCLI], tmp_path: Path) -> None:
+    strategy = {"class_path": "lightning_autopar.AutoParallelStrategy", "init_args": {"wait": wait}}
+    (tmp_path / "wait.yaml").write_text(yaml.safe_dump({"trainer": {"logger": False, "strategy": strategy}}))
+    said = cli("--config", str(tmp_path / "wait.yaml"), run=False).trainer.strategy.settings.wait
+    assert (said.wait_seconds, said.rank) == turn, "where it isn't said how long, the variable says so: never, in a test"
 
 
 def test_a_combination_that_cannot_be_is_refused_before_training(cli: Callable[..., LightningCLI]) -> None:

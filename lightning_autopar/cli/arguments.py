@@ -34,6 +34,15 @@ def add_strategy_options(command: argparse.ArgumentParser) -> None:
     options.add_argument("--plan", metavar="FILE", help="run just this plan: its JSON, or that of lightning-autopar plan --json")
 
 
+def add_turn_options(command: argparse.ArgumentParser) -> None:
+    """Add how long the run waits where nothing fits now, and how important it is."""
+    options = command.add_argument_group("where others have what the run needs")
+    options.add_argument("--wait", metavar="TIME", help="wait so long for the run's turn: 90s, 30min, 2h, forever (the default) or never")
+    options.add_argument(
+        "--priority", metavar="N", type=int, help="from -100 to 100, 0 by default: the larger goes first, then whoever asked first"
+    )
+
+
 def add_script(command: argparse.ArgumentParser) -> None:
     """Add the script and its own arguments, which nothing of ours stands behind."""
     command.add_argument(
@@ -62,7 +71,7 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     """Those that were given, as arguments of ``AutoParallelStrategy``.
 
     Raises:
-        ValueError: if the plan's file holds none.
+        ValueError: if the plan's file holds none, or the time to wait is none.
     """
     names = ("batch", "memory_limit", "memory_margin", "objective")
     found = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -72,13 +81,18 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
         found["exact"] = True
     if options.plan is not None:
         found["plan"] = _read_plan(options.plan)
+    if (wait := getattr(options, "wait", None)) is not None or getattr(options, "priority", None) is not None:
+        from lightning_autopar.strategies.turns import Turn
+
+        found["wait"] = Turn(wait=wait, priority=options.priority)
     return found
 
 
 def option_words(options: argparse.Namespace) -> list[str]:
     """The same options as words of a command line, for the script to be started again."""
-    words = [f"--{name.replace('_', '-')}={value}" for name in ("devices", "allow", "batch", "memory_limit", "memory_margin", "objective")
-             if (value := getattr(options, name)) is not None]  # fmt: skip
+    names = ("devices", "allow", "batch", "memory_limit", "memory_margin", "objective", "wait", "priority")
+    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     words += ["--exact"] if options.exact else []
     return words + ([f"--plan={Path(options.plan).resolve()}"] if options.plan is not None else [])
 

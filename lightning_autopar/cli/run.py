@@ -12,7 +12,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_autopar._autoload import refuse, when_executed
-from lightning_autopar.cli.arguments import add_devices, add_script, add_strategy_options, option_words, script_of, split_devices
+from lightning_autopar.cli.arguments import (
+    add_devices,
+    add_script,
+    add_strategy_options,
+    add_turn_options,
+    option_words,
+    script_of,
+    split_devices,
+)
 from lightning_autopar.cli.arguments import strategy_options as chosen_options
 from lightning_autopar.strategies.script import Script, own_traceback, started_by
 
@@ -29,6 +37,7 @@ examples:
   lightning-autopar run --devices 2xcpu:4GiB train.py   on two shares of this host
   lightning-autopar run --devices 0,1 train.py          on these GPUs, whatever the script asks for
   lightning-autopar run --plan plan.json train.py       under this plan (of lightning-autopar plan --json train.py)
+  lightning-autopar run --priority 5 --wait 2h train.py before less important runs that wait, and for two hours at most
   lightning-autopar run --picture run.html train.py     a page to look at when it is over
   lightning-autopar run --json run.json train.py        plan, prediction and measurement for a program to read
   torchrun --nproc-per-node 4 -m lightning_autopar run train.py
@@ -54,6 +63,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--picture", metavar="FILE", help="draw the plan, or an elastic run's course, when it is over: .html, or .png, .svg, .pdf"
     )
     add_strategy_options(command)
+    add_turn_options(command)
     add_script(command)
 
 

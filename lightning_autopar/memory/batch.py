@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ class FirstBatch:
     batch_size: int = 0
     kind: BatchKind = "other"
     draws: tuple[str, ...] = ()
+    epoch_batches: int | None = None
 
 
 def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *, prepared: bool = False) -> FirstBatch:
@@ -85,7 +87,26 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
         )
     batch = transfer_batch(module, first.batch)
     size = first.batch_size or batch_size_of(batch)
-    return replace(first, batch=batch, batch_size=size)
+    epoch_batches = _epoch_batches(loaders, combined_mode(combined), trainer.limit_train_batches) if stage == "fit" else None
+    return replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches)
+
+
+def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> int | None:
+    """As Lightning counts them (``_FitLoop.setup_data``, ``CombinedLoader._MODES``); None where a loader can't tell its length."""
+    lengths: list[float] = []
+    for loader in loaders:
+        length: float
+        try:
+            length = len(loader)
+        except (TypeError, NotImplementedError):
+            length = math.inf
+        if isinstance(limit, int):
+            length = min(length, limit)
+        elif limit is not None and length < math.inf:
+            length = int(length * limit)
+        lengths.append(length)
+    found = sum(lengths) if mode == "sequential" else min(lengths) if mode == "min_size" else max(lengths)
+    return int(found) if found < math.inf else None
 
 
 def _draw(loader: Any) -> FirstBatch:

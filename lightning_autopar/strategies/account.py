@@ -10,10 +10,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.residual_cache import add_record
-from lightning_autopar.memory.residuals import make_record, plan_shape
+from lightning_autopar.memory.residuals import make_record, make_shortage, plan_shape
 from lightning_autopar.memory.step_time_cache import add_step_time
 from lightning_autopar.memory.step_times import StepTime
 from lightning_autopar.planning.report import Report
+from lightning_autopar.strategies.failure import LACKED
 from lightning_autopar.units import format_bytes, format_seconds
 
 
@@ -60,6 +61,28 @@ def learn(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
     if record is not None:
         add_record(residuals.key, record)
     _learn_time(report, names, measured, today)
+
+
+def learn_shortage(report: Report | None, error: BaseException) -> None:
+    """Keep that a run ran out of a GPU's memory that was predicted to suffice, so that its next start doesn't count on as little.
+
+    Args:
+        report: of the plan that ran.
+        error: what ended it; any other exception teaches nothing.
+    """
+    lacked = getattr(error, LACKED, None)
+    candidate = None if report is None else report.best_candidate
+    if not isinstance(lacked, Mapping) or report is None or candidate is None or report.residuals.key is None:
+        return
+    devices = candidate.plan.devices
+    held = [each for each in map(candidate.raw.get, devices) if isinstance(each, DeviceBytes)]
+    if len(held) < len(devices):
+        return
+    names = [report.residuals.devices[device] for device in devices]
+    today = datetime.date.today().isoformat()
+    record = make_shortage(candidate.plan, names, held, [lacked.get(device) for device in devices], today)
+    if record is not None:
+        add_record(report.residuals.key, record)
 
 
 def _learn_time(report: Report, names: Sequence[str], measured: Mapping[str, Mapping[str, Any]], today: str) -> None:

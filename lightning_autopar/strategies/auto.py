@@ -22,6 +22,7 @@ from lightning_autopar.strategies.engine import Assignment, EngineMixin
 from lightning_autopar.strategies.engines import build_engine
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.leasing import Leases
+from lightning_autopar.strategies.turns import Turn
 from lightning_autopar.units import parse_memory
 
 
@@ -45,6 +46,9 @@ class AutoParallelStrategy(ParallelStrategy):
         calibrate: "auto" measures this machine's rates once, for a few seconds, where there is more than one device to choose from, and
             keeps them beside what runs took; True (or "now") measures them again; False (or "off") takes data sheets; "trial" also runs
             the best plans for some steps on the user's own batches and takes the fastest.
+        wait: Where nothing fits now but would on idle devices: "forever" waits for the run's turn, "never" gives up, and so many seconds,
+            "30min" or "2h" is how long; a :class:`Turn` also says how important the run is. By default what the variables AUTOPAR_WAIT
+            and AUTOPAR_PRIORITY say, or else forever, at priority 0. Processes that torchrun or Slurm started never wait.
 
     Raises:
         ValueError: if an argument can't be, with the value, the bound and the remedy.
@@ -63,6 +67,7 @@ class AutoParallelStrategy(ParallelStrategy):
         objective: Literal["speed", "memory"] = "speed",
         exact: bool = False,
         calibrate: bool | Literal["auto", "now", "off", "trial"] = "auto",
+        wait: bool | int | float | str | Turn | None = None,
     ) -> None:
         super().__init__()
         if isinstance(memory_margin, bool) or not isinstance(memory_margin, (int, float)) or not 0 <= memory_margin < 1:
@@ -82,6 +87,7 @@ class AutoParallelStrategy(ParallelStrategy):
             objective=objective,
             exact=bool(exact),
             calibrate=_calibration_rule(calibrate),
+            wait=Turn.of(wait),
         )
         self._devices_spec = devices
         self._requested: Any = "auto"

@@ -6,9 +6,11 @@ It reads the trainer and changes nothing in it; it doesn't know how a plan is ex
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -17,23 +19,25 @@ from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify
 from lightning_autopar.memory.allocator_options import options_from_environment
 from lightning_autopar.memory.cache_files import cache_folder
 from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.reservation import Need
 from lightning_autopar.memory.residual_cache import load_residuals
 from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.planning.calibrate import Calibrated
 from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.changes import usable
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.planner import best_candidate, make_report
 from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot import is_snapshot
-from lightning_autopar.strategies.calibration import calibrate, calibrated
+from lightning_autopar.strategies.calibration import calibrate, calibrated, is_calibrated
 from lightning_autopar.strategies.disk_states import disk_folder, no_disk
 from lightning_autopar.strategies.engine import Assignment, BatchRule
 from lightning_autopar.strategies.features import exclusions
 from lightning_autopar.strategies.findings import Findings, Questions, confirm, find_out, rehearse
 from lightning_autopar.strategies.rehearse_fsdp import unshardable
+from lightning_autopar.strategies.turns import Turn
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -59,6 +63,7 @@ class Settings:
     objective: str = "speed"
     exact: bool = False
     calibrate: CalibrationRule = "off"
+    wait: Turn = field(default_factory=Turn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +74,15 @@ class Decision:
         report: of all plans.
         assignment: of the best one.
         look: what the report was made of, for :func:`decide_again`; it stays in the process that planned.
+        batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
+        memory_margin: the share of what is free that the plan had to leave.
     """
 
     report: Report
     assignment: Assignment
     look: _Look | None = None
+    batches: int | None = None
+    memory_margin: float = 0.0
 
     @property
     def candidate(self) -> Candidate:
@@ -82,11 +91,113 @@ class Decision:
         assert candidate is not None
         return candidate
 
+    @property
+    def expected_seconds(self) -> float | None:
+        """How long it trains by its prediction, without validation and what lies around; None where nobody knows."""
+        return self.need.seconds
+
+    @property
+    def need(self) -> Need:
+        """What must be free for the plan, and how long it trains."""
+        return _need(self.candidate, self.batches, self.assignment.batch, self.memory_margin)
+
     def announce(self) -> None:
         """Log the table and the notes of the chosen candidate, once, on rank 0."""
         rank_zero_info(f"autopar:\n{self.report}")
         for note in self.candidate.notes:
             rank_zero_warn(f"autopar: {note}")
+
+
+def _need(candidate: Candidate, batches: int | None, batch: BatchRule, memory_margin: float) -> Need:
+    seconds = None
+    if batches is not None and candidate.seconds is not None:
+        ranks = candidate.plan.data_ranks if batch == "per_device" else 1
+        seconds = -(-batches // ranks) * candidate.step_seconds
+    sizes = {device: math.ceil(size / (1 - memory_margin)) for device, size in candidate.needs.items()}
+    return Need(bytes=sizes, seconds=seconds)
+
+
+class Prospect:
+    """What was found out about one call of the trainer, before any plan is chosen. It holds whatever devices there are.
+
+    Args:
+        trainer: with module and data attached.
+        look: what was found out.
+        batch: what a batch is to several devices.
+        from_snapshot: see :class:`.engine.Assignment`.
+        weights_only: see there.
+        elastic: see :func:`consider`.
+    """
+
+    def __init__(
+        self, trainer: Trainer, look: _Look, *, batch: BatchRule, from_snapshot: bool, weights_only: bool | None, elastic: bool
+    ) -> None:
+        self._trainer, self._look, self._batch = trainer, look, batch
+        self._from_snapshot, self._weights_only, self._elastic = from_snapshot, weights_only, elastic
+        self._tried: set[tuple[object, ...]] = set()
+
+    def decision(self, inventory: Inventory | None = None) -> Decision:
+        """The best plan for these devices, by default those that there were at first.
+
+        Raises:
+            NothingFits: if no plan fits.
+            ValueError: if the pinned plan can't be run on these devices.
+        """
+        if inventory is not None:
+            self._look = replace(self._look, inventory=usable(inventory))
+        while not self._has_stood():
+            pass
+        look, report, findings = self._look, self._look.report, self._look.findings
+        plan = report.best
+        assert plan is not None, "make_report raises where nothing fits"
+        return Decision(
+            report=report,
+            look=look,
+            batches=findings.batches,
+            memory_margin=look.constraints.memory_margin,
+            assignment=Assignment(
+                plan=plan,
+                devices=tuple(look.inventory.device(device) for device in plan.devices),
+                batch=self._batch,
+                draws=findings.draws,
+                data_draws=findings.data_draws,
+                log_rules=findings.split.log_rules if findings.split is not None else {},
+                from_snapshot=self._from_snapshot,
+                weights_only=self._weights_only,
+                large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
+                candidate=report.best_candidate,
+                budgets=report.budgets,
+                staging=None if findings.staging is None else findings.staging.staging,
+                elastic=self._elastic,
+            ),
+        )
+
+    def _has_stood(self) -> bool:
+        """Whether the best plan has stood its trial; what fails it is ruled out for good.
+
+        Raises:
+            NothingFits: if no plan fits.
+        """
+        plan = self._look.report.best
+        assert plan is not None, "make_report raises where nothing fits"
+        what = (plan.engine, plan.zero_stage, plan.offload, plan.world_size == 1, plan.cuts)
+        if what in self._tried:
+            return True
+        self._tried.add(what)
+        constraints = _after_trial(self._trainer, self._look, plan)
+        if constraints == self._look.constraints:
+            return True
+        self._look = replace(self._look, constraints=constraints)
+        return False
+
+    def need(self, inventory: Inventory) -> Need | None:
+        """What the best plan for these devices takes, by prediction alone; None where nothing fits, or a pinned plan's device is gone."""
+        look = replace(self._look, inventory=usable(inventory))
+        pinned, there = look.constraints.pinned, {device.id for device in look.inventory.devices}
+        if pinned is not None and not there.issuperset(pinned.devices):
+            return None
+        found = best_candidate(look.findings.footprint, look.inventory, look.constraints, rates=look.rates)
+        return None if found is None else _need(found, look.findings.batches, self._batch, look.constraints.memory_margin)
 
 
 def decide(
@@ -98,7 +209,25 @@ def decide(
     world_size: int | None = None,
     elastic: bool = False,
 ) -> Decision:
-    """The best plan for what the trainer is about to do.
+    """The best plan for what the trainer is about to do. Arguments as :func:`consider`'s.
+
+    Raises:
+        NothingFits: if no plan fits.
+        ValueError: as :func:`consider`, or if a pinned plan can't be run here.
+    """
+    return consider(trainer, settings, bound, arguments=arguments, world_size=world_size, elastic=elastic).decision()
+
+
+def consider(
+    trainer: Trainer,
+    settings: Settings,
+    bound: tuple[Inventory, int | None],
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    elastic: bool = False,
+) -> Prospect:
+    """Find out what planning needs to know of what the trainer is about to do.
 
     Args:
         trainer: with module and data attached.
@@ -109,8 +238,7 @@ def decide(
         elastic: whether other devices than these may be planned for later: then all is found out that any plan may ask.
 
     Raises:
-        NothingFits: if no plan fits.
-        ValueError: if the devices can only be planned for, a pinned plan can't be run here, or the module has no values to run with.
+        ValueError: if the devices can only be planned for, or the module has no values to run with.
     """
     inventory = usable(bound[0]) if usable(bound[0]).devices else bound[0]
     arguments = arguments or {}
@@ -121,7 +249,7 @@ def decide(
         check_values(trainer.lightning_module)
     look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic)
     from_snapshot, weights_only = is_snapshot(arguments.get("ckpt_path")), arguments.get("weights_only")
-    return _decision(trainer, look, settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
+    return Prospect(trainer, look, batch=settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
 
 
 def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, plan: Plan | None = None, elastic: bool = True) -> Decision:
@@ -143,51 +271,10 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
     if plan is not None:
         look = replace(look, constraints=replace(look.constraints, pinned=plan))
     before = decision.assignment
-    return _decision(trainer, look, before.batch, from_snapshot=before.from_snapshot, weights_only=before.weights_only, elastic=elastic)
-
-
-def _decision(
-    trainer: Trainer, look: _Look, batch: BatchRule, *, from_snapshot: bool, weights_only: bool | None, elastic: bool
-) -> Decision:
-    report, findings = _stood(trainer, look), look.findings
-    plan = report.best
-    assert plan is not None, "make_report raises where nothing fits"
-    return Decision(
-        report=report,
-        look=look,
-        assignment=Assignment(
-            plan=plan,
-            devices=tuple(look.inventory.device(device) for device in plan.devices),
-            batch=batch,
-            draws=findings.draws,
-            data_draws=findings.data_draws,
-            log_rules=findings.split.log_rules if findings.split is not None else {},
-            from_snapshot=from_snapshot,
-            weights_only=weights_only,
-            large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
-            candidate=report.best_candidate,
-            budgets=report.budgets,
-            staging=None if findings.staging is None else findings.staging.staging,
-            elastic=elastic,
-        ),
+    again = Prospect(
+        trainer, look, batch=before.batch, from_snapshot=before.from_snapshot, weights_only=before.weights_only, elastic=elastic
     )
-
-
-def _stood(trainer: Trainer, look: _Look) -> Report:
-    """The report whose best plan has stood its trial: what fails it is ruled out, and the report made again."""
-    tried: set[tuple[object, ...]] = set()
-    while True:
-        report = look.report()
-        plan = report.best
-        assert plan is not None, "make_report raises where nothing fits"
-        what = (plan.engine, plan.zero_stage, plan.offload, plan.world_size == 1)
-        if what in tried:
-            return report
-        tried.add(what)
-        constraints = _after_trial(trainer, look, plan)
-        if constraints == look.constraints:
-            return report
-        look = replace(look, constraints=constraints)
+    return again.decision()
 
 
 def _after_trial(trainer: Trainer, look: _Look, plan: Plan) -> Constraints:
@@ -226,7 +313,7 @@ def survey(
         ValueError: if a pinned plan can't be run on these devices.
     """
     look = _look(trainer, settings, bound, world_size)
-    return look.report(), look.findings
+    return look.report, look.findings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +325,7 @@ class _Look:
     constraints: Constraints
     rates: Calibrated | None
 
+    @cached_property
     def report(self) -> Report:
         return make_report(self.findings.footprint, self.inventory, self.constraints, rates=self.rates)
 
@@ -289,7 +377,6 @@ def _look(
         excluded.setdefault("pipeline", findings.staging.staging.refusal)
     if findings.staging is not None and not findings.staging.in_halves:
         excluded.setdefault("zero_bubble", "a stage's backward can't run in two halves, as a zero-bubble schedule has it; choose '1f1b'")
-    rates = _rates(trainer, settings, inventory, max_devices)
     constraints = Constraints(
         allow=settings.allow,
         max_devices=max_devices if world_size is None else world_size,
@@ -306,8 +393,14 @@ def _look(
         split=findings.split if settings.batch == "global" else None,
         split_batch=settings.batch == "global",
         allocator=options_from_environment(os.environ),
-        residuals=_residuals(trainer, inventory, rates) if training else Residuals(),
     )
+
+    def fits() -> bool:
+        return best_candidate(findings.footprint, inventory, constraints, rates=calibrated(inventory)) is not None
+
+    rates = _rates(trainer, settings, inventory, max_devices, fits)
+    if training:
+        constraints = replace(constraints, residuals=_residuals(trainer, inventory, rates))
     return _Look(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
 
 
@@ -317,20 +410,24 @@ def _residuals(trainer: Trainer, inventory: Inventory, rates: Calibrated | None)
     return load_residuals(trainer.lightning_module, str(trainer.precision), inventory, **by)
 
 
-def _rates(trainer: Trainer, settings: Settings, inventory: Inventory, max_devices: int | None) -> Calibrated | None:
+def _rates(
+    trainer: Trainer, settings: Settings, inventory: Inventory, max_devices: int | None, fits: Callable[[], bool] = lambda: True
+) -> Calibrated | None:
     """What this machine was measured to reach; None for data sheets.
 
     Measuring takes seconds, once: worth it where plans of several devices are to be compared, by a run that will take longer than that.
+    A run that nothing fits for now leaves the devices alone.
     """
     if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
         return None
-    if settings.calibrate == "now":
-        return calibrate(inventory, again=True)
     compares = _several(inventory, max_devices) and settings.plan is None and settings.allow != ("single",)
     long = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False)
-    if settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None):
-        return calibrate(inventory)
-    return calibrated(inventory)
+    again = settings.calibrate == "now"
+    if not (again or settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None)):
+        return calibrated(inventory)
+    if (again or not is_calibrated(inventory)) and not fits():
+        return calibrated(inventory)
+    return calibrate(inventory, again=True) if again else calibrate(inventory)
 
 
 def _splits(settings: Settings, several: bool) -> bool:

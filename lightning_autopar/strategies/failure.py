@@ -15,6 +15,9 @@ import torch
 #: What gloo, NCCL and torch's stores say when the other end is gone: the words of a bystander, not of a culprit.
 _ECHOES = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "process group", "tcpstore", "filestore", "timed out waiting")
 
+#: What an exception of a GPU's memory running out has besides: bytes by device id, of which the run needs more.
+LACKED = "autopar_lacked_bytes"
+
 #: What torch and CUDA's libraries say when memory runs out, beside exceptions of their own for it.
 _SHORTAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad alloc", "bad_alloc", "cublas_status_alloc_failed")
 

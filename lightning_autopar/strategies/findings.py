@@ -85,6 +85,7 @@ class Findings:
         whole: why a training step's batch can't be worked off in parts; None where it can.
         staging: where it can be cut into stages; None where no candidate does so.
         counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
+        batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
     """
 
     footprint: Footprint
@@ -98,6 +99,7 @@ class Findings:
     whole: str | None = None
     staging: StagingFinding | None = None
     counted: tuple[str, ...] = ()
+    batches: int | None = None
 
 
 def find_out(trainer: Trainer, questions: Questions) -> Findings:
@@ -168,6 +170,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         whole=_whole(batch, stage),
         staging=staging,
         counted=(*(() if staging is None else staging.counted), *(() if split is None else split.counted)),
+        batches=_batches_of_fit(trainer, batch),
     )
 
 
@@ -296,6 +299,7 @@ def _find_here(trainer: Trainer, questions: Questions) -> Findings | Failure:
         several_loaders=batch.kind == "combined",
         whole=_whole(batch, stage),
         staging=refused(f"{_THREADS} before this run, so that no stages could be tried") if questions.staged else None,
+        batches=_batches_of_fit(trainer, batch),
     )
 
 
@@ -310,6 +314,23 @@ def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | Non
     if stage == "fit":
         batch = _collated_whole(batch)
     return replace(batch, samples=None, collate=None), None if validation is None else replace(validation, samples=None, collate=None)
+
+
+def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:
+    """Training batches from the first to the last, by the trainer's limits; from a checkpoint, or stopped early, it is fewer."""
+    if _stage(trainer) != "fit":
+        return None
+    an_epoch, epochs, steps, found = batch.epoch_batches, trainer.max_epochs, trainer.max_steps, []
+    if an_epoch is not None and epochs is not None and epochs >= 0:
+        found.append(an_epoch * epochs)
+    if steps >= 0 and trainer.lightning_module.automatic_optimization:  # else a batch may have any number of steps
+        each = trainer.accumulate_grad_batches
+        if an_epoch:  # an epoch's last step may be of fewer batches
+            whole, rest = divmod(steps, -(-an_epoch // each))
+            found.append(whole * an_epoch + rest * each)
+        else:
+            found.append(steps * each)
+    return min(found, default=None)
 
 
 def _collated_whole(batch: FirstBatch) -> FirstBatch:
@@ -378,4 +399,5 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
         several_loaders=batch.kind == "combined",
         whole=_whole(batch, stage),
         staging=refused(f"the step could not be looked at: {reason}") if questions.staged else None,
+        batches=_batches_of_fit(trainer, batch),
     )

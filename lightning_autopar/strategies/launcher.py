@@ -27,20 +27,25 @@ from lightning_autopar._lightning_compat import (
     run_arguments,
 )
 from lightning_autopar.strategies import results as handover
-from lightning_autopar.strategies.account import announce_measured, learn
+from lightning_autopar.strategies.account import announce_measured, learn, learn_shortage
 from lightning_autopar.strategies.backward import backward_survives_fork
-from lightning_autopar.strategies.decide import Decision, decide, decide_again
+from lightning_autopar.strategies.decide import Decision, consider, decide, decide_again
+from lightning_autopar.strategies.early import take_early
 from lightning_autopar.strategies.elastic import ElasticRun, moving
 from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
 from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.external_elastic import RestartableRun, leaving
 from lightning_autopar.strategies.fsdp import FSDPEngine
 from lightning_autopar.strategies.generation import Outcome, run_folder, run_generation
+from lightning_autopar.strategies.growth import growth_for
 from lightning_autopar.strategies.leasing import words
 from lightning_autopar.strategies.pipeline import PipelineEngine
+from lightning_autopar.strategies.progress import Progress
 from lightning_autopar.strategies.saving import Moving
+from lightning_autopar.strategies.showing import Showing, showing
 from lightning_autopar.strategies.trial import tried
-from lightning_autopar.strategies.worker import Job, cap_allocator
+from lightning_autopar.strategies.waiting import Waiting
+from lightning_autopar.strategies.worker import Job
 from lightning_autopar.strategies.zero import ZeroEngine
 from lightning_autopar.strategies.zero_deepspeed import import_deepspeed
 
@@ -63,6 +68,7 @@ class AutoLauncher(Launcher):
 
     def __init__(self, strategy: AutoParallelStrategy) -> None:
         self._strategy = strategy
+        self._shown = Showing(None, dict)
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -87,8 +93,19 @@ class AutoLauncher(Launcher):
         arguments = run_arguments(function, args, kwargs)
         attach_data(trainer, arguments)
         peers = under_external_launcher(self._strategy)
-        if peers is not None:
-            return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
+        with showing(
+            trainer,
+            lambda: self._strategy.leases.held_bytes,
+            self._strategy.leases.expect,
+            silent=peers is not None and peers.rank > 0,
+            external=peers is not None and not peers.are_reruns,
+        ) as self._shown:
+            if peers is not None:
+                return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
+            return self._run_alone(arguments, function, args, kwargs, trainer)
+
+    def _run_alone(self, arguments: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+        """Decide and run where no launcher has started several processes."""
         if (nodes := requested_nodes(trainer)) > 1:
             raise ValueError(
                 f"num_nodes={nodes} needs a process on each device of each node, and there is only this one; start the script with "
@@ -101,14 +118,38 @@ class AutoLauncher(Launcher):
                 "autopar: this run can't be moved: the process has used a GPU (or run a backward pass) already, so that no workers can be "
                 "forked from it; call fit before anything touches CUDA, or start the script anew"
             )
-        decision = decide(trainer, self._strategy.settings, self._strategy.inventory(), arguments=arguments, elastic=how is not None)
-        if self._strategy.settings.calibrate == "trial" and self._strategy.settings.plan is None and trainer.state.fn == TrainerFn.FITTING:
-            decision = tried(decision, trainer, function, arguments)
+        self._shown.show(elastic=how is not None)
+        settings, leases = self._strategy.settings, self._strategy.leases
+        leases.ask_as(priority=settings.wait.rank, elastic=how is not None)
+        self._shown.show(priority=leases.priority)
+        prospect = consider(trainer, settings, self._strategy.inventory(), arguments=arguments, elastic=how is not None)
+        waiting = Waiting(
+            prospect,
+            leases,
+            inventory=lambda: self._strategy.inventory(fewer=True)[0],
+            devices=self._strategy.devices_now,
+            wait_seconds=settings.wait.wait_seconds,
+            shown=self._shown,
+        )
         try:
-            decision = self._promised(decision, trainer, self._strategy.inventory, elastic=how is not None)
+            decision = waiting.start()
+            if settings.calibrate == "trial" and settings.plan is None and trainer.state.fn == TrainerFn.FITTING:
+                decision = self._tried(decision, arguments, function, trainer)
             return self._run(decision, how, function, args, kwargs, trainer)
         finally:
-            self._strategy.leases.release()
+            leases.release()
+
+    def _tried(self, decision: Decision, arguments: dict[str, Any], function: Callable[..., Any], trainer: Trainer) -> Decision:
+        """The decision for the fastest plan of a trial, with its memory promised; the same one where others have got that."""
+        leases, found = self._strategy.leases, tried(decision, trainer, function, arguments)
+        if found is decision:
+            return decision
+        short = leases.take(found.assignment.needed_bytes, self._strategy.devices_now)
+        if short is not None:
+            rank_zero_info(f"autopar: the fastest plan of the trial isn't taken: {words(short)}")
+            return decision
+        leases.expect(found.expected_seconds)
+        return found
 
     def _promised(
         self, decision: Decision, trainer: Trainer, inventory: Callable[[], tuple[Inventory, int | None]], *, elastic: bool
@@ -122,6 +163,7 @@ class AutoLauncher(Launcher):
         while (short := leases.take(decision.assignment.needed_bytes, self._strategy.devices_now)) is not None:
             rank_zero_info(f"autopar: planned again, as others were faster: {words(short)}")
             decision = decide_again(trainer, decision, inventory()[0], elastic=elastic)
+        leases.expect(decision.expected_seconds)
         return decision
 
     def _run(self, decision: Decision, how: Moving | None, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
@@ -135,7 +177,7 @@ class AutoLauncher(Launcher):
         if torch.cuda.is_initialized() or not backward_survives_fork():
             peers = rerun_script(self._strategy, decision.assignment.plan.world_size)
             peers.tell(replace(decision, look=None))
-            return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
+            return self._run_as_peer(decision, peers, function, args, kwargs, trainer)
         return self._run_generation(decision, function, args, kwargs, trainer)
 
     # -- one device: this process ------------------------------------------------------------------------------------------------------
@@ -145,8 +187,9 @@ class AutoLauncher(Launcher):
         engine = self._strategy.make_engine(assignment, forked=False)
         device = assignment.devices[0]
         with installed(trainer, engine, trainer.lightning_module, assignment.torch_devices, keep_sampler=False), _threads(device.threads):
-            if device.kind == "cuda" and device.free_bytes < device.total_bytes:
-                cap_allocator(assignment, 0)
+            engine.growth = growth_for(assignment, 0)
+            engine.early = take_early(assignment, 0, engine.growth)
+            self._shown.watch(decision, engine, trainer)
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
             finally:
@@ -160,6 +203,8 @@ class AutoLauncher(Launcher):
         try:
             return function(*args, **kwargs)
         except BaseException as error:
+            engine.explain(error)
+            learn_shortage(self._strategy.report, error)
             if not isinstance(error, TunerExit):
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does: who presses twice must not interrupt the hooks
@@ -176,13 +221,15 @@ class AutoLauncher(Launcher):
             import_deepspeed("cpu")  # once, rather than in each worker; for GPUs it asks CUDA, which nobody must before a fork
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
-            job = make_job(assignment, trainer, function, args, kwargs, folder)
-            return self._take_back(run_generation(job), job, trainer)
+            progress = Progress(assignment.plan.world_size)
+            job = replace(make_job(assignment, trainer, function, args, kwargs, folder), progress=progress)
+            self._shown.running(decision, progress)
+            return self._take_back(run_generation(job, self._shown.look), job, trainer)
 
     def _run_elastic(self, decision: Decision, how: Moving, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         if "zero" in self._strategy.settings.allow and decision.assignment.devices[0].kind == "cpu":
             import_deepspeed("cpu")  # as in _run_generation
-        run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how)
+        run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, self._shown)
         try:
             return run.run(lambda outcome, job: self._take_back(outcome, job, trainer))
         finally:
@@ -210,6 +257,7 @@ class AutoLauncher(Launcher):
     def _failed(self, outcome: Outcome, trainer: Trainer, job: Job) -> BaseException:
         """Bring back what a failed run left, as it would be here after plain Lightning, or say that it is lost; the exception to raise."""
         assert outcome.error is not None
+        learn_shortage(self._strategy.report, outcome.error)
         try:
             if outcome.results:
                 handover.restore(trainer, job.before, outcome.results, job.folder)
@@ -228,6 +276,7 @@ class AutoLauncher(Launcher):
     ) -> Any:
         decision = None
         how = leaving(trainer, peers, self._strategy.settings.batch)
+        self._strategy.leases.ask_as(priority=self._strategy.settings.wait.rank, elastic=False)
         if peers.rank == 0:
             try:
                 decision = decide(
@@ -267,17 +316,17 @@ class AutoLauncher(Launcher):
     ) -> Any:
         self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
         if how is None:
-            return self._run_as_peer(decision.assignment, peers, function, args, kwargs, trainer)
-        alone = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how)
+            return self._run_as_peer(decision, peers, function, args, kwargs, trainer)
+        alone = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, self._shown)
         run = RestartableRun(peers, how, alone, function, args, kwargs, trainer)
         run.find()
         from_snapshot = run.snapshot is not None or decision.assignment.from_snapshot
         assignment = replace(decision.assignment, from_snapshot=from_snapshot, elastic=True)
-        return self._run_as_peer(assignment, peers, function, args, kwargs, trainer, run)
+        return self._run_as_peer(replace(decision, assignment=assignment), peers, function, args, kwargs, trainer, run)
 
     def _run_as_peer(
         self,
-        assignment: Assignment,
+        decision: Decision,
         peers: Peers,
         function: Callable[..., Any],
         args: Any,
@@ -285,6 +334,7 @@ class AutoLauncher(Launcher):
         trainer: Trainer,
         run: RestartableRun | None = None,
     ) -> Any:
+        assignment = decision.assignment
         engine = self._strategy.make_engine(assignment, forked=False)
         devices = peers.local_devices(assignment)
         if isinstance(engine, ParallelStrategy):
@@ -294,6 +344,9 @@ class AutoLauncher(Launcher):
             peers.run(),
             installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=keep_sampler, external=peers.environment),
         ):
+            engine.growth = growth_for(assignment, peers.rank)
+            engine.early = take_early(assignment, peers.rank, engine.growth)
+            self._shown.watch(decision, engine, trainer)
             try:
                 with nullcontext((args, kwargs)) if run is None else run.going_on() as (args, kwargs):
                     value = self._function_with_hooks(engine, function, args, kwargs, trainer)

@@ -4,8 +4,10 @@ what they need of each device.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +18,13 @@ from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.lease_files import Lease
 from lightning_autopar.memory.ledger import LEDGER_VARIABLE, Held, Ledger, Room, Shortage
 from lightning_autopar.memory.promised import is_leased, less_promised, open_ledger, room_bytes
+from lightning_autopar.memory.queue_files import PlaceFile, live_places
+from lightning_autopar.printable import printable
 from lightning_autopar.strategies.run_folders import user_name
 from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
+    from lightning_autopar.memory.queue_files import Place
     from lightning_autopar.strategies.running import Running
 
 
@@ -33,6 +38,50 @@ class Leases:
         self._ledger: Ledger | None = None
         self._opened_for: str | None = None
         self._held: Held | None = None
+        #: What others read of the run: how important its user takes it to be, whether it makes room when asked, and its age.
+        self.priority = 0
+        self.elastic = False
+        self.since_ns = time.monotonic_ns()
+
+    def ask_as(self, *, priority: int, elastic: bool) -> None:
+        """A run begins to ask: what others read of it from now on."""
+        self.priority, self.elastic, self.since_ns = priority, elastic, time.monotonic_ns()
+
+    @property
+    def held_names(self) -> set[str]:
+        """The names of this run's leases, by which others ask it for room."""
+        return set() if self._held is None else {self._held.name}
+
+    def expect(self, seconds: float | None) -> None:
+        """The run is expected to end in so many seconds; None where nobody knows. Others read it."""
+        if self._held is not None:
+            self._held.expect(None if seconds is None or seconds == math.inf else time.monotonic_ns() + int(seconds * 1e9))
+
+    def others(self) -> list[Lease]:
+        """Others' leases, in the order in which they were asked for."""
+        return self._others()
+
+    def places(self) -> list[Place]:
+        """Who waits on this host, in order, without this process; nobody where there is no ledger."""
+        ledger = self._open()
+        if ledger is None:
+            return []
+        try:
+            return [place for place in live_places(ledger.folder) if not (place.here and place.pid == os.getpid())]
+        except OSError as error:
+            self._do_without(f"{type(error).__name__}: {error}")
+            return []
+
+    def queue(self) -> PlaceFile | None:
+        """A place in the queue, by this run's priority and age; None where there is no ledger."""
+        ledger = self._open()
+        if ledger is None:
+            return None
+        try:
+            return PlaceFile(ledger.folder, run=_run_name(), priority=self.priority, since_ns=self.since_ns)
+        except OSError as error:
+            self._do_without(f"{type(error).__name__}: {error}")
+            return None
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -89,7 +138,8 @@ class Leases:
             return lambda leases: room_bytes(found, leases)
 
         try:
-            return ledger.claim(asked, look, run=_run_name(), **options)  # type: ignore[arg-type]  # of Held alone
+            about = {"priority": self.priority, "elastic": self.elastic, "since_ns": self.since_ns, "ours": _is_a_part}
+            return ledger.claim(asked, look, run=_run_name(), **about, **options)  # type: ignore[arg-type]  # of Held alone
         except OSError as error:
             self._do_without(f"{type(error).__name__}: {error}")
             return None
@@ -99,7 +149,7 @@ class Leases:
         if ledger is None:
             return []
         try:
-            return [lease for lease in ledger.leases() if not (lease.here and lease.pid == os.getpid())]
+            return [lease for lease in ledger.leases() if not _is_own(lease)]
         except OSError as error:
             self._do_without(f"{type(error).__name__}: {error}")
             return []
@@ -122,9 +172,19 @@ class Leases:
         rank_zero_warn(f"autopar: runs of this host can't be told what this one takes, and it goes by what the driver says alone: {why}")
 
 
+def _is_own(lease: Lease) -> bool:
+    """Whether it is this process's, or that of one of its workers, which have some beside it (``growth``)."""
+    return lease.here and os.getpid() in (lease.pid, lease.part_of)
+
+
+def _is_a_part(lease: Lease) -> bool:
+    """Whether it is a worker's of this process."""
+    return lease.here and lease.part_of == os.getpid()
+
+
 def words(short: Shortage) -> str:
     """Why there was no lease, for people."""
-    holders = ", ".join(f"{lease.run} of {user_name(lease.uid)}" for lease in short.holders)
+    holders = ", ".join(f"{printable(lease.run)} of {user_name(lease.uid)}" for lease in short.holders)
     whose = f"; promised to {holders}" if holders else ""
     return f"{format_bytes(short.room_bytes)} of the {format_bytes(short.wanted_bytes)} wanted are left on {short.device}{whose}"
 
@@ -145,6 +205,19 @@ class Promises:
     def __init__(self, leases: Leases, probe: Callable[[Running | None], Inventory]) -> None:
         self._leases, self._probe = leases, probe
         self._prepared: Held | None = None
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """What is promised to this run now, by device id."""
+        return self._leases.held_bytes
+
+    def expect(self, seconds: float | None) -> None:
+        """See :meth:`Leases.expect`."""
+        self._leases.expect(seconds)
+
+    def queue(self) -> PlaceFile | None:
+        """See :meth:`Leases.queue`."""
+        return self._leases.queue()
 
     def take(self, wants: Mapping[str, int], running: Running | None) -> str | None:
         """Have a plan's memory promised instead of the one's before; why not, in words."""

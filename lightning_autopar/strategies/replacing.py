@@ -135,6 +135,7 @@ def _replaced(request: dict[str, Any], wanted: Wanted) -> tuple[dict[str, Any], 
     asked = request.get("strategy", "auto")
     if isinstance(asked, AutoParallelStrategy):
         made = AutoParallelStrategy(**wanted.options)
+        made.settings = replace(made.settings, wait=made.settings.wait.over(asked.settings.wait))
         asked.settings = replace(asked.settings, **{name: getattr(made.settings, name) for name in _fields_of(wanted.options)})
         ours, replaced = asked, None
     else:

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar.memory.step_time_cache import load_step_times
 from lightning_autopar.memory.step_times import LEAST, MOST
 from lightning_autopar.strategies.auto import AutoParallelStrategy
+from lightning_autopar.strategies.engine import EngineMixin
+from lightning_autopar.strategies.failure import LACKED
 
 
 class Module(L.LightningModule):
@@ -29,11 +31,11 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-def train(path: Path, steps: int = 8, engine: str = "single") -> AutoParallelStrategy:
+def train(path: Path, steps: int = 8, engine: str = "single", module: L.LightningModule | None = None) -> AutoParallelStrategy:
     strategy = AutoParallelStrategy(devices="2xcpu:256MiB", allow=[engine], calibrate="off")
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
     trainer = L.Trainer(default_root_dir=path, accelerator="cpu", strategy=strategy, max_steps=steps, **quiet)
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4))
+    trainer.fit(module or Module(), DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4))
     return strategy
 
 
@@ -68,3 +70,39 @@ def test_a_run_that_is_too_short_teaches_nothing(tmp_path: Path, monkeypatch: py
     strategy = train(tmp_path, steps=2)
     assert strategy.report is not None
     assert load_step_times(strategy.report.inventory.host_threads) == ()
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp"])
+def test_a_plan_that_ran_out_of_memory_is_not_counted_on_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(EngineMixin, "explain", ran_out)
+    with pytest.raises(torch.OutOfMemoryError, match="of device 0"):
+        train(tmp_path, engine=engine, module=Short())
+    monkeypatch.undo()
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    again = train(tmp_path, engine=engine, module=Short(steps=99))
+    assert again.report is not None
+    best = again.report.best_candidate
+    assert best is not None
+    assert {need.reserved for need in best.bytes.values()} == {round(LACKING * 1.05)}
+    assert any("ran out of memory on" in note for note in best.learned)
+
+
+LACKING = 16 * 1024
+
+
+class Short(Module):
+    """Runs out of memory, where nothing but the run itself looks."""
+
+    def __init__(self, steps: int = 1) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step >= self.steps:
+            raise torch.OutOfMemoryError("of device 0")
+
+
+def ran_out(engine: EngineMixin, error: BaseException) -> None:
+    """As a GPU's engine would say it."""
+    vars(error)[LACKED] = dict.fromkeys(engine.assignment.plan.devices, LACKING)

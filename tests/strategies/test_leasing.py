@@ -95,7 +95,7 @@ def test_who_is_slower_plans_again(folder: Path, tmp_path: Path, monkeypatch: py
 
         def late(inventory: Any, leases: Any) -> Any:  # as if the lease had come between planning and asking
             looks.append(leases)
-            return see(inventory, leases if len(looks) > 1 else [])
+            return see(inventory, leases if len(looks) > 2 else [])
 
         monkeypatch.setattr("lightning_autopar.strategies.leasing.less_promised", late)
         with caplog.at_level("INFO"):

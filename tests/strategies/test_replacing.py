@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.replacing import Replaced, Replacement, Wanted, strategies_replaced
+from lightning_autopar.strategies.turns import Turn
 
 
 class Own(DDPStrategy):
@@ -112,6 +113,12 @@ def test_autopar_itself_is_kept() -> None:
     assert replacement.replaced is None
     assert (mine.settings.allow, mine.settings.memory_limit_bytes, mine.settings.memory_margin) == (("single",), 1 << 30, 0.25)
     assert built("autopar")[1].replaced is None
+
+
+def test_what_is_said_of_waiting_comes_together() -> None:
+    mine = AutoParallelStrategy(wait=Turn(wait="2h", priority=1))
+    built(lambda: mine, Wanted(options={"wait": Turn(priority=5)}))
+    assert mine.settings.wait == Turn(wait="2h", priority=5)
 
 
 def test_devices_of_the_command_line_count_more() -> None:
