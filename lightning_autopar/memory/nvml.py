@@ -19,6 +19,10 @@ from lightning_autopar.memory.visible import cuda_order, visible_uuids
 
 _T = TypeVar("_T")
 _COMPUTE_EXCLUSIVE_PROCESS, _COMPUTE_PROHIBITED = 3, 2
+#: Over so many seconds is looked at who computes.
+_RECENT_SECONDS = 5.0
+#: No process computes on a GPU with less: a CUDA context takes more, on any of them.
+_LEAST_CONTEXT_BYTES = 32 << 20
 #: What the driver says has to be done with a GPU before anything new can run there (nvml.h, ``nvmlDeviceGpuRecoveryAction_t``).
 _RECOVERY_ACTIONS = {1: "a reset", 2: "a reboot of its node", 3: "its peers to be drained", 4: "to be drained and a reset"}
 
@@ -174,8 +178,8 @@ def _device(pynvml: Any, slot: _Slot, index: int | None, notes: list[str]) -> De
     if mode == _COMPUTE_EXCLUSIVE_PROCESS and any(not process.own for process in processes):
         notes.append(f"{slot.uuid} ({slot.name}) is in compute mode 'exclusive process' and taken, so it is left out")
         return None
-    # MIG instances have no utilisation of their own.
-    utilization = _answer(pynvml, None, lambda: float(pynvml.nvmlDeviceGetUtilizationRates(slot.handle).gpu) / 100)
+    own_bytes = sum(process.used_bytes or 0 for process in processes if process.own)
+    alone = total_bytes - free_bytes - own_bytes < _LEAST_CONTEXT_BYTES
     return Device(
         id=slot.uuid,
         kind="cuda",
@@ -184,10 +188,26 @@ def _device(pynvml: Any, slot: _Slot, index: int | None, notes: list[str]) -> De
         free_bytes=free_bytes,
         reserved_bytes=reserved_bytes,
         index=index,
-        utilization=utilization,
+        utilization=_utilization(pynvml, slot, alone=alone),
         processes=processes,
         error=_error(pynvml, slot),
     )
+
+
+def _utilization(pynvml: Any, slot: _Slot, *, alone: bool) -> float | None:
+    """The share of the last seconds in which it computed, for others; None where that isn't known, as of MIG instances.
+
+    The driver keeps samples of some seconds, so that a job that just waits for data counts as what it is. Where nobody else has as much as
+    a context there, what they show is of somebody who has left.
+    """
+    now = _answer(pynvml, None, lambda: float(pynvml.nvmlDeviceGetUtilizationRates(slot.handle).gpu) / 100)
+    ask = getattr(pynvml, "nvmlDeviceGetSamples", None)
+    if now is None or alone or ask is None:
+        return now if now is None or not alone else 0.0
+    samples: list[Any] = _answer(pynvml, [], lambda: list(ask(slot.handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, 0)[1]))
+    latest = max((sample.timeStamp for sample in samples), default=0)
+    recent = [sample.sampleValue.uiVal for sample in samples if latest - sample.timeStamp <= _RECENT_SECONDS * 1e6]
+    return min(1.0, sum(recent) / len(recent) / 100) if recent else now
 
 
 def _error(pynvml: Any, slot: _Slot) -> str | None:

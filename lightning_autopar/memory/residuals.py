@@ -25,6 +25,8 @@ LEAST, MOST, MOST_BY_OTHERS = 0.5, 16.0, 4.0
 _SAME = 1e-3
 #: How much of what another plan missed is believed of this one.
 _BELIEVED = 0.5
+#: By how much more than what wasn't enough is reckoned with: nobody knows how much was missing.
+_BEYOND = 0.05
 #: Smaller corrections aren't worth a sentence.
 _WORTH_TELLING = 5e-4
 
@@ -68,6 +70,7 @@ class Record:
         devices: what each rank's device was: :func:`device_name`.
         ranks: one for each.
         day: when, as "2026-11-21".
+        short: whether memory ran out: then what was measured is less than what it takes.
     """
 
     shape: str
@@ -75,6 +78,7 @@ class Record:
     devices: tuple[str, ...]
     ranks: tuple[RankRecord, ...]
     day: str
+    short: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -96,11 +100,17 @@ class Record:
         needed = [size for rank in ranks for size in (rank.predicted, rank.variable, rank.measured)]
         known = [size for rank in ranks for size in (rank.reserved, rank.context) if size is not None]
         whole = all(isinstance(size, int) and size >= 0 for size in (*needed, *known))
+        whole = whole and isinstance(record.short, bool)
         if not whole or not all(isinstance(text, str) for text in texts) or not 0 < len(ranks) == len(record.devices):
             raise ValueError("not a record of a run: its values are of other kinds")
         if any(rank.predicted == 0 for rank in ranks):
             raise ValueError("not a record of a run: nothing was predicted")
         return record
+
+    @property
+    def how(self) -> str:
+        """How it came about, in words that follow a plan's name."""
+        return f"ran out of memory on {self.day}" if self.short else f"was measured on {self.day}"
 
     def same_as(self, other: Record) -> bool:
         """Whether both are of the same step under the same plan on the same devices."""
@@ -140,6 +150,28 @@ def make_record(
             )
         )
     return Record(shape=plan_shape(plan), title=plan.title(), devices=tuple(devices), ranks=tuple(ranks), day=day)
+
+
+def make_shortage(plan: Plan, devices: Sequence[str], held: Sequence[DeviceBytes], lacked: Sequence[int | None], day: str) -> Record | None:
+    """The record of a run whose memory ran out; None where no rank had as much as was predicted, so that it was none of the prediction's.
+
+    Args:
+        plan: that ran.
+        devices: each rank's :func:`device_name`.
+        held: each rank's uncorrected prediction.
+        lacked: each rank's, bytes of its device that weren't enough; None where it didn't run out of any.
+        day: today.
+    """
+    if any(not predicted.allocated or predicted.occasion != "step" for predicted in held):
+        return None
+    ranks, more = [], False
+    for predicted, bound in zip(held, lacked, strict=True):
+        beyond = 0 if bound is None else max(0, round(bound * (1 + _BEYOND)) - predicted.reserved)
+        more = more or beyond > 0
+        ranks.append(RankRecord(predicted=predicted.allocated, variable=_variable(predicted), measured=predicted.allocated + beyond))
+    if not more:
+        return None
+    return Record(shape=plan_shape(plan), title=plan.title(), devices=tuple(devices), ranks=tuple(ranks), day=day, short=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +217,7 @@ class Residuals:
         same = [record for record in self.records if record.of(shape, names, predicted)]
         if same:
             found = [_exactly(each, [record.ranks[rank] for record in same]) for rank, each in enumerate(ranks)]
-            because = f"as this plan was measured on {same[0].day}"
+            because = f"as this plan {same[0].how}"
         else:
             near = [record for record in self.records if set(record.devices) == set(names)]
             if not near:
@@ -195,7 +227,7 @@ class Residuals:
             missed = max(0.0, statistics.median(rank.missed for rank in told.ranks)) * (1.0 if alike else _BELIEVED)
             several = [rank for record in near if (len(record.ranks) > 1) == (len(ranks) > 1) for rank in record.ranks]
             found = [_cautiously(each, missed, several) for each in ranks]
-            because = f"as {'it' if alike else told.title} was measured on {told.day}" + (" at another batch" if alike else "")
+            because = f"as {'it' if alike else told.title} {told.how}" + (" at another batch" if alike else "")
         corrected: Any = zip(plan.devices, found, strict=True)
         return {**sizes, **dict(corrected)}, _notes(ranks, found, because)
 

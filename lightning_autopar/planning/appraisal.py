@@ -16,6 +16,7 @@ from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.labels import device_label
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.report import Candidate, DeviceNeed
+from lightning_autopar.planning.roofline import busy_share
 from lightning_autopar.planning.runnable import cannot_run
 from lightning_autopar.planning.scaling import scaled
 from lightning_autopar.planning.timing import Seconds, predict_seconds
@@ -27,6 +28,9 @@ WORTHWHILE = 0.01
 #: The same of a plan of DeepSpeed's beside one of torch's own: no less than what predicted seconds were off by in the mean over published
 #: runs (``benchmarks/results/published.json``).
 WORTH_A_LIBRARY = 0.15
+#: What a plan on devices that others keep busy must be faster by than one on idler ones. How busy they are counts in tenths
+#: (``roofline.idle_share``), so that seconds on them are known to half of that.
+WORTH_DISTURBING = 0.05
 
 
 class Predict(Protocol):
@@ -78,6 +82,7 @@ class Appraiser:
         self.rates = rates
         self.device = {device.id: device for device in inventory.devices}
         self.budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}
+        self._busy = {device.id: share for device in inventory.devices if (share := busy_share(device))}
         self._on_cpu = any(device.kind == "cpu" for device in inventory.devices)
         self._scaled: dict[int, Footprint] = {}
         self._known_bytes: dict[Plan, _Bytes] = {}
@@ -237,8 +242,8 @@ class Appraiser:
         fullest = max(size.allocated for size in {id(size): size for size in candidate.bytes.values()}.values())
         place = 0 if candidate.fits else 1
         if self.constraints.objective == "memory":
-            return (place, fullest, step, *simpler)
-        return (place, step, *simpler, fullest)
+            return (place, fullest, step, self.busy(plan), *simpler)
+        return (place, step, self.busy(plan), *simpler, fullest)
 
     def preferred(self, hopeful: Sequence[Candidate]) -> Candidate:
         """Of candidates that may all be taken the first by order, or a simpler one that is hardly slower."""
@@ -251,8 +256,22 @@ class Appraiser:
             first = min(near, key=self.order, default=first)
         if first.plan.engine != "zero":
             hopeful = [one for one in hopeful if one.plan.engine != "zero"]
-        limit = self.batch_seconds(first) * (1 + WORTHWHILE)
-        return min((one for one in hopeful if self.batch_seconds(one) <= limit), key=lambda one: (simplicity(one.plan), self.order(one)))
+        first = self._idlest(first, hopeful)
+        limit, busy = self.batch_seconds(first) * (1 + WORTHWHILE), self.busy(first.plan)
+        near = [one for one in hopeful if self.batch_seconds(one) <= limit and self.busy(one.plan) <= busy]
+        return min(near, key=lambda one: (simplicity(one.plan), self.order(one)))
+
+    def busy(self, plan: Plan) -> float:
+        """The share of the busiest of its devices that others use."""
+        return max(self._busy.get(device, 0.0) for device in plan.devices) if self._busy else 0.0
+
+    def _idlest(self, first: Candidate, hopeful: Sequence[Candidate]) -> Candidate:
+        """The first, or one that is hardly slower and disturbs others less."""
+        if not self.busy(first.plan):
+            return first
+        limit = self.batch_seconds(first) * (1 + WORTH_DISTURBING)
+        near = [one for one in hopeful if self.batch_seconds(one) <= limit]
+        return min(near, key=lambda one: (self.busy(one.plan), self.order(one)))
 
     def batch_seconds(self, candidate: Candidate) -> float:
         """Of a candidate, for each batch in its step."""

@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from lightning_autopar.memory.inventory import Device, Inventory, Link
 from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.roofline import busy_share
 
 #: Up to which every number of devices is tried.
 _EVERY_SIZE = 16
 #: How good a link is beside another one, before its rate is looked at.
-_LINKS = ("network", "host", "pcie", "p2p", "nvlink")
+LINKS = ("network", "host", "pcie", "p2p", "nvlink")
 #: How many different kinds of link of one inventory are told apart; the others count as the next worse one.
 _MOST_THRESHOLDS = 4
 
@@ -41,10 +42,10 @@ def freest_first(devices: Sequence[Device], constraints: Constraints) -> list[De
 
 
 def single_sets(inventory: Inventory, constraints: Constraints, speed: Speeds) -> list[tuple[Device, ...]]:
-    """Of the devices that are alike, the freest; each by itself."""
+    """Of the devices that are alike, and on which others compute as much, the freest; each by itself."""
     best: dict[tuple[object, ...], Device] = {}
     for device in freest_first(inventory.devices, constraints):
-        best.setdefault((device.kind, device.name, device.total_bytes, speed[device.id]), device)
+        best.setdefault((device.kind, device.name, device.total_bytes, speed[device.id], busy_share(device)), device)
     return [(device,) for device in best.values()]
 
 
@@ -137,8 +138,7 @@ def _prefixes(
     """Of every pool the first devices, in numbers worth trying; of pools of one sort those with most memory."""
     rank = _link_ranks(inventory, {device.id for device in ordered})
     thresholds = sorted(set(rank.values()), reverse=True)[:_MOST_THRESHOLDS]
-    for slowest in sorted({speed[device.id] for device in ordered}, reverse=True):
-        fast = [device for device in ordered if speed[device.id] >= slowest]
+    for fast in _pools(ordered, speed):
         groups = [_connected(fast, rank, threshold) for threshold in thresholds]
         groups += [_by_node(fast), [fast]]
         for pools in groups:
@@ -154,6 +154,22 @@ def _prefixes(
             yield from (chosen for _, chosen in best.values())
         if sizes is None:
             yield from _whole_nodes(fast, constraints, least, most)
+
+
+def _pools(ordered: Sequence[Device], speed: Speeds) -> Iterator[list[Device]]:
+    """Those that are at least so fast and at most so busy with others' work, for each speed and each share that occurs.
+
+    A step that waits for its host is as fast on a busy device, so that speed alone wouldn't tell the idle ones apart.
+    """
+    busy = {device.id: busy_share(device) for device in ordered}
+    seen: set[frozenset[str]] = set()
+    for slowest in sorted({speed[device.id] for device in ordered}, reverse=True):
+        for busiest in sorted(set(busy.values())):
+            pool = [device for device in ordered if speed[device.id] >= slowest and busy[device.id] <= busiest]
+            ids = frozenset(device.id for device in pool)
+            if ids and ids not in seen:
+                seen.add(ids)
+                yield pool
 
 
 def _by_node(devices: Sequence[Device]) -> list[list[Device]]:
@@ -187,7 +203,7 @@ def _link_ranks(inventory: Inventory, ids: set[str]) -> dict[tuple[str, str], _R
 
 
 def _link_rank(link: Link) -> _Rank:
-    return _LINKS.index(link.kind), link.bytes_per_second or 0.0
+    return LINKS.index(link.kind), link.bytes_per_second or 0.0
 
 
 def _connected(devices: Sequence[Device], rank: Mapping[tuple[str, str], _Rank], threshold: _Rank) -> list[list[Device]]:

@@ -29,7 +29,7 @@ from lightning_autopar.planning.runnable import cannot_run
 from lightning_autopar.planning.search import Search
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 
-__all__ = ["Predict", "make_report"]
+__all__ = ["Predict", "best_candidate", "make_report"]
 
 
 def make_report(
@@ -74,7 +74,12 @@ def make_report(
         candidates = Search(footprint, inventory, constraints, predict, rates).all()
     best = 0 if candidates and candidates[0].fits else None
     if best is not None and constraints.pinned is None:
-        candidates[best] = explained(candidates, by_speed=constraints.objective == "speed", split_batch=constraints.split_batch)
+        candidates[best] = explained(
+            candidates,
+            by_speed=constraints.objective == "speed",
+            split_batch=constraints.split_batch,
+            devices=inventory.devices,
+        )
     report = Report(
         inventory=inventory,
         footprint=footprint,
@@ -89,6 +94,24 @@ def make_report(
     if best is None:
         raise NothingFits(report)
     return report
+
+
+def best_candidate(footprint: Footprint, inventory: Inventory, constraints: Constraints, *, rates: Rates | None = None) -> Candidate | None:
+    """The best candidate that fits, or None: :func:`make_report` without the others, and without advice. Arguments as there.
+
+    Raises:
+        ValueError: if the pinned plan can't be run here whatever the memory, saying why.
+    """
+    if not inventory.devices:
+        return None
+    if constraints.pinned is None:
+        return _Ask(None, rates).best(footprint, inventory, constraints)
+    plan = constraints.pinned
+    if not footprint.training and plan.engine != "pipeline":
+        plan = replace(plan, micro_batches=1)  # as in make_report
+    check_pinned(plan, footprint, inventory, constraints)
+    found = _Ask(None, rates).evaluate(footprint, inventory, constraints, plan, confirm=True)
+    return found if found.fits else None
 
 
 class _Ask:

@@ -302,16 +302,18 @@ class NothingFits(ValueError):
 
     Args:
         report: one without a best plan, kept in :attr:`report`.
+        waited: for what and how long the run waited before, a sentence; "" where it didn't.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, waited: str = "") -> None:
         assert report.best_index is None, "something fits"
-        self.report = report
-        super().__init__(f"no plan fits: {_shortest_reason(report)}\n\n{report}")
+        self.report, self.waited = report, waited
+        after = f"; {waited}" if waited else ""
+        super().__init__(f"no plan fits: {_shortest_reason(report)}{after}\n\n{report}")
 
-    def __reduce__(self) -> tuple[type[NothingFits], tuple[Report]]:
+    def __reduce__(self) -> tuple[type[NothingFits], tuple[Report, str]]:
         """Pickled with the report rather than the message, so that it can come from another process."""
-        return type(self), (self.report,)
+        return type(self), (self.report, self.waited)
 
 
 def _shortest_reason(report: Report) -> str:

@@ -19,6 +19,7 @@ from lightning_autopar.memory.work import Work
 from lightning_autopar.planning.rates import Phase, Rates
 
 _SLOWEST_RATE_SHARE = 0.1  # of a device that somebody else keeps fully busy: the driver shares it out in turns
+_LITTLE_BUSY = 0.1
 #: Operations for each parameter of a part that wasn't traced: a product or norm, and something between it and the next.
 _GUESSED_OPERATIONS = 3
 #: Of an update these are on numbers that lie on the host: how often each parameter was updated.
@@ -81,6 +82,12 @@ class Layout:
 def idle_share(device: Device) -> float:
     """The share of a device that others leave to us, in tenths: what NVML samples over a second isn't finer than that."""
     return max(_SLOWEST_RATE_SHARE, 1 - round(device.utilization or 0.0, 1))
+
+
+def busy_share(device: Device) -> float:
+    """The share of a device that others keep busy; 0 where that is a tenth or less, which a screen or a monitor takes."""
+    busy = round(1 - idle_share(device), 1)
+    return busy if busy > _LITTLE_BUSY else 0.0
 
 
 def computing_dtype(precision: str) -> str:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, Predict, alike_first, configuration
+from lightning_autopar.planning.appraisal import WORTH_DISTURBING, WORTHWHILE, Appraiser, Predict, alike_first, configuration
 from lightning_autopar.planning.blocks import recomputable, with_recompute
 from lightning_autopar.planning.candidates import Variant, enumerate_candidates, ruled_out, variant_runs
 from lightning_autopar.planning.constraints import Constraints
@@ -26,6 +26,7 @@ from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.refusals import engine_refusal
 from lightning_autopar.planning.remedies import Remedies, in_parts, without_recompute
 from lightning_autopar.planning.report import Candidate
+from lightning_autopar.planning.roofline import busy_share
 from lightning_autopar.plans import Plan
 
 #: Of each engine's plans that can't be the best so many are predicted all the same.
@@ -93,10 +94,15 @@ class Search:
         known = {id(one) for one in kept}
         if self.constraints.objective == "speed":
             # A simpler plan that is hardly slower may stand behind one of its own configuration.
-            limit = self.best_seconds * (1 + WORTHWHILE)
+            limit = self.best_seconds * (1 + self._worth)
             kept += [one for one in found if one.fits and id(one) not in known and self.appraiser.batch_seconds(one) <= limit]
         decided = self.finalists.decide(kept, order, self.appraiser.shortage, self.appraiser.preferred)
         return decided[:1] + list(alike_first(decided[1:]).values())
+
+    @cached_property
+    def _worth(self) -> float:
+        """How much slower than the best a plan may be that is still of interest: one on idler devices, where others compute on some."""
+        return WORTH_DISTURBING if any(map(busy_share, self.inventory.devices)) else WORTHWHILE
 
     def _runs(self, variant: Variant) -> bool:
         return variant_runs(variant, self.constraints)
@@ -126,18 +132,20 @@ class Search:
             for plan in plans:
                 self._save_most(plan)
             return
-        decided: set[tuple[object, ...]] = set()
+        decided: dict[tuple[object, ...], float] = {}
         shown: Counter[tuple[object, ...]] = Counter()
-        for least, _, plan in sorted((self.remedies.least_seconds(plan), number, plan) for number, plan in enumerate(plans)):
+        busy = self.appraiser.busy
+        for least, _, _, plan in sorted((self.remedies.least_seconds(plan), busy(plan), number, plan) for number, plan in enumerate(plans)):
             key, family = configuration(plan), (plan.engine, plan.reshard_after_forward, plan.replicas > 1)
-            if least > self.best_seconds * (1 + WORTHWHILE) and (key in decided or shown[family] >= _MOST_SHOWN):
+            known = decided.get(key, math.inf) <= busy(plan)  # one that disturbs nobody more
+            if least > self.best_seconds * (1 + self._worth) and (known or shown[family] >= _MOST_SHOWN):
                 # What is slower than the best even if it fits is there to be read, and nobody reads a hundred of one sort.
                 continue
-            if key in decided and least >= self.best_seconds:
+            if known and least >= self.best_seconds:
                 continue
             shown[family] += 1
             if self._add(plan).fits:
-                decided.add(key)
+                decided[key] = min(busy(plan), decided.get(key, math.inf))
             if least < self.best_seconds:
                 self._add_all(self.remedies.ways(plan, lambda: self.best_seconds))
 

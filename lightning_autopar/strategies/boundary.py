@@ -29,6 +29,7 @@ from lightning_autopar.strategies.carried import carry, carry_loggers_in, take_o
 from lightning_autopar.strategies.gate import Gate
 from lightning_autopar.strategies.journal import Journal
 from lightning_autopar.strategies.plan_changes import PlanChange, PlanChanges
+from lightning_autopar.strategies.progress import batches_left
 from lightning_autopar.strategies.survivor import Survivor
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class Boundary:
             self._go_on_after(self._elastic.folder.parent / _BEGIN)
         gate.tell_bytes(self._rank, self._used_bytes())
         self._tell_loss()
-        ask = gate.arrive(self._rank, step=trainer.global_step, batches_left=self._batches_left(), in_window=self._in_window)
+        ask = gate.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)
         if not self._in_window:
             self.survivor.note(gate.count(self._rank), self._journal)
         if ask is not None:
@@ -233,19 +234,6 @@ class Boundary:
         if device.type == "cuda":
             return torch.cuda.memory_reserved(device)
         return 0
-
-    def _batches_left(self) -> int | None:
-        """Training batches to go, by the trainer's limits; None without any."""
-        trainer, progress = self._trainer, self._epoch_loop.batch_progress
-        a_epoch, done = trainer.num_training_batches, progress.current.ready
-        left: list[float] = []
-        if trainer.max_steps >= 0:
-            left.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
-        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-            more = trainer.max_epochs - trainer.current_epoch - 1
-            left.append(a_epoch - done + (more * a_epoch if more else 0))  # of a stream a_epoch is infinite
-        least = min(left, default=float("inf"))
-        return None if least == float("inf") else max(0, int(least))
 
     def _save(self, target: Path) -> bool:
         """Write a snapshot together; False on every rank where one couldn't."""

@@ -65,6 +65,11 @@ def calibrated(inventory: Inventory) -> Calibrated | None:
     return Calibrated(known, DataSheet()) if known else None
 
 
+def is_calibrated(inventory: Inventory) -> bool:
+    """Whether there is nothing left to measure."""
+    return not _measurements(inventory, load_calibration(inventory))
+
+
 def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = True) -> Calibrated:
     """Measure what isn't known yet of the devices of this host, keep it, and say so in one line.
 

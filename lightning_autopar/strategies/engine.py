@@ -29,6 +29,9 @@ from lightning_autopar.strategies import resume
 from lightning_autopar.strategies.batchnorm import restore as restore_batch_norm
 from lightning_autopar.strategies.batchnorm import synchronise as synchronise_batch_norm
 from lightning_autopar.strategies.draws import DrawPlan, GlobalDraws
+from lightning_autopar.strategies.early import Early
+from lightning_autopar.strategies.failure import LACKED, out_of_memory
+from lightning_autopar.strategies.growth import Growth, shortage_words
 from lightning_autopar.strategies.logged import GlobalLogging
 from lightning_autopar.strategies.logged_plan import hyperparameters
 from lightning_autopar.strategies.logrules import LogRules
@@ -64,6 +67,7 @@ class Assignment:
         budgets: bytes that the plan may use of each device, by its id.
         staging: of a pipeline, where the module's steps can be cut and what crosses each cut.
         elastic: whether the run may go on under another plan, so that every loader's position must be known.
+        at_least: bytes by device id that are asked for whatever is predicted: the plan ran out of memory before.
     """
 
     plan: Plan
@@ -79,6 +83,7 @@ class Assignment:
     budgets: Mapping[str, int] = field(default_factory=dict)
     staging: Staging | None = None
     elastic: bool = False
+    at_least: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def reserved_bytes(self) -> dict[str, int]:
@@ -88,7 +93,9 @@ class Assignment:
     @property
     def needed_bytes(self) -> dict[str, int]:
         """What must be there of each device for the plan, by its id: the prediction with its margin; empty where nothing was predicted."""
-        return {} if self.candidate is None else dict(self.candidate.needs)
+        if self.candidate is None:
+            return {}
+        return {device: max(needed, self.at_least.get(device, 0)) for device, needed in self.candidate.needs.items()}
 
     @property
     def torch_devices(self) -> list[torch.device]:
@@ -126,6 +133,10 @@ class EngineMixin(Strategy):
         self._saved_gradients: dict[str, Tensor] = {}
         #: Whether the state is saved between two batches rather than in a hook.
         self.at_boundary = False
+        #: What this rank may take of its GPU; None where nothing says.
+        self.growth: Growth | None = None
+        #: What it holds of that before its first batch.
+        self.early: Early | None = None
         #: How an elastic run came to this plan.
         self.plan_changes = PlanChanges()
         #: Called when Lightning is about to enter its loops.
@@ -219,6 +230,7 @@ class EngineMixin(Strategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
+        self._give_room()
         self._share, self._drawing = None, False
         if self._micro is not None:
             self._micro.part = None
@@ -290,9 +302,26 @@ class EngineMixin(Strategy):
 
     def teardown(self) -> None:
         """Undo what :meth:`setup` patched."""
+        self._give_room()
         self.meter.stop(self)
         self._exit.close()
         super().teardown()
+        if self.growth is not None:
+            self.growth.release()
+
+    def _give_room(self) -> None:
+        """A batch comes, or nothing does any more: what was taken early is free for it."""
+        if self.early is not None:
+            self.meter.count_from(self.early.release())
+            self.early = None
+
+    def explain(self, error: BaseException) -> None:
+        """Where a GPU's memory ran out: say with the exception what was promised and predicted, and what to do."""
+        device = self.assignment.devices[self._rank]
+        if device.kind == "cuda" and out_of_memory(error):
+            error.add_note(shortage_words(self.assignment, self._rank, self.growth))
+            if self.growth is not None:
+                vars(error)[LACKED] = {device.id: self.growth.lacked_bytes()}
 
     def _share_for_draws(self) -> BatchShare | None:
         """The share from the batch's transfer to the end of its backward; None outside, where draws are no part of the batch."""
@@ -418,7 +447,11 @@ class EngineMixin(Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Measure time and memory at the boundary between two steps."""
+        self._give_room()
         self.meter.boundary(self, batch_idx)
+        if self.growth is not None:
+            accumulates = self._trainer.accumulate_grad_batches
+            self.growth.step(steps=int(batch_idx % accumulates == 0))
         super().on_train_batch_start(batch, batch_idx)
 
     def on_train_start(self) -> None:
@@ -441,6 +474,7 @@ class EngineMixin(Strategy):
 
     def on_validation_start(self) -> None:
         """An evaluation between two steps is no part of either."""
+        self._give_room()
         self.meter.pause(self)
         super().on_validation_start()
 

@@ -96,6 +96,7 @@ class Meter:
         self._quiet = ExitStack()
         self._gpu: GpuSteps | None = None
         self._peak_bytes: int | None = None
+        self._before_bytes = 0
         self._bytes: dict[str, int] = {}
         self._reserved_bytes: int | None = None
         self._context_bytes: int | None = None
@@ -112,6 +113,10 @@ class Meter:
             context_bytes=self._context_bytes,
             host_bytes=self._host_bytes,
         )
+
+    def count_from(self, before_bytes: int) -> None:
+        """A GPU's counters begin anew; so much was their peak."""
+        self._before_bytes = max(self._before_bytes, before_bytes)
 
     def boundary(self, strategy: Strategy, batch_idx: int) -> None:
         """The step of this batch starts now, and with it the one before has ended."""
@@ -209,7 +214,7 @@ class Meter:
 
     def _ask(self, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.is_initialized():
-            self._peak_bytes = torch.cuda.max_memory_allocated(device)
+            self._peak_bytes = max(self._before_bytes, torch.cuda.max_memory_allocated(device))
             self._reserved_bytes = torch.cuda.max_memory_reserved(device)
             process_bytes = _process_bytes(self._device_id)
             if process_bytes is not None:

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_autopar._lightning_compat import SIGTERMException
+from lightning_autopar.memory.driver_pids import is_drivers
+from lightning_autopar.memory.inventory import Device
 from lightning_autopar.strategies.boundary import Elastic
 from lightning_autopar.strategies.generation import LOOK_SECONDS, Generation
 from lightning_autopar.strategies.worker import Job
@@ -62,12 +62,16 @@ class Running:
         return str(self.generation.outcome([]).error)
 
 
-def own_bytes(running: Running | None, device: str) -> int:
-    """What a run itself holds of a GPU, which others see as taken: what its allocator reserved, and the context around it."""
-    if running is None or device not in running.decision.assignment.plan.devices or not torch.cuda.is_available():
+def own_bytes(running: Running | None, device: Device) -> int:
+    """What a run itself holds of a GPU, which others see as taken: what its allocator reserved, and the context around it.
+
+    A worker says the first at its boundaries. Before it comes to one, and where it holds more, it is what the driver tells of its process.
+    """
+    if running is None or device.id not in running.decision.assignment.plan.devices or device.kind != "cuda":
         return 0
-    rank = running.decision.assignment.plan.devices.index(device)
-    used = running.elastic.gate.used_bytes()[rank]
+    pids = set(running.generation.pids())
+    seen = sum(process.used_bytes or 0 for process in device.processes if process.pid in pids and is_drivers(process.pid))
+    used = running.elastic.gate.used_bytes()[running.decision.assignment.plan.devices.index(device.id)]
     candidate = running.decision.assignment.candidate
-    held: Any = None if candidate is None else candidate.bytes.get(device)
-    return used + (held.context if held is not None and used else 0)
+    held: Any = None if candidate is None else candidate.bytes.get(device.id)
+    return max(seen, used + (held.context if held is not None and used else 0))

@@ -33,9 +33,12 @@ from lightning_autopar.strategies import jupyter
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.boundary import Boundary, Elastic, Paused
 from lightning_autopar.strategies.brake import Brake
+from lightning_autopar.strategies.early import take_early
 from lightning_autopar.strategies.engine import Assignment, EngineMixin
 from lightning_autopar.strategies.failure import Failure
 from lightning_autopar.strategies.group import RENDEZVOUS_FILE
+from lightning_autopar.strategies.growth import growth_for
+from lightning_autopar.strategies.progress import Progress
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -59,6 +62,7 @@ class Job:
     folder: Path
     before: handover.Before
     elastic: Elastic | None = None
+    progress: Progress | None = None
 
 
 def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_pid: int) -> None:
@@ -134,8 +138,11 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
     try:
         engine = job.make_engine(job.assignment)
         brake.watch(engine, rank)
+        if job.progress is not None:
+            job.progress.watch(engine, trainer, rank)
         with installed(trainer, engine, module, job.assignment.torch_devices, keep_sampler=job.assignment.batch == "per_device"):
-            cap_allocator(job.assignment, rank)
+            engine.growth = growth_for(job.assignment, rank)
+            engine.early = take_early(job.assignment, rank, engine.growth)
             word, value = "done", None
             args, kwargs, boundary = job.args, job.kwargs, None
             try:
@@ -151,6 +158,7 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
                 pipe.send("paused")
                 _end()  # at once: the next generation waits for the memory, and to take shards apart takes a second
             except BaseException as error:
+                engine.explain(error)
                 _leave(error, rank, job, brake, pipe, boundary)
                 return
             left = handover.collect(trainer, value, job.before, job.folder, rank)
@@ -207,14 +215,6 @@ def _report(error: BaseException, rank: int, job: Job, pipe: connection.Connecti
     with suppress(OSError):  # the parent may be gone
         (job.folder / f"error{rank}.pkl").write_bytes(pickle.dumps(Failure.of(error)))
         pipe.send("error")
-
-
-def cap_allocator(assignment: Assignment, rank: int) -> None:
-    """Bound a GPU's allocator by what was free there when the plan was made, so that an error in the prediction hurts nobody else."""
-    device = assignment.devices[rank]
-    if device.kind == "cuda":
-        share = min(1.0, device.free_bytes / device.total_bytes)
-        torch.cuda.set_per_process_memory_fraction(share, assignment.torch_devices[rank])
 
 
 def die_with(parent_pid: int) -> None:

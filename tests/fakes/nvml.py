@@ -62,7 +62,8 @@ class FakeGpu:
 
     ``errors`` maps the name of a call, or ``"*"`` for every one, to the code that it fails with. ``hooks`` maps the name of
     a call to something that runs just before it. ``nvlinks`` holds, link by link, the bus id that it leads to, or None
-    where it isn't active. What isn't known to the GPU is None.
+    where it isn't active. ``samples`` are how busy it was, by how many seconds ago; older drivers keep none. What isn't known
+    to the GPU is None.
     """
 
     uuid: str
@@ -71,6 +72,7 @@ class FakeGpu:
     free_bytes: int = 79 * GIB
     reserved_bytes: int = GIB // 2
     utilization_percent: int = 0
+    samples: list[tuple[float, int]] | None = None
     capability: tuple[int, int] = (9, 0)
     bus_id: str = ""
     compute: list[tuple[int, int | None]] = field(default_factory=list)
@@ -117,6 +119,7 @@ class FakeNvml:
     NVML_ERROR_NO_PERMISSION = ERROR_NO_PERMISSION
     NVML_ERROR_TIMEOUT = ERROR_TIMEOUT
     NVML_NVLINK_MAX_LINKS = 18
+    NVML_GPU_UTILIZATION_SAMPLES = 1
     NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
     NVMLError = NVMLError
     nvmlEventTypeDoubleBitEccError = 2
@@ -271,6 +274,15 @@ class FakeNvml:
         if isinstance(handle, FakeInstance):
             raise NVMLError(ERROR_NOT_SUPPORTED)
         return SimpleNamespace(gpu=handle.utilization_percent, memory=0)
+
+    def nvmlDeviceGetSamples(self, handle: FakeGpu | FakeInstance, kind: int, since: int) -> tuple[int, list[Any]]:
+        self._called("nvmlDeviceGetSamples", handle)
+        assert (kind, since) == (self.NVML_GPU_UTILIZATION_SAMPLES, 0)
+        if not isinstance(handle, FakeGpu) or handle.samples is None:
+            raise NVMLError(ERROR_NOT_SUPPORTED)
+        now = 1_700_000_000_000_000
+        values = [(now - int(ago * 1e6), percent) for ago, percent in handle.samples]
+        return 1, [SimpleNamespace(timeStamp=at, sampleValue=SimpleNamespace(uiVal=percent)) for at, percent in values]
 
     def nvmlDeviceGetComputeMode(self, handle: FakeGpu | FakeInstance) -> int:
         self._called("nvmlDeviceGetComputeMode", handle)

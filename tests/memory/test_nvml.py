@@ -40,6 +40,33 @@ def test_memory_is_that_of_each_device(install_nvml: Install) -> None:
     assert 0 < inventory.host_free_bytes <= inventory.host_total_bytes
 
 
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (None, 0.03),
+        ([], 0.03),
+        ([(0.0, 3), (1.0, 100), (2.0, 95), (3.0, 2)], 0.5),
+        ([(0.0, 10), (0.5, 30), (9.0, 100), (12.0, 100)], 0.2),
+    ],
+    ids=["an old driver", "none yet", "a job that waits now and then", "what was long ago"],
+)
+def test_how_busy_a_gpu_is_is_that_of_the_last_seconds(
+    install_nvml: Install, samples: list[tuple[float, int]] | None, expected: float
+) -> None:
+    install_nvml(FakeGpu("GPU-a", free_bytes=10 * GIB, utilization_percent=3, samples=samples))
+    assert probe().devices[0].utilization == pytest.approx(expected)
+
+
+def test_where_nobody_else_has_a_context_nobody_computes(install_nvml: Install) -> None:
+    gpu = FakeGpu("GPU-a", free_bytes=80 * GIB - GIB // 2 - (9 << 20), utilization_percent=100, samples=[(0.0, 100)])
+    install_nvml(gpu)
+    assert probe().devices[0].utilization == 0.0, "whoever did has left"
+    gpu.free_bytes -= GIB
+    assert probe().devices[0].utilization == 1.0, "somebody whom this container doesn't see"
+    gpu.compute = [(os.getpid(), GIB)]
+    assert probe().devices[0].utilization == 0.0, "this very process"
+
+
 def test_texts_may_come_as_bytes(install_nvml: Install) -> None:
     a, b = FakeGpu("GPU-a", bus_id="00000000:0A:00.0", nvlinks=["00000000:0B:00.0"]), FakeGpu("GPU-b", bus_id="00000000:0B:00.0")
     b.nvlinks = [a.bus_id]

@@ -17,7 +17,7 @@ import lightning_autopar
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.module_hash import module_hash
 from lightning_autopar.memory.residual_cache import add_record, cache_folder, load_records, load_residuals
-from lightning_autopar.memory.residuals import MOST, MOST_BY_OTHERS, RankRecord, Record, Residuals, make_record, plan_shape
+from lightning_autopar.memory.residuals import MOST, MOST_BY_OTHERS, RankRecord, Record, Residuals, make_record, make_shortage, plan_shape
 from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import NothingFits
@@ -115,6 +115,28 @@ def test_a_run_without_figures_makes_no_record() -> None:
     assert make_record(SINGLE, ["cpu: CPU"], [HELD], [nothing], "2026-11-21") is None
     validation = DeviceBytes(activations=5, occasion="validation")
     assert make_record(SINGLE, ["cpu: CPU"], [validation], [used(200)], "2026-11-21") is None
+
+
+def test_a_shortage_is_reckoned_with_beyond_what_was_not_enough() -> None:
+    made = make_shortage(DDP, ["cpu: CPU"] * 2, [HELD, HELD], [1100, None], "2026-11-22")
+    assert made is not None
+    assert made.short
+    sizes, notes = known(made).corrected(DDP, {"cpu:0": HELD, "cpu:1": HELD})
+    assert [size.reserved for size in sizes.values()] == [1155, 1000], "the rank that ran out, a twentieth beyond what it had"
+    assert notes == ("memory corrected by +15.5 %, as this plan ran out of memory on 2026-11-22",)
+    later = record(DDP, [HELD, HELD], [1300, 1000], day="2026-11-23")
+    assert known(later, made).corrected(DDP, {"cpu:0": HELD, "cpu:1": HELD})[0]["cpu:0"].reserved == 1300
+    assert Record.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    old = {name: value for name, value in made.to_dict().items() if name != "short"}
+    assert not Record.from_dict(old).short, "written before there were any"
+    with pytest.raises(ValueError, match="not a record"):
+        Record.from_dict({**old, "short": "yes"})
+
+
+def test_a_shortage_that_the_prediction_has_no_part_in_teaches_nothing() -> None:
+    assert make_shortage(SINGLE, ["cpu: CPU"], [HELD], [900], "2026-11-22") is None, "a stranger took the rest"
+    assert make_shortage(SINGLE, ["cpu: CPU"], [HELD], [None], "2026-11-22") is None
+    assert make_shortage(SINGLE, ["cpu: CPU"], [DeviceBytes(parameters=9, occasion="start")], [99], "2026-11-22") is None
 
 
 def test_the_shape_of_a_plan_is_all_but_its_devices() -> None:
