@@ -15,6 +15,7 @@ from lightning_autopar.cli import devices, main, users
 from lightning_autopar.memory import promised
 from lightning_autopar.memory.driver_pids import is_drivers
 from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory
+from lightning_autopar.memory.lease_files import Lease
 from lightning_autopar.memory.ledger import Ledger
 from lightning_autopar.strategies.run_files import open_run
 from lightning_autopar.strategies.run_folders import user_name
@@ -103,6 +104,35 @@ def test_a_users_own_run_is_named(inventory: Inventory, capsys: pytest.CaptureFi
     assert second["users"][0]["leased_bytes"] == 5 * GIB
 
 
+def test_another_users_run_is_named_as_theirs(
+    inventory: Inventory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_run("train_gpt.py") as files:
+        theirs = replace(files.status, user="ada", devices=UUIDS[1:], predicted_bytes={UUIDS[1]: 5 * GIB})
+        monkeypatch.setattr(devices, "everyones_runs", lambda: [theirs])
+        assert main(["devices"]) == 0
+        assert f"5 GiB claimed  ada  [ada's run {files.run_id}]" in capsys.readouterr().out
+        # A name that somebody else's run has, too, hides nobody.
+        monkeypatch.setattr(
+            devices, "everyones_runs", lambda: [replace(files.status, devices=UUIDS[:1]), replace(theirs, devices=UUIDS[:1])]
+        )
+        assert main(["devices"]) == 0
+        shown = capsys.readouterr().out
+        assert f"[your run {files.run_id}]" in shown
+        assert f"[ada's run {files.run_id}]" in shown
+
+
+def test_what_a_run_calls_itself_does_not_reach_the_terminal_as_it_is(
+    inventory: Inventory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = Lease(name="x", uid=0, pid=7, run="\x1b]0;owned\x07", bytes={UUIDS[0]: GIB})
+    monkeypatch.setattr(devices, "live", lambda: [lease])
+    assert main(["devices"]) == 0
+    shown = capsys.readouterr().out
+    assert "promised to \ufffd]0;owned\ufffd of root" in shown
+    assert "\x1b" not in shown
+
+
 def test_in_a_container_nobody_is_named_by_anothers_number(tmp_path: Path) -> None:
     (tmp_path / "self" / "ns").mkdir(parents=True)
     (tmp_path / "self" / "ns" / "pid").touch()  # any inode but the host's
@@ -132,12 +162,13 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
     pytest.importorskip("shtab")
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for word in ("devices", "calibrate", "plan", "run", "status", "yield", "--memory-limit", "--picture"):
+    commands = ("devices", "calibrate", "plan", "run", "status", "yield", "pause", "resume", "cancel")
+    for word in (*commands, "--memory-limit", "--picture", "--watch"):
         assert word in script
 
 
 def test_every_command_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("devices", "calibrate", "plan", "run", "status", "yield", "completion"):
+    for command in ("devices", "calibrate", "plan", "run", "status", "yield", "pause", "resume", "cancel", "completion"):
         with pytest.raises(SystemExit) as left:
             main([command, "--help"])
         assert left.value.code == 0

@@ -1,13 +1,15 @@
-"""The command line about runs that are on: ``status`` and ``yield``."""
+"""The command line about one's own runs that are on: ``yield``, ``pause``, ``resume`` and ``cancel``."""
 
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +28,27 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
+@contextmanager
+def other(code: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process, once it has said something."""
+    before = "import os, signal, sys; from lightning_autopar.strategies.run_files import open_run"
+    default = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # whatever this process ignores
+    command = [sys.executable, "-c", "\n".join((before, default, code))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
 def running(files: RunFiles) -> None:
     files.show(
         replace(
             files.status,
             state="running",
+            elastic=True,
             plan="FSDP[2]",
             devices=UUIDS,
             leased_bytes=dict.fromkeys(UUIDS, 3 << 30),
@@ -45,53 +63,6 @@ def running(files: RunFiles) -> None:
     )
 
 
-def test_without_runs_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status"]) == 0
-    assert capsys.readouterr().out == f"No elastic runs of {user_name()} on this host.\n"
-    assert main(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"runs": []}
-
-
-def test_status_is_a_table_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_run("train_gpt.py") as files, open_run("other.py") as other:
-        running(files)
-        assert main(["status"]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[0].split() == ["run", "state", "plan", "devices", "step", "s/step", "since", "reason"]
-        (row,) = (line for line in lines if files.run_id in line)
-        for words in ("running", "FSDP[2]", "GPU-7c1e9b04 2 GiB", "12/400", "0.123", "3 h", "12 GiB became free [on both]"):
-            assert words in row
-        assert any("GPU-90aa77b1 3 GiB" in line for line in lines)
-        (row,) = (line for line in lines if other.run_id in line)
-        assert row.split()[1:] == ["planning", "now"]
-        assert main(["status", "--json"]) == 0
-        found = {run["run_id"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
-        assert found[files.run_id]["devices"] == list(UUIDS)
-        assert found[files.run_id]["pid"] == os.getpid()
-        assert found[other.run_id]["step"] is None
-
-
-def test_a_run_that_says_nothing_any_more_is_called_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_run("train_gpt.py") as files:
-        shown = {**files.status.to_dict(), "shown_at": time.time() - 600}
-        (files.folder / "status.json").write_text(json.dumps(shown))
-        assert main(["status"]) == 0
-        assert "silent for 10 min: stopped, or it hangs" in capsys.readouterr().out
-
-
-def test_a_narrow_terminal_keeps_the_names(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with open_run("train_gpt.py") as files:
-        running(files)
-        assert main(["status"]) == 0
-        shown = capsys.readouterr().out
-        assert files.run_id in shown
-        assert "12/400" in shown
-        assert f"{files.run_id}: 12 GiB became free [on both]" in shown
-        assert all(uuid[:12] in shown for uuid in UUIDS)
-        assert max(map(len, shown.splitlines())) <= 80
-
-
 def test_yield_asks(capsys: pytest.CaptureFixture[str]) -> None:
     with open_run("train_gpt.py") as files:
         running(files)
@@ -102,6 +73,35 @@ def test_yield_asks(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["yield", "train", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["run"], found["device"], found["answered"], found["ended"]) == (files.run_id, None, None, False)
+
+
+@pytest.mark.parametrize(("command", "asked"), [("pause", "park"), ("resume", "resume")])
+def test_pause_and_resume_ask(command: str, asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_run("train_gpt.py") as files:
+        assert main([command, "train"]) == 2
+        assert f"{files.run_id} is a plain run" in capsys.readouterr().err
+        running(files)
+        assert main([command, "train"]) == 0
+        assert f"{files.run_id} has been asked to {asked}; it looks at its next boundary" in capsys.readouterr().out
+        assert [request.ask for request in files.requests()] == [asked]
+
+
+def test_cancel_ends_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with other("with open_run('train.py'): print(os.getpid(), flush=True); signal.pause()") as process:
+        assert main(["cancel", "train", "--wait", "30", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["signal"], told["ended"]) == ("SIGINT", True)
+        assert told["message"] == f"{told['run']} has ended by SIGINT; nothing of it has run"
+        assert process.wait(30) == -signal.SIGINT  # as Python ends by KeyboardInterrupt
+    assert main(["cancel", told["run"]]) == 2
+    assert "(one that has ended isn't there any more)" in capsys.readouterr().err
+
+
+def test_cancel_says_when_a_run_has_not_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    lingers = "signal.signal(signal.SIGINT, lambda *_: None)\nwith open_run('train.py'): print(1, flush=True); sys.stdin.read()"
+    with other(lingers):
+        assert main(["cancel", "train", "--wait", "0.05"]) == 1
+        assert "has been told to end by SIGINT; nothing of it has run; after 0.05 s it is still there" in capsys.readouterr().out
 
 
 def test_yield_waits_for_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_the_command_line_starts_without_torch() -> None:
 
 
 def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("status", "yield"):
+    for command in ("status", "yield", "pause", "resume", "cancel"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         shown = capsys.readouterr().out

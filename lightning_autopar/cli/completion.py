@@ -6,7 +6,7 @@ import argparse
 
 _SHELLS = ("bash", "zsh")
 #: Arguments that are files.
-_FILES = ("script", "picture", "plan", "summary")
+_FILES = ("script", "picture", "plan", "summary", "result", "sweep")
 _EXAMPLES = """\
 examples:
   eval "$(lightning-autopar completion bash)"           in ~/.bashrc

@@ -21,8 +21,9 @@ from lightning_autopar.planning.calibrate_words import collective_lines, speeds
 from lightning_autopar.planning.changes import usable
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.labels import device_label
+from lightning_autopar.printable import printable
 from lightning_autopar.strategies.run_folders import user_name
-from lightning_autopar.strategies.run_requests import runs
+from lightning_autopar.strategies.run_requests import everyones_runs
 from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
@@ -78,21 +79,21 @@ def show_devices(spec: str | None, *, as_json: bool) -> int:
         show("asking for the devices")
         inventory = probe(spec, accelerator=_accelerator())
         calibration = load_calibration(inventory)
-    own, leases = runs(), live()
+    there, leases = everyones_runs(), live()
     left = less_promised(inventory, leases)
     if as_json:
         found = inventory.to_dict()
         for device, seen, words in zip(inventory.devices, left.devices, found["devices"], strict=True):
             words["plan_bytes"] = _plan_bytes(seen, left)
             words["leases"] = [
-                {"run": lease.run, "user": user_name(lease.uid), "pid": lease.pid, "bytes": lease.bytes[device.id]}
+                {"run": printable(lease.run), "user": user_name(lease.uid), "pid": lease.pid, "bytes": lease.bytes[device.id]}
                 for lease in _leases_on(device, leases)
             ]
-            words["users"] = [user.to_dict() for user in users_of(device, own)]
+            words["users"] = [user.to_dict() for user in users_of(device, there)]
             words["rates"] = speeds(calibration, device).to_dict()
         print(json.dumps({**found, "measured": calibration.day or None}, indent=2))
     else:
-        _print_devices(inventory, calibration, {device.id: users_of(device, own) for device in inventory.devices}, leases)
+        _print_devices(inventory, calibration, {device.id: users_of(device, there) for device in inventory.devices}, leases)
     return _DONE
 
 
@@ -207,14 +208,10 @@ def _details(inventory: Inventory, users: dict[str, Sequence[DeviceUser]], lease
         if device.error is not None:
             yield Text(f"  {device.error}: no plan uses it", style="red")
         for user in users.get(device.id, ()):
-            size = "? MiB" if user.used_bytes is None else format_bytes(user.used_bytes)
-            if user.used_bytes is None and user.leased_bytes is not None:
-                size = f"{format_bytes(user.leased_bytes)} claimed"
-            run = "" if user.run is None else f"[your run {user.run}]"
-            who = "  ".join(words for words in (user.name or "not told", run, user.command) if words)
-            yield Text(f"  {user.pid:>8}  {size:>9}  {who}")
+            yield Text(f"  {user.line()}")
         for lease in _leases_on(device, leases):
-            yield Text(f"  {lease.pid:>8}  {format_bytes(lease.bytes[device.id]):>9}  promised to {lease.run} of {user_name(lease.uid)}")
+            whose = f"{printable(lease.run)} of {user_name(lease.uid)}"
+            yield Text(f"  {lease.pid:>8}  {format_bytes(lease.bytes[device.id]):>9}  promised to {whose}")
 
 
 def _bar(share: float, console: Console) -> Text:

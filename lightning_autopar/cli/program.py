@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_autopar.cli import completion, devices, plan, run, runs
+from lightning_autopar.cli import completion, devices, plan, run, runs, sweep
 
 FAILED = 2
 _EXAMPLES = """\
@@ -15,13 +15,15 @@ examples:
   lightning-autopar plan train.py --lr 0.1              how this script would run here
   lightning-autopar run train.py --lr 0.1               and run it so, whatever strategy it names
   lightning-autopar plan --devices 8xH100-80GB train.py plan for what isn't here
-  lightning-autopar status                              what your elastic runs do, and why
-  lightning-autopar yield train-gpt-3f2a                ask one to move off its devices now
+  lightning-autopar sweep sweep.yaml                    many runs, so that the last is over soonest
+  lightning-autopar status                              what all runs on this host do, and why
+  lightning-autopar yield train-gpt-3f2a                ask one of yours to move off its devices now
+  lightning-autopar cancel train-gpt-3f2a               or end it
 
 Each command says more: lightning-autopar COMMAND --help
 
-exit codes: 0 done; 1 plan: nothing fits, yield: no answer came; 2 the command can't be done, with the reason on stderr.
-run ends with the exit code of the script.
+exit codes: 0 done; 1 plan: nothing fits, sweep: a run failed, yield and cancel: no answer came;
+2 the command can't be done, with the reason on stderr. run ends with the exit code of the script.
 """
 
 
@@ -41,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return plan.plan_script(options)
         if options.command == "run":
             return run.run_script(options)
-        if options.command == "status":
-            return runs.show_runs(as_json=options.json)
-        if options.command == "yield":
-            return runs.ask_to_yield(options.run, options.device, options.wait, as_json=options.json)
+        if options.command in ("status", "yield", "pause", "resume", "cancel"):
+            return runs.run_command(options)
+        if options.command == "sweep":
+            return sweep.sweep_scripts(options)
         assert options.command == "completion", options.command
         return completion.print_completion(make_parser(), options.shell)
     except ValueError as error:
@@ -56,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="lightning-autopar",
-        description="What devices there are, how a training script would run on them, and what your elastic runs do.",
+        description="What devices there are, how a training script would run on them, and what the runs on this host do.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     devices.add_commands(commands)
     plan.add_command(commands)
     run.add_command(commands)
+    sweep.add_command(commands)
     runs.add_run_commands(commands)
     completion.add_command(commands)
     return parser

@@ -1,31 +1,29 @@
-"""The command line about runs that are on: ``lightning-autopar status`` and ``lightning-autopar yield RUN``. No torch, no Lightning."""
+"""The command line about runs that are on: ``status``, and ``yield``, ``pause``, ``resume`` and ``cancel`` for one's own. No torch, no
+Lightning.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Iterable, Mapping
 
 from lightning_autopar.cli.progress import progress
-from lightning_autopar.strategies.run_files import Request, RunStatus
+from lightning_autopar.cli.status import WATCH_SECONDS, show_status
+from lightning_autopar.strategies.run_cancel import cancel
+from lightning_autopar.strategies.run_files import Ask, Request
 from lightning_autopar.strategies.run_folders import user_name
-from lightning_autopar.strategies.run_requests import ask, runs
-from lightning_autopar.units import format_bytes
+from lightning_autopar.strategies.run_requests import ask
 
 _DONE, _NO_ANSWER = 0, 1
-#: A run shows itself every few seconds; silent for longer it hangs, or was stopped.
-_SILENT_SECONDS = 60.0
-#: In a narrower terminal the reasons stand below the table.
-_WIDE = 100
-#: Of a GPU's or a MIG device's UUID.
-_DEVICE_CHARACTERS = 12
+_ASKS: dict[str, Ask] = {"yield": "yield", "pause": "park", "resume": "resume"}
 _STATUS_EXAMPLES = """\
 examples:
   lightning-autopar status
+  lightning-autopar status --watch                      again every 2 s, until Ctrl-C
   lightning-autopar status --json                       for a program to read
+  lightning-autopar status --watch 10 --json            a line of JSON every 10 s
 
-exit code: 0, whether there are runs or not
+exit codes: 0 whether there are runs or not, 2 it can't be shown so
 """
 _YIELD_EXAMPLES = """\
 examples:
@@ -35,53 +33,79 @@ examples:
   lightning-autopar yield train --device GPU-7c1e9b04   off this device only, by its UUID or the beginning of it
   lightning-autopar yield train --wait 30               and wait for the run's answer
 
-exit codes: 0 the run was asked (with --wait: has answered), 1 no answer came, 2 there is no such run
+exit codes: 0 the run was asked (with --wait: has answered), 1 no answer came, 2 it can't be asked: there is no such run, it is somebody
+else's, or a plain one
+"""
+_PAUSE_EXAMPLES = """\
+examples:
+  lightning-autopar pause train-gpt-3f2a                save, give all devices back, and wait until it is resumed
+  lightning-autopar pause train --wait 30               and wait for the run's answer
+
+exit codes: as of yield
+"""
+_RESUME_EXAMPLES = """\
+examples:
+  lightning-autopar resume train-gpt-3f2a               go on as soon as there is room, at the step where it was paused
+  lightning-autopar resume train --wait 30              and wait for the run's answer
+
+exit codes: as of yield
+"""
+_CANCEL_EXAMPLES = """\
+examples:
+  lightning-autopar cancel train-gpt-3f2a               end it, as Ctrl-C in its terminal does; queued ones, too
+  lightning-autopar cancel train --wait 60              and wait for its end
+
+exit codes: 0 the run was told (with --wait: has ended), 1 it hasn't ended in that time, 2 it can't be told: there is no such run, it is
+somebody else's, or torchrun's or Slurm's to end
 """
 
 
 def add_run_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``status`` and ``yield`` to the command line's commands."""
-    status = commands.add_parser(
-        "status",
-        help="list your elastic runs on this host: what they do, where, and why",
-        epilog=_STATUS_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Add ``status``, ``yield``, ``pause``, ``resume`` and ``cancel`` to the command line's commands."""
+    status = _add(commands, "status", "list all runs on this host, of all users: what they do, where, and why", _STATUS_EXAMPLES)
+    status.add_argument("--json", action="store_true", help="print JSON instead of a table; with --watch a line at each look")
+    status.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        nargs="?",
+        type=float,
+        const=WATCH_SECONDS,
+        help=f"show it again and again, every {WATCH_SECONDS:g} s or so often, until Ctrl-C",
     )
-    status.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    move = commands.add_parser(
-        "yield",
-        help="ask one of your elastic runs to move off its devices now, without losing a step",
-        epilog=_YIELD_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    move.add_argument("run", metavar="RUN", help="its name, the beginning of it, or a pid")
+    move = _add(commands, "yield", "ask one of your elastic runs to move off its devices now, without losing a step", _YIELD_EXAMPLES)
     move.add_argument("--device", metavar="UUID", help="leave this device only, which lightning-autopar status names")
-    move.add_argument("--wait", metavar="SECONDS", type=float, help="wait so long for the run's answer")
-    move.add_argument("--json", action="store_true", help="print JSON instead of a sentence")
+    pause = _add(commands, "pause", "ask one of your elastic runs to save, give its devices back and wait to be resumed", _PAUSE_EXAMPLES)
+    resume = _add(commands, "resume", "ask one of your elastic runs that was paused, or moved off a device, to go on", _RESUME_EXAMPLES)
+    end = _add(commands, "cancel", "end one of your runs, as Ctrl-C in its terminal does", _CANCEL_EXAMPLES)
+    for command in (move, pause, resume, end):
+        what = "end" if command is end else "answer"
+        command.add_argument("run", metavar="RUN", help="its name, the beginning of it, or a pid")
+        command.add_argument("--wait", metavar="SECONDS", type=float, help=f"wait so long for the run's {what}")
+        command.add_argument("--json", action="store_true", help="print JSON instead of a sentence")
 
 
-def show_runs(*, as_json: bool) -> int:
-    """``lightning-autopar status``; returns the exit code."""
-    found = runs()
-    if as_json:
-        print(json.dumps({"runs": [status.to_dict() for status in found]}, indent=2))
-    elif found:
-        _print_table(found)
-    else:
-        print(f"No elastic runs of {user_name()} on this host.")
-    return _DONE
+def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, examples: str) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=what, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def ask_to_yield(run: str, device: str | None, wait_seconds: float | None, *, as_json: bool) -> int:
-    """``lightning-autopar yield``; returns the exit code.
+def run_command(options: argparse.Namespace) -> int:
+    """Do one of these commands; returns the exit code.
 
     Raises:
-        ValueError: as :func:`lightning_autopar.strategies.run_requests.ask`.
+        ValueError: if it can't be done, with the reason.
     """
+    if options.command == "status":
+        return show_status(as_json=options.json, watch_seconds=options.watch)
+    if options.command == "cancel":
+        return _cancel(options.run, options.wait, as_json=options.json)
+    return _ask(_ASKS[options.command], options.run, getattr(options, "device", None), options.wait, as_json=options.json)
+
+
+def _ask(what: Ask, run: str, device: str | None, wait_seconds: float | None, *, as_json: bool) -> int:
     with progress() as show:
         if wait_seconds:
             show(f"waiting for the answer of {run}")
-        asked = ask(run, Request(ask="yield", device=device, by=f"{user_name()} (command line)"), wait_seconds=wait_seconds)
+        asked = ask(run, Request(ask=what, device=device, by=f"{user_name()} (command line)"), wait_seconds=wait_seconds)
     if as_json:
         words = {"run": asked.run_id, "device": asked.request.device, "answered": asked.answered, "ended": asked.ended}
         print(json.dumps({**words, "message": str(asked)}, indent=2))
@@ -90,59 +114,13 @@ def ask_to_yield(run: str, device: str | None, wait_seconds: float | None, *, as
     return _NO_ANSWER if wait_seconds and asked.answered is None else _DONE
 
 
-def _print_table(found: Iterable[RunStatus]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console, now = Console(), time.time()
-    wide = console.width >= _WIDE
-    titles = ["run", "state", "plan", "devices", "step", "s/step", "since"]
-    table = Table(box=None, pad_edge=False)
-    for title in [*titles, "reason"] if wide else titles:
-        number = title in ("step", "s/step", "since")
-        table.add_column(title, justify="right" if number else "left", no_wrap=title not in ("plan", "reason"))
-    reasons = []
-    for status in found:
-        reason = _reason(status, now)
-        # As Text, since a script's or a device's name may hold what rich reads as markup.
-        table.add_row(*map(Text, (*_row(status, now, wide=wide), *([reason] if wide else []))))
-        if reason and not wide:
-            reasons.append(Text(f"{status.run_id}: {reason}"))
-    console.print(table)
-    for line in reasons:
-        console.print(line)
-
-
-def _row(status: RunStatus, now: float, *, wide: bool) -> tuple[str, ...]:
-    """What the table says of a run, but for the reason."""
-    step = "" if status.step is None else str(status.step) + ("" if status.steps is None else f"/{status.steps}")
-    seconds = "" if status.step_seconds is None else f"{status.step_seconds:.3g}"
-    return status.run_id, status.state, status.plan, _devices(status, sizes=wide), step, seconds, _ago(now - status.since)
-
-
-def _reason(status: RunStatus, now: float) -> str:
-    """Its own, or that it says nothing any more."""
-    if now - status.shown_at <= _SILENT_SECONDS:
-        return status.reason
-    silent = f"silent for {_ago(now - status.shown_at)}: stopped, or it hangs"
-    return f"{silent} ({status.reason})" if status.reason else silent
-
-
-def _devices(status: RunStatus, *, sizes: bool) -> str:
-    """Each device on a line, with what the run takes of it, or else has claimed."""
-    taken: Mapping[str, int] = {**status.leased_bytes, **status.used_bytes} if sizes else {}
-    return "\n".join(_short(device) + (f" {format_bytes(taken[device])}" if device in taken else "") for device in status.devices)
-
-
-def _short(device: str) -> str:
-    """So much of a UUID as tells devices of a host apart, and as ``yield --device`` takes."""
-    return device[:_DEVICE_CHARACTERS] if device.startswith(("GPU-", "MIG-")) else device
-
-
-def _ago(seconds: float) -> str:
-    """``5400`` → ``"90 min"``."""
-    for least, unit_seconds, unit in ((48 * 3600, 86400, "d"), (7200, 3600, "h"), (120, 60, "min"), (1, 1, "s")):
-        if seconds >= least:
-            return f"{seconds / unit_seconds:.0f} {unit}"
-    return "now"
+def _cancel(run: str, wait_seconds: float | None, *, as_json: bool) -> int:
+    with progress() as show:
+        if wait_seconds:
+            show(f"waiting for the end of {run}")
+        told = cancel(run, wait_seconds=wait_seconds)
+    if as_json:
+        print(json.dumps({"run": told.run_id, "signal": told.signal, "ended": told.ended, "message": str(told)}, indent=2))
+    else:
+        print(told)
+    return _NO_ANSWER if told.ended is False else _DONE

@@ -1,4 +1,4 @@
-"""Who is on a device: processes by user and command, and this user's own runs. Asks the host's process table, no driver and no torch."""
+"""Who is on a device: processes by user and command, and runs. Asks the host's process table, no driver and no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import psutil
 
 from lightning_autopar.memory.driver_pids import is_drivers
 from lightning_autopar.memory.inventory import Device, DeviceProcess
+from lightning_autopar.memory.processes import inner_pid
+from lightning_autopar.printable import printable
 from lightning_autopar.strategies.run_files import RunStatus
+from lightning_autopar.strategies.run_folders import user_name
+from lightning_autopar.strategies.run_requests import is_here
+from lightning_autopar.units import format_bytes
+
+#: Characters of a command line.
+_MOST_COMMAND = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +33,10 @@ class DeviceUser:
         name: whose it is; None where that can't be told.
         command: what it runs; None where that can't be told.
         used_bytes: what it holds of the device; None where unknown.
-        run: the id of this user's elastic run that it belongs to.
-        leased_bytes: what that run has claimed of the device.
+        run: the id of the run that it belongs to.
+        owner: whose run that is.
+        leased_bytes: what that run was promised of the device, or is predicted to take where nothing was promised.
+        process: whether it is a process that the driver sees, rather than a run's word.
     """
 
     pid: int
@@ -34,11 +44,23 @@ class DeviceUser:
     command: str | None
     used_bytes: int | None
     run: str | None = None
+    owner: str | None = None
     leased_bytes: int | None = None
+    process: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+    def line(self) -> str:
+        """For people: process, size, and who."""
+        size = "? MiB" if self.used_bytes is None else format_bytes(self.used_bytes)
+        if self.used_bytes is None and self.leased_bytes is not None:
+            size = f"{format_bytes(self.leased_bytes)} claimed"
+        whose = "your" if self.owner == user_name() else f"{self.owner}'s"
+        run = "" if self.run is None else f"[{whose} run {self.run}]"
+        who = "  ".join(words for words in (self.name or "not told", run, self.command) if words)
+        return f"{self.pid:>8}  {size:>9}  {who}"
 
 
 def users_of(device: Device, runs: Sequence[RunStatus]) -> tuple[DeviceUser, ...]:
@@ -46,12 +68,12 @@ def users_of(device: Device, runs: Sequence[RunStatus]) -> tuple[DeviceUser, ...
 
     Args:
         device: with its processes.
-        runs: this user's, on this host.
+        runs: everyone's, on this host.
     """
     found = [_user(process, device, runs) for process in device.processes]
-    seen = {user.run for user in found}
+    seen = {(user.run, user.owner) for user in found}  # two users' runs may have one name
     for run in runs:
-        if device.id in run.devices and run.run_id not in seen:
+        if device.id in run.devices and (run.run_id, run.user) not in seen:
             found.append(
                 DeviceUser(
                     pid=run.pid,
@@ -59,7 +81,9 @@ def users_of(device: Device, runs: Sequence[RunStatus]) -> tuple[DeviceUser, ...
                     command=None,
                     used_bytes=run.used_bytes.get(device.id),
                     run=run.run_id,
-                    leased_bytes=run.leased_bytes.get(device.id),
+                    owner=run.user,
+                    leased_bytes=_claimed(run, device.id),
+                    process=False,
                 )
             )
     return tuple(sorted(found, key=lambda user: -(user.used_bytes or user.leased_bytes or 0)))
@@ -73,16 +97,25 @@ def _user(process: DeviceProcess, device: Device, runs: Sequence[RunStatus]) -> 
             there = psutil.Process(process.pid)
             name = there.username()
             ancestors = {process.pid, *(parent.pid for parent in there.parents())}
-            run = next((each for each in runs if each.pid in ancestors), None)
-            command = short_command(there.cmdline()) or there.name()
+            run = next((each for each in runs if is_here(each) and each.pid in ancestors), None)
+            if run is None:  # a container's, which shows its process by the number that it has there
+                inner = {inner_pid(each) for each in ancestors}
+                there_too = [each for each in runs if each.user == name and device.id in each.devices and not is_here(each)]
+                run = next((each for each in there_too if each.pid in inner), None)
+            command = printable(short_command(there.cmdline()) or there.name(), _MOST_COMMAND)
     return DeviceUser(
         pid=process.pid,
         name=name,
         command=command,
         used_bytes=process.used_bytes,
         run=None if run is None else run.run_id,
-        leased_bytes=None if run is None else run.leased_bytes.get(device.id),
+        owner=None if run is None else run.user,
+        leased_bytes=None if run is None else _claimed(run, device.id),
     )
+
+
+def _claimed(run: RunStatus, device: str) -> int | None:
+    return run.leased_bytes.get(device, run.predicted_bytes.get(device))
 
 
 def short_command(words: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
@@ -156,17 +156,23 @@ class _Worker:
         return self.gone and not self.words and not self.ended_by_us
 
 
-def run_generation(job: Job) -> Outcome:
+def run_generation(job: Job, look: Callable[[], None] | None = None) -> Outcome:
     """Fork one worker per rank, wait until all are gone, and return what they left, with the exception that ended the run, if one did.
 
     That is the exception which a worker raised first, with that worker's traceback as its cause; :class:`WorkerFailed` if a worker died
     without a word; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption isn't waited for.
+
+    Args:
+        job: what each worker is to do.
+        look: called in this process again and again while they work.
     """
     with noted_interrupts() as noted:
         generation = Generation(job)
         try:
             while not generation.gone:
                 generation.round(noted)
+                if look is not None:
+                    look()
         finally:
             generation.end()
     return generation.outcome(noted)

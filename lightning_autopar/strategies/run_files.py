@@ -1,7 +1,8 @@
-"""What a run shows on its host and listens to: small files in a folder that only its user can read.
+"""What a run shows on its host and listens to: small files in a folder of its user's. All may read its status, its user alone the rest.
 
-The run's agent opens the folder, shows its status there and takes requests; other processes of the same user list runs and ask them
-(``run_requests.py``). Needs the standard library alone. Knows no plan, no trainer, no device: what it passes on are words and numbers.
+The run's main process opens the folder, shows its status there and takes requests; other processes list runs, and those of the same user
+ask them (``run_requests.py``). Needs the standard library alone. Knows no plan, no trainer, no device: what it passes on are words and
+numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_autopar.memory.own_locks import let_go
+from lightning_autopar.memory.processes import pid_namespace, started_ticks
+from lightning_autopar.printable import printable
 from lightning_autopar.strategies.run_folders import (
+    PUBLIC,
     RUNS_VARIABLE,
     make_folder,
     own_root,
@@ -34,7 +38,7 @@ from lightning_autopar.strategies.run_folders import (
 
 log = logging.getLogger(__name__)
 
-RunState = Literal["planning", "running", "moving", "parked", "finished"]
+RunState = Literal["planning", "queued", "running", "moving", "parked", "finished"]
 Ask = Literal["yield", "park", "resume", "snapshot"]
 
 #: A status is written so often at most, unless something but its figures changed.
@@ -45,7 +49,9 @@ STATUS_FILE = "status.json"
 _MOST_ANSWERS = 64
 _LONGEST_STEM = 24
 #: What may change with each step, be it by rounding; the rest of a status is worth a file at once.
-_FIGURES = {"used_bytes", "step", "steps", "step_seconds", "since", "shown_at"}
+_FIGURES = {"used_bytes", "step", "steps", "step_seconds", "since", "shown_at", "ends_at", "waits_for"}
+#: Later than any run ends (the year 5138), and what a clock's functions take.
+_LAST_SECONDS = 1e11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +60,30 @@ class RunStatus:
 
     Args:
         run_id: its name on this host, such as ``"train-gpt-3f2a"``.
-        pid: the agent's, which is the script's process.
+        pid: the script's process, as its namespace counts.
         user: whose it is.
         script: the script's path.
         state: what it does now.
         plan: what runs, in words.
         devices: ids of the devices that it holds.
-        leased_bytes: for each of them, what it has claimed.
+        leased_bytes: for each of them, what it was promised.
         used_bytes: and what it takes; without those that weren't measured.
+        predicted_bytes: and what its plan was predicted to take; of a queued run, what it waits for.
         step: optimizer steps done; None before there is a figure.
         steps: steps of the whole run; None where unknown.
         step_seconds: measured lately; None before there is a figure.
         generation: how many sets of workers came before this one.
         since: when the state began, in seconds since the epoch.
         reason: why it is in this state on these devices.
-        shown_at: when this was written; set by :meth:`RunFiles.show`. Long ago means that the run hangs or was stopped.
+        shown_at: when this was written; set by :meth:`RunFiles.show`. Long ago means a long step, or that the run hangs or was stopped.
+        ends_at: when it is expected to end, in seconds since the epoch; None where unknown.
+        waits_for: of a queued run, what for and behind whom.
+        priority: in the queue, larger first.
+        elastic: whether it can move, park and go on.
+        external: whether torchrun or Slurm started its processes, and decides where they are.
+        task: what the trainer was called for: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        started_ticks: when its process began, in the kernel's ticks; 0 where unknown.
+        namespace: which processes' numbers ``pid`` is one of; empty where unknown.
     """
 
     run_id: str
@@ -87,15 +102,27 @@ class RunStatus:
     since: float
     reason: str = ""
     shown_at: float = 0.0
+    predicted_bytes: Mapping[str, int] = field(default_factory=dict)
+    ends_at: float | None = None
+    waits_for: str = ""
+    priority: int = 0
+    elastic: bool = False
+    external: bool = False
+    task: str = "fit"
+    started_ticks: int = 0
+    namespace: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; a figure that is none (infinite, not a number) is null."""
         found = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in vars(self).items()}
-        return {**found, "devices": list(self.devices), "leased_bytes": dict(self.leased_bytes), "used_bytes": dict(self.used_bytes)}
+        sizes = {name: dict(vars(self)[name]) for name in ("leased_bytes", "used_bytes", "predicted_bytes")}
+        return {**found, "devices": list(self.devices), **sizes}
 
     @classmethod
     def from_dict(cls, data: Any) -> RunStatus:
-        """The inverse of :meth:`to_dict`; what a newer version shows besides is passed over.
+        """The inverse of :meth:`to_dict`; what a newer version shows besides is passed over, what an older one doesn't is as by default.
+
+        Its words are made fit for a terminal, as they may be anybody's.
 
         Raises:
             ValueError: if it is no status.
@@ -103,22 +130,44 @@ class RunStatus:
         try:
             if data["state"] not in get_args(RunState):
                 raise ValueError(f"{data['state']!r} is no state of a run")
+            found: dict[str, Any] = {name: printable(str(data[name])) for name in ("run_id", "user", "script", "plan", "reason")}
+            found.update({name: printable(str(data.get(name, ""))) for name in ("waits_for", "namespace")})
+            found.update({name: _sizes(data.get(name, {})) for name in ("leased_bytes", "used_bytes", "predicted_bytes")})
+            found.update({name: bool(data.get(name, False)) for name in ("elastic", "external")})
+            found.update({name: _whole(data.get(name, 0)) for name in ("priority", "started_ticks")})
+            found.update({name: None if data[name] is None else _whole(data[name]) for name in ("step", "steps")})
             return cls(
-                **{name: str(data[name]) for name in ("run_id", "user", "script", "plan", "reason")},
+                **found,
                 state=data["state"],
-                pid=int(data["pid"]),
-                generation=int(data["generation"]),
-                since=float(data["since"]),
-                shown_at=float(data["shown_at"]),
-                devices=tuple(map(str, data["devices"])),
-                leased_bytes={str(device): int(size) for device, size in data["leased_bytes"].items()},
-                used_bytes={str(device): int(size) for device, size in data["used_bytes"].items()},
-                step=None if data["step"] is None else int(data["step"]),
-                steps=None if data["steps"] is None else int(data["steps"]),
-                step_seconds=None if data["step_seconds"] is None else float(data["step_seconds"]),
+                task=printable(str(data.get("task", "fit"))),
+                pid=_whole(data["pid"]),
+                generation=_whole(data["generation"]),
+                since=_moment(data["since"]),
+                shown_at=_moment(data["shown_at"]),
+                devices=tuple(printable(str(device)) for device in data["devices"]),
+                step_seconds=None if data["step_seconds"] is None else _moment(data["step_seconds"]),
+                ends_at=None if data.get("ends_at") is None else _moment(data["ends_at"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is no run's status ({type(error).__name__}: {error})") from error
+
+
+def _sizes(data: Any) -> dict[str, int]:
+    return {printable(str(device)): _whole(size) for device, size in data.items()}
+
+
+def _whole(data: Any) -> int:
+    number = int(data)
+    if abs(number) >= 2**63:
+        raise ValueError(f"a number of {number.bit_length()} bits is none of a run's")
+    return number
+
+
+def _moment(data: Any) -> float:
+    seconds = float(data)
+    if not 0 <= seconds <= _LAST_SECONDS:
+        raise ValueError(f"{data!r} is no number of seconds")
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +240,7 @@ class RunFiles:
         try:
             if not os.fstat(self._lock).st_nlink:
                 self._make_again()
-            write_json(self.folder / STATUS_FILE, self._status.to_dict())
+            write_json(self.folder / STATUS_FILE, self._status.to_dict(), PUBLIC)
         except OSError as error:
             if not self._warned:
                 log.warning("autopar: what this run does can't be shown in %s any more (%s); the run goes on", self.folder, error)
@@ -273,8 +322,18 @@ def open_run(script: str | Path | None = None) -> Iterator[RunFiles]:
 def _open_in(root: Path, script: str) -> RunFiles:
     while True:
         run_id = f"{_stem(script)}-{secrets.token_hex(2)}"
-        status = RunStatus(run_id=run_id, pid=os.getpid(), user=user_name(), script=script, state="planning", since=time.time())
-        status = replace(status, shown_at=status.since)
+        now = time.time()
+        status = RunStatus(
+            run_id=run_id,
+            pid=os.getpid(),
+            user=user_name(),
+            script=script,
+            state="planning",
+            since=now,
+            shown_at=now,
+            started_ticks=started_ticks(os.getpid()),
+            namespace=pid_namespace(),
+        )
         try:
             return RunFiles(root / run_id, make_folder(root / run_id, {STATUS_FILE: status.to_dict()}), status)
         except FileExistsError:  # of two runs of a script one in 65536 draws the other's

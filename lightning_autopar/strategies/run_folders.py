@@ -1,7 +1,8 @@
 """Folders of runs in a place that all users share: whose they are, whether their run is alive, and files in them that are whole.
 
-A run's folder has a lock that the kernel lets go of however its process dies. In such a place anybody can make a folder of any name, so
-one is trusted only if it is this user's own. Needs the standard library alone; doesn't know what the files say.
+A run's folder has a lock that the kernel lets go of however its process dies; its user alone can open that. In such a place anybody can
+make a folder of any name, so one is this user's only if the file system says so, and another user's files are read as anybody's might be.
+Needs the standard library alone; doesn't know what the files say.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LOCK = "lock"
 #: Larger files aren't ours.
 _MOST_BYTES = 64 * 1024
+#: Of one user; whoever has more makes others wait who look at them.
+_MOST_FOLDERS = 1000
+#: What all may read, and what nobody else may.
+PUBLIC, PRIVATE = 0o644, 0o600
+_PUBLIC_FOLDER = 0o755
+_ROOT = "autopar-runs-"
 #: A hidden folder without a lock may be one that is being made; not so long.
 _MAKING_SECONDS = 60.0
 
@@ -57,14 +64,39 @@ def own_root(home: Path) -> Path:
     Raises:
         OSError: if it can't be made, or is somebody else's.
     """
-    root = home / f"autopar-runs-{os.geteuid()}"
+    root = home / f"{_ROOT}{os.geteuid()}"
     with suppress(FileExistsError):
-        root.mkdir(mode=0o700)
+        root.mkdir(mode=_PUBLIC_FOLDER)
     if not is_own(root):
         raise PermissionError(f"{root.name} is there already, and is {user_name(root.lstat().st_uid)}'s or no folder")
-    if stat.S_IMODE(root.stat().st_mode) != 0o700:
-        root.chmod(0o700)
+    if stat.S_IMODE(root.stat().st_mode) != _PUBLIC_FOLDER:
+        root.chmod(_PUBLIC_FOLDER)
     return root
+
+
+def roots() -> list[tuple[Path, int]]:
+    """All users' folders of runs on this host, each with whose it is: a folder that somebody else made in a user's name is none."""
+    found = []
+    for home in run_homes():
+        with suppress(OSError):  # no such place, or it isn't for us to read
+            for root in sorted(home.glob(f"{_ROOT}*")):
+                entry = root.lstat()
+                if stat.S_ISDIR(entry.st_mode) and root.name == f"{_ROOT}{entry.st_uid}":
+                    found.append((root, entry.st_uid))
+    return found
+
+
+def folders_in(root: Path) -> list[Path]:
+    """The folders in a user's, by their names; of somebody who has too many some."""
+    found = []
+    with suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    found.append(root / entry.name)
+            if len(found) == _MOST_FOLDERS:
+                break
+    return sorted(found)
 
 
 def is_own(path: Path) -> bool:
@@ -90,7 +122,8 @@ def make_folder(folder: Path, files: Mapping[str, Any]) -> int:
         lock = own(os.open(hidden / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name, data in files.items():
-            write_json(hidden / name, data)
+            write_json(hidden / name, data, PUBLIC)
+        hidden.chmod(_PUBLIC_FOLDER)
         if os.path.lexists(folder):  # an empty one would be replaced
             raise FileExistsError(f"{folder} is there")
         try:
@@ -140,8 +173,8 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def write_json(path: Path, data: Any) -> None:
-    """A file that is there whole or not at all.
+def write_json(path: Path, data: Any, mode: int = PRIVATE) -> None:
+    """A file that is there whole or not at all, and is for those to read whom the mode says, whatever the umask is.
 
     Raises:
         OSError: if it can't be written.
@@ -150,6 +183,7 @@ def write_json(path: Path, data: Any) -> None:
     try:
         handle = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchmod(handle, mode)
             json.dump(data, file, allow_nan=False)
         os.replace(hidden, path)
     except BaseException:
@@ -157,8 +191,12 @@ def write_json(path: Path, data: Any) -> None:
         raise
 
 
-def read_json(path: Path) -> Any:
-    """What a file holds; only a plain one of this user's own: a pipe or a link could make the reader wait, or read something else.
+def read_json(path: Path, uid: int | None = None) -> Any:
+    """What a file holds; only a plain one of that user's own: a pipe or a link could make the reader wait, or read something else.
+
+    Args:
+        path: where it lies.
+        uid: whose it has to be, this user's by default.
 
     Raises:
         OSError: if it can't be read.
@@ -167,8 +205,9 @@ def read_json(path: Path) -> Any:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(handle, "rb", closefd=True) as file:
         found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size > _MOST_BYTES:
-            raise ValueError(f"it is no file of {user_name()}'s of at most {_MOST_BYTES} bytes")
+        owner = os.geteuid() if uid is None else uid
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != owner or found.st_size > _MOST_BYTES:
+            raise ValueError(f"it is no file of {user_name(owner)}'s of at most {_MOST_BYTES} bytes")
         return json.loads(file.read(_MOST_BYTES))
 
 

@@ -1,4 +1,5 @@
-"""This user's runs on this host as other processes see them: ``runs()`` lists them, ``ask()`` and ``yield_run()`` ask them for something.
+"""The runs of this host as other processes see them: ``runs()`` lists this user's, ``everyones_runs()`` all; ``ask()`` and ``yield_run()``
+ask one of this user's for something.
 
 Nothing here waits for a run, which may be stopped or hang: a request is a file that lies there until it is taken. Needs the standard
 library alone (and psutil, for workers and other users' processes), so that the command line starts at once. Knows no plan and no trainer.
@@ -15,14 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lightning_autopar.memory.processes import lives, owner_uid, pid_namespace
 from lightning_autopar.strategies.run_files import STATUS_FILE, Request, RunStatus
 from lightning_autopar.strategies.run_folders import (
+    folders_in,
     is_abandoned,
     is_alive,
-    is_own,
     read_json,
     remove_folder,
-    run_homes,
+    roots,
     user_name,
     write_json,
 )
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 #: Between two looks for an answer.
 _POLL_SECONDS = 0.02
+#: A container's run of somebody else's is taken for dead that has shown nothing for so long: its process can't be looked at from here.
+_FORGOTTEN_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,20 @@ def runs() -> list[RunStatus]:
     return [status for _, status in _live()]
 
 
+def everyones_runs() -> list[RunStatus]:
+    """All users' runs on this host: this user's first, then by owner, each by their names.
+
+    What another user shows is believed as far as the file system and the kernel confirm it: whose the files are, and that a process of that
+    user's is there which began when the run says that it did.
+    """
+    return [*runs(), *(status for _, status in sorted((_theirs()), key=lambda each: (each[1].user, each[1].run_id)))]
+
+
+def is_here(status: RunStatus) -> bool:
+    """Whether its process's number is one of this process's namespace; else it is a container's, or an older version's."""
+    return bool(status.namespace) and status.namespace == pid_namespace()
+
+
 def ask(run: str | int, request: Request, *, wait_seconds: float | None = None) -> Asked:
     """Ask a run for something. It may be stopped or hang: only an answer is waited for, and only for so long.
 
@@ -79,13 +97,13 @@ def ask(run: str | int, request: Request, *, wait_seconds: float | None = None) 
         wait_seconds: how long to wait for an answer; by default not at all.
 
     Raises:
-        ValueError: if it isn't known which run is meant, it is another user's, it has ended, or it isn't on that device.
+        ValueError: if it isn't known which run is meant, it is another user's, it has ended, it can't do that, or isn't on that device.
     """
     if wait_seconds is not None and not 0 <= wait_seconds < math.inf:
         raise ValueError(f"an answer can't be waited for {wait_seconds} s; give a number of seconds from 0 on")
-    folder, status = _find(str(run).strip())
-    if status.state == "finished":
-        raise ValueError(f"{status.run_id} has finished, and is only leaving; there is nothing to ask it for")
+    folder, status = find(str(run).strip())
+    if (why := _why_not(status)) is not None:
+        raise ValueError(f"{status.run_id} {why}")
     request = replace(request, device=_device(status, request.device), id=f"{time.time_ns():020d}-{secrets.token_hex(4)}")
     words = {"ask": request.ask, "device": request.device, "at": request.at, "by": request.by}
     try:
@@ -125,32 +143,15 @@ def yield_run(run: str | int, device: str | None = None, *, wait_seconds: float 
     return ask(run, Request(ask="yield", device=device), wait_seconds=wait_seconds)
 
 
-def _live() -> list[tuple[Path, RunStatus]]:
-    found = []
-    for home in run_homes():
-        root = home / f"autopar-runs-{os.geteuid()}"
-        if not is_own(root):
-            continue
-        for folder in sorted(root.iterdir()):
-            if folder.is_symlink() or not folder.is_dir():
-                continue
-            if is_abandoned(folder):
-                remove_folder(folder)
-            if folder.name.startswith(".") or not is_alive(folder):
-                continue
-            try:
-                status = RunStatus.from_dict(read_json(folder / STATUS_FILE))
-            except FileNotFoundError:  # it is leaving
-                continue
-            except (OSError, ValueError, RecursionError) as error:
-                log.warning("autopar: a run is passed over: %s can't be read (%s)", folder / STATUS_FILE, error)
-                continue
-            if status.run_id == folder.name:
-                found.append((folder, status))
-    return sorted(found, key=lambda each: each[1].run_id)
+def find(text: str) -> tuple[Path, RunStatus]:
+    """The folder and the status of the one run of this user's that is meant.
 
+    Args:
+        text: its id, the beginning of it if no other run has it, or a pid: of the script or of one of its workers.
 
-def _find(text: str) -> tuple[Path, RunStatus]:
+    Raises:
+        ValueError: if it isn't known which run is meant, it is another user's, or it has ended.
+    """
     live = _live()
     found = [each for each in live if each[1].run_id == text]
     if not found and text:
@@ -163,8 +164,80 @@ def _find(text: str) -> tuple[Path, RunStatus]:
     known = ", ".join(f"{status.run_id} (pid {status.pid}, {status.state})" for _, status in (found or live))
     if found:
         raise ValueError(f"{text!r} may be any of the runs {known}; say more of its name")
-    theirs = f"; runs of others ({', '.join(others)}) only they can ask" if (others := _others(text)) else ""
-    raise ValueError((f"there is no run {text!r} of yours; there are: {known}" if live else "you have no run on this host") + theirs)
+    others = [status for _, status in _theirs()]
+    if text and (meant := [status for status in others if status.run_id.startswith(text)]):
+        whose = meant[0].user
+        raise ValueError(f"the run {meant[0].run_id} is {whose}'s, and only {whose} can ask it for something")
+    names = ", ".join(sorted({status.user for status in others}))
+    theirs = f"; runs of others ({names}) only they can ask" if names else ""
+    ended = " (one that has ended isn't there any more)" if "-" in text else ""
+    there = f"there is no run {text!r} of yours{ended}; there are: {known}" if live else f"you have no run on this host{ended}"
+    raise ValueError(there + theirs)
+
+
+def _live() -> list[tuple[Path, RunStatus]]:
+    """This user's runs, by their names."""
+    found = []
+    for root, uid in roots():
+        if uid != os.geteuid():
+            continue
+        for folder in folders_in(root):
+            if is_abandoned(folder):
+                remove_folder(folder)
+            if folder.name.startswith(".") or not is_alive(folder):
+                continue
+            try:
+                status = _read(folder, uid)
+            except FileNotFoundError:  # it is leaving
+                continue
+            except (OSError, ValueError, RecursionError) as error:
+                log.warning("autopar: a run is passed over: %s can't be read (%s)", folder / STATUS_FILE, error)
+                continue
+            if status.run_id == folder.name:
+                found.append((folder, status))
+    return sorted(found, key=lambda each: each[1].run_id)
+
+
+def _theirs() -> list[tuple[Path, RunStatus]]:
+    """Other users' runs, as far as they can be believed; what can't be read is theirs to mend."""
+    found = []
+    for root, uid in roots():
+        if uid == os.geteuid():
+            continue
+        for folder in folders_in(root):
+            with suppress(OSError, ValueError, RecursionError):
+                status = _read(folder, uid)
+                if status.run_id == folder.name and _is_believed(status, uid):
+                    found.append((folder, status))
+    return found
+
+
+def _read(folder: Path, uid: int) -> RunStatus:
+    """What a run shows; whose it is the file system says."""
+    return replace(RunStatus.from_dict(read_json(folder / STATUS_FILE, uid)), user=user_name(uid))
+
+
+def _is_believed(status: RunStatus, uid: int) -> bool:
+    """Whether another user's run is alive, and its process that user's."""
+    if not is_here(status):
+        return time.time() - status.shown_at < _FORGOTTEN_SECONDS
+    return lives(status.pid, status.started_ticks) and owner_uid(status.pid) in (None, uid)
+
+
+def _why_not(status: RunStatus) -> str | None:
+    """Why a run can't be asked to move, park, go on or save itself; None where it can."""
+    if status.state == "finished":
+        return "has finished, and is only leaving; there is nothing to ask it for"
+    if status.state == "queued":
+        return f"is queued, and holds no device; 'lightning-autopar cancel {status.run_id}' ends its waiting"
+    if status.external:
+        return "was started by torchrun or Slurm, which decide where its processes are; ask there"
+    if not status.elastic:
+        return (
+            "is a plain run, which stays where it is until its end; with CheckpointMigrate() among the Trainer's callbacks its next start "
+            f"can be asked, and now only 'lightning-autopar cancel {status.run_id}' gives its devices back"
+        )
+    return None
 
 
 def _device(status: RunStatus, text: str | None) -> str | None:
@@ -198,23 +271,3 @@ def _ancestors(pid: int) -> set[int]:
         return {parent.pid for parent in process.parents()}
     except psutil.Error:
         return set()
-
-
-def _others(text: str) -> list[str]:
-    """Who else has runs here.
-
-    Raises:
-        ValueError: if a run of that name is seen to be theirs, which only root can see.
-    """
-    names = set()
-    for home in run_homes():
-        for root in home.glob("autopar-runs-*"):
-            with suppress(OSError):
-                owner = root.lstat().st_uid
-                if owner == os.geteuid() or root.is_symlink():
-                    continue
-                name = user_name(owner)
-                names.add(name)
-                if text and any(entry.startswith(text) for entry in os.listdir(root)):
-                    raise ValueError(f"the run {text!r} is {name}'s, and only {name} can ask it for something")
-    return sorted(names)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,13 +23,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_autopar.strategies import run_files, run_folders, run_requests
+from lightning_autopar.strategies import run_files, run_folders
 from lightning_autopar.strategies.run_files import Request, RunFiles, RunStatus, open_run
 from lightning_autopar.strategies.run_folders import is_abandoned, is_alive
 from lightning_autopar.strategies.run_requests import ask, runs, yield_run
-
-NOBODY = 65534
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
 
 #: An agent: shows itself, and for each line that it is given takes its requests and answers them. Its child must not keep its lock.
 AGENT = """
@@ -38,7 +35,7 @@ from dataclasses import replace
 from lightning_autopar.strategies.run_files import open_run
 
 with open_run("train_gpt.py") as files:
-    files.show(replace(files.status, state="running", devices=("cpu:0", "cpu:1"), step=3))
+    files.show(replace(files.status, state="running", elastic=True, devices=("cpu:0", "cpu:1"), step=3))
     if not os.fork():
         print(files.run_id, os.getpid(), flush=True)
         signal.pause()
@@ -69,6 +66,14 @@ def agent() -> Iterator[tuple[subprocess.Popen[str], str]]:
         finally:
             process.kill()
             os.kill(int(child), signal.SIGKILL)
+
+
+@contextmanager
+def elastic(script: str) -> Iterator[RunFiles]:
+    """A run that can be asked."""
+    with open_run(script) as files:
+        files.show(replace(files.status, elastic=True))
+        yield files
 
 
 def said(process: subprocess.Popen[str]) -> str:
@@ -143,22 +148,24 @@ def test_figures_that_are_none_are_shown_as_none() -> None:
         assert (seen.step_seconds, seen.steps) == (None, None)
 
 
-def test_only_its_user_can_look_into_it(home: Path) -> None:
-    root_of(home).mkdir(mode=0o755)
-    before = os.umask(0)
+@pytest.mark.parametrize("mask", [0, 0o077])
+def test_all_can_read_its_status_and_nobody_else_the_rest(home: Path, mask: int) -> None:
+    root_of(home).mkdir(mode=0o700)
+    before = os.umask(mask)
     try:
         with open_run("a.py") as files:
-            files.show(replace(files.status, state="running"))
+            files.show(replace(files.status, state="running", elastic=True))
             ask(files.run_id, Request(ask="snapshot"))
-            assert {stat.S_IMODE(path.stat().st_mode) for path in (root_of(home), files.folder)} == {0o700}
-            assert {stat.S_IMODE(path.stat().st_mode) for path in files.folder.iterdir()} == {0o600}
-            assert len(list(files.folder.iterdir())) == 3  # and nothing half written
+            files.answer(Request(ask="yield", id="1"), "no")
+            assert {stat.S_IMODE(path.stat().st_mode) for path in (root_of(home), files.folder)} == {0o755}
+            modes = {path.name.partition("-")[0]: stat.S_IMODE(path.stat().st_mode) for path in files.folder.iterdir()}
+            assert modes == {"status.json": 0o644, "lock": 0o600, "request": 0o600, "answer": 0o600}  # and nothing half written
     finally:
         os.umask(before)
 
 
 def test_a_full_disk_costs_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def full(path: Path, data: Any) -> None:
+    def full(path: Path, data: Any, mode: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with open_run("a.py") as files:
@@ -169,7 +176,7 @@ def test_a_full_disk_costs_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_a_folder_that_was_removed_under_the_run_comes_back(home: Path) -> None:
-    with open_run("a.py") as files:
+    with elastic("a.py") as files:
         shutil.rmtree(root_of(home) / files.run_id)
         assert files.requests() == []
         assert runs() == []
@@ -196,7 +203,7 @@ def test_a_killed_runs_folder_is_removed_though_its_child_lives(home: Path) -> N
         process.wait()
         assert runs() == []
         assert not (root_of(home) / run_id).exists()
-        with pytest.raises(ValueError, match="you have no run on this host"):
+        with pytest.raises(ValueError, match=r"you have no run on this host \(one that has ended isn't there any more\)"):
             yield_run(run_id)
 
 
@@ -265,7 +272,7 @@ def test_a_stopped_run_is_asked_and_answers_when_it_goes_on() -> None:
 
 def test_a_run_that_ends_answers_no_more() -> None:
     with ThreadPoolExecutor() as pool:
-        with open_run("a.py") as files:
+        with elastic("a.py") as files:
             asked = pool.submit(ask, files.run_id, Request(ask="park"), wait_seconds=60.0)
             while not files.requests():
                 assert not asked.done()
@@ -320,7 +327,7 @@ def test_simultaneous_asks_are_each_taken_once() -> None:
     askers, each = 6, 20
     script = "import sys; from lightning_autopar.strategies.run_requests import *; [yield_run(sys.argv[1]) for _ in range(20)]"
     taken: list[Request] = []
-    with open_run("a.py") as files:
+    with elastic("a.py") as files:
         over = threading.Event()
 
         def take() -> None:
@@ -354,7 +361,7 @@ def test_answers_that_nobody_reads_are_few() -> None:
 
 
 def test_which_run_is_meant() -> None:
-    with open_run("train.py") as one, open_run("train_more.py") as other:
+    with elastic("train.py") as one, elastic("train_more.py") as other:
         assert yield_run(other.run_id).run_id == other.run_id
         assert yield_run("train-m").run_id == other.run_id
         for run in ("train", os.getpid()):
@@ -368,7 +375,7 @@ def test_which_run_is_meant() -> None:
 
 
 def test_which_device_is_meant() -> None:
-    with open_run("train.py") as files:
+    with elastic("train.py") as files:
         yield_run("train", "GPU-7c")  # it holds none now, and may hold this one when it looks
         files.show(replace(files.status, state="running", devices=("GPU-7c1e", "GPU-7d00")))
         yield_run("train", "GPU-7c")
@@ -386,108 +393,55 @@ def test_what_cannot_be_asked() -> None:
         Request(ask="explode")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="says nothing to the request 'park'"):
         Request(ask="park", device="cpu:0")
-    with open_run("a.py") as files:
+    with elastic("a.py") as files:
         with pytest.raises(ValueError, match="can't be waited for -1"):
             yield_run("a", wait_seconds=-1.0)
-        files.show(replace(files.status, state="finished"))
-        with pytest.raises(ValueError, match="has finished"):
-            yield_run("a")
-
-
-# -- other users -------------------------------------------------------------------------------------------------------------------------
-
-
-def as_user(uid: int, function: Callable[[], object]) -> Any:
-    """What a function says to another user, in a forked child."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.setgroups([])
-            os.seteuid(uid)
-            try:
-                found: Any = function()
-            except ValueError as error:
-                found = str(error)
-            os.write(writing, json.dumps(found).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    return json.loads(text)
-
-
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder like /tmp, whose way nobody is barred from."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o1777)
-        monkeypatch.setenv("AUTOPAR_RUNS", name)
-        yield Path(name)
-
-
-@AS_ROOT
-def test_another_users_run_is_refused(shared: Path) -> None:
-    name = run_folders.user_name(NOBODY)
-    with open_run("train.py") as files:
-        refused = f"you have no run on this host; runs of others ({run_folders.user_name()}) only they can ask"
-        assert as_user(NOBODY, lambda: str(yield_run(files.run_id))) == refused
-        agent_pid = os.getpid()
-        assert as_user(NOBODY, lambda: str(yield_run(agent_pid))).startswith(f"the process {agent_pid} is root's")
-        assert as_user(NOBODY, lambda: len(runs())) == 0
+        for changes, says in (
+            ({"elastic": False}, "is a plain run, .*with CheckpointMigrate"),
+            ({"elastic": False, "external": True}, "was started by torchrun or Slurm"),
+            ({"state": "queued"}, f"is queued, and holds no device; 'lightning-autopar cancel {files.run_id}'"),
+            ({"state": "finished"}, "has finished"),
+        ):
+            before = files.status
+            files.show(replace(before, **changes))
+            with pytest.raises(ValueError, match=f"{files.run_id} {says}"):
+                yield_run("a")
+            files.show(before)
         assert files.requests() == []
-        assert len(runs()) == 1
-    # Root sees whose it is, and is refused as well: what root writes there the run couldn't read.
-    root = shared / f"autopar-runs-{NOBODY}"
-    (root / "train-1234").mkdir(parents=True)
-    for path in (root, root / "train-1234"):
-        os.chown(path, NOBODY, NOBODY)
-    with pytest.raises(ValueError, match=f"the run 'train' is {name}'s, and only {name} can ask it"):
-        yield_run("train")
-    assert (root / "train-1234").exists()
 
 
-@AS_ROOT
-def test_a_folder_of_the_right_name_that_is_anothers_is_not_trusted(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    squatted = root_of(shared)
-    (squatted / "train-1234").mkdir(parents=True)
-    (squatted / "train-1234" / "status.json").write_text(json.dumps(a_status("train-1234").to_dict()))
-    os.chown(squatted, NOBODY, NOBODY)
-    with pytest.raises(
-        ValueError, match=f"is there already, and is {run_folders.user_name(NOBODY)}'s.*name a folder of your own by AUTOPAR_RUNS"
-    ):
-        open_run("a.py").__enter__()
-    assert runs() == []
-    assert (squatted / "train-1234").exists()
-    other = shared / "other"
-    other.mkdir()
-    for module in (run_files, run_requests):
-        monkeypatch.setattr(module, "run_homes", lambda: [shared, other])
+def test_a_status_of_an_older_version_is_read() -> None:
     with open_run("a.py") as files:
-        assert files.folder.parent.parent == other
-        assert len(runs()) == 1
+        new = ("predicted_bytes", "ends_at", "waits_for", "priority", "elastic", "external", "task", "started_ticks", "namespace")
+        old = {name: value for name, value in files.status.to_dict().items() if name not in new}
+        (files.folder / "status.json").write_text(json.dumps(old))
+        (seen,) = runs()
+        assert (seen.elastic, seen.priority, seen.ends_at, seen.task, seen.started_ticks) == (False, 0, None, "fit", 0)
 
 
-def test_a_link_of_the_right_name_is_not_trusted(home: Path) -> None:
-    (home / "elsewhere").mkdir()
-    root_of(home).symlink_to(home / "elsewhere")
-    with pytest.raises(ValueError, match="is there already"):
-        open_run("a.py").__enter__()
-    assert runs() == []
-    assert list((home / "elsewhere").iterdir()) == []
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"since": float("inf")},
+        {"shown_at": -1.0},
+        {"ends_at": 1e300},
+        {"step_seconds": float("nan")},
+        {"step": 10**30},
+        {"leased_bytes": 3},
+    ],
+)
+def test_a_figure_that_is_none_makes_no_status(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"number|status"):
+        RunStatus.from_dict({**a_status("a-1234").to_dict(), **changes})
 
 
-def test_to_another_user_there_are_no_runs_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_run("train.py") as files:
-        name = run_folders.user_name()
-        monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
-        assert runs() == []
-        # The real user's permissions hold, so that whose it is can be seen.
-        with pytest.raises(ValueError, match=f"the run '{files.run_id}' is {name}'s, and only {name} can ask it"):
-            yield_run(files.run_id)
-        monkeypatch.undo()
+def test_what_a_run_says_is_printable() -> None:
+    """Anybody can write a status; on a terminal it must not move the cursor, nor turn the direction of writing."""
+    nasty = "a\x1b[2J\x07\n\u202eb\ud800"
+    seen = RunStatus.from_dict({**a_status("a-1234").to_dict(), "script": nasty, "reason": nasty, "devices": [nasty], "plan": "x" * 9999})
+    for text in (seen.script, seen.reason, *seen.devices):
+        assert text == "a\ufffd[2J\ufffd\ufffd\ufffdb\ufffd"
+    assert len(seen.plan) == 500
 
 
 def test_without_a_place_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,313 @@
+"""``lightning-autopar status``: every run on this host, whose it is and what it does, and who else is on the GPUs. No torch, no Lightning.
+
+What other users show is theirs to say: it is read as ``run_requests`` believes it, and printed as plain text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_autopar.cli.users import DeviceUser, users_of
+from lightning_autopar.memory import nvml
+from lightning_autopar.memory.processes import is_stopped
+from lightning_autopar.printable import printable
+from lightning_autopar.strategies.run_files import RunStatus
+from lightning_autopar.strategies.run_folders import user_name
+from lightning_autopar.strategies.run_requests import everyones_runs, is_here
+from lightning_autopar.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from lightning_autopar.memory.inventory import Device
+
+_DONE = 0
+#: A run shows itself every few seconds; silent for longer it is in a long step, hangs, or was stopped.
+_SILENT_SECONDS = 60.0
+#: In a narrower terminal the reasons stand below the table, and in one that is narrower still each run has some lines rather than a row.
+_WIDE, _MIDDLE = 200, 140
+#: Of a GPU's or a MIG device's UUID.
+_DEVICE_CHARACTERS = 12
+#: Between two looks of --watch.
+WATCH_SECONDS = 2.0
+_LEAST_WATCH_SECONDS = 0.2
+_STATE_STYLES = {"running": "green", "moving": "yellow", "queued": "cyan", "planning": "cyan", "parked": "magenta"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A host at a moment.
+
+    Args:
+        at: when, in seconds since the epoch.
+        runs: everyone's, this user's first.
+        devices: the GPUs that the driver shows, with who is on each.
+        notes: what couldn't be read.
+    """
+
+    at: float
+    runs: tuple[RunStatus, ...]
+    devices: tuple[tuple[Device, tuple[DeviceUser, ...]], ...]
+    notes: tuple[str, ...]
+
+    def strangers(self) -> Iterator[tuple[Device, list[DeviceUser]]]:
+        """The devices with processes that are no run's, each with these."""
+        for device, users in self.devices:
+            found = [user for user in users if user.run is None]
+            if found:
+                yield device, found
+
+    def used_bytes(self, status: RunStatus, device: str) -> int | None:
+        """What a run takes of a device: by the driver where it tells the run's processes, else by the run's own word."""
+        users = next((users for each, users in self.devices if each.id == device), ())
+        its = [user for user in users if user.process and (user.run, user.owner) == (status.run_id, status.user)]
+        seen = [user.used_bytes for user in its if user.used_bytes is not None]
+        return sum(seen) if seen else status.used_bytes.get(device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        runs = []
+        for status in self.runs:
+            seen = {device: size for device in status.devices if (size := self.used_bytes(status, device)) is not None}
+            words = {**status.to_dict(), "used_bytes": seen, "own": _is_own(status), "silent_seconds": max(0.0, self.at - status.shown_at)}
+            runs.append(words)
+        devices = [
+            {
+                "id": device.id,
+                "name": device.name,
+                "total_bytes": device.total_bytes,
+                "free_bytes": device.free_bytes,
+                "utilization": device.utilization,
+                "error": device.error,
+                "users": [user.to_dict() for user in users],
+            }
+            for device, users in self.devices
+        ]
+        return {"at": self.at, "runs": runs, "devices": devices, "notes": list(self.notes)}
+
+
+def look() -> Box:
+    """The host as it is now."""
+    found = everyones_runs()
+    devices: tuple[Device, ...] = ()
+    notes: tuple[str, ...] = ()
+    with contextlib.suppress(nvml.NvmlUnavailable):  # no GPUs, and so no strangers on them
+        # All of the host's, whatever this process may use.
+        devices, _, notes = nvml.read_devices(environment={})
+        notes = () if not devices else notes
+    seen = tuple((device, users_of(device, found)) for device in devices)
+    return Box(at=time.time(), runs=tuple(found), devices=seen, notes=notes)
+
+
+def show_status(*, as_json: bool, watch_seconds: float | None) -> int:
+    """``lightning-autopar status``; returns the exit code.
+
+    Args:
+        as_json: values instead of words.
+        watch_seconds: show it again so often, until Ctrl-C; None: once.
+
+    Raises:
+        ValueError: if it can't be watched so.
+    """
+    if watch_seconds is not None and not _LEAST_WATCH_SECONDS <= watch_seconds < 86400:
+        raise ValueError(f"--watch {watch_seconds:g}: give seconds from {_LEAST_WATCH_SECONDS:g} on between two looks")
+    if watch_seconds is not None and not as_json and not sys.stdout.isatty():
+        raise ValueError("--watch draws on a terminal, and standard output is none; add --json for a line of JSON at each look")
+    try:
+        if watch_seconds is None:
+            _show_once(as_json=as_json)
+        elif as_json:
+            _watch_json(watch_seconds)
+        else:
+            _watch_page(watch_seconds)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        if watch_seconds is None:
+            raise
+    except BrokenPipeError:  # whoever read has seen enough; Python would say so once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _DONE
+
+
+def _show_once(*, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(look().to_dict(), indent=2))
+    else:
+        console = _console()
+        console.print(_page(look(), console))
+
+
+def _watch_json(seconds: float) -> None:
+    while True:
+        print(json.dumps(look().to_dict()), flush=True)
+        time.sleep(seconds)
+
+
+def _watch_page(seconds: float) -> None:
+    from rich.live import Live
+
+    console = _console()
+    with Live(console=console, auto_refresh=False, screen=False) as live:
+        while True:
+            live.update(_page(look(), console, every_seconds=seconds), refresh=True)
+            time.sleep(seconds)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+# -- for people ------------------------------------------------------------------------------------------------------------------------
+
+
+def _page(box: Box, console: Console, every_seconds: float | None = None) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    if every_seconds is not None:
+        clock = time.strftime("%H:%M:%S", time.localtime(box.at))
+        parts.append(Text(f"{clock}, every {every_seconds:g} s; Ctrl-C ends it", style="dim"))
+    if not box.runs:
+        parts.append(Text("No runs on this host."))
+    elif console.width >= _MIDDLE:
+        parts.append(_table(box, wide=console.width >= _WIDE))
+        if console.width < _WIDE:
+            parts.extend(Text(f"{status.run_id}: {why}") for status in box.runs if (why := _why(status, box.at)))
+    else:
+        parts.extend(_blocks(box))
+    for device, strangers in box.strangers():
+        used_bytes = device.total_bytes - device.free_bytes
+        told = all(user.name is not None for user in strangers)  # in a container even a run's own may be among those that aren't
+        whose = "no run's" if told else "no run's, or it can't be told from here whose"
+        parts.append(
+            Text.assemble(
+                (short_device(device.id), "bold"),
+                f"  {printable(device.name)}, {format_bytes(used_bytes)} of {format_bytes(device.total_bytes)} used; {whose}:",
+            )
+        )
+        parts.extend(Text(f"  {user.line()}", no_wrap=True, overflow="ellipsis") for user in strangers)
+    parts.extend(Text(printable(note), style="dim") for note in box.notes)
+    return Group(*parts)
+
+
+def _table(box: Box, *, wide: bool) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    figures = ("used", "leased", "predicted", "step", "s/step", "ends in", "since")
+    for title in ("run", "owner", *(["script"] if wide else []), "state", "plan", "devices", *figures, *([""] if wide else [])):
+        right = title in figures
+        table.add_column(title, justify="right" if right else "left", no_wrap=title not in ("plan", "script", ""))
+    for status in box.runs:
+        sizes = [_sizes(status, kind) for kind in (_used(box, status), status.leased_bytes, status.predicted_bytes)]
+        # As Text, since a script's or a device's name may hold what rich reads as markup.
+        table.add_row(
+            Text(status.run_id, style="bold" if _is_own(status) else ""),
+            Text(status.user),
+            *([Text(_script(status))] if wide else []),
+            Text(status.state, style=_STATE_STYLES.get(status.state, "")),
+            Text(status.plan),
+            Text("\n".join(map(short_device, _places(status)))),
+            *map(Text, (*sizes, _steps(status), _pace(status), _ends(status, box.at), _ago(box.at - status.since))),
+            *([Text(_why(status, box.at))] if wide else []),
+        )
+    return table
+
+
+def _blocks(box: Box) -> Iterator[RenderableType]:
+    """Each run in some lines."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    for status in box.runs:
+        yield Text.assemble(
+            (status.run_id, "bold" if _is_own(status) else ""),
+            f"  {status.user}  {_script(status)}  ",
+            (status.state, _STATE_STYLES.get(status.state, "")),
+            f" {_ago(box.at - status.since)}",
+            f"  {status.plan}" if status.plan else "",
+        )
+        lines, used, last = [], _used(box, status), "wanted" if status.state == "queued" else "predicted"
+        for device in _places(status):
+            figures = ((used, "used"), (status.leased_bytes, "leased"), (status.predicted_bytes, last))
+            sizes = ", ".join(f"{format_bytes(kind[device])} {word}" for kind, word in figures if device in kind)
+            lines.append(f"{short_device(device)}  {sizes}")
+        pace, ends = _pace(status), _ends(status, box.at)
+        words = [f"step {_steps(status)}" if _steps(status) else "", f"{pace} s/step" if pace else "", f"ends in {ends}" if ends else ""]
+        lines.append(", ".join(filter(None, words)))
+        lines.append(_why(status, box.at))
+        for line in filter(None, lines):
+            yield Padding(Text(line), (0, 0, 0, 2), expand=False)
+
+
+def _places(status: RunStatus) -> Sequence[str]:
+    """The devices that it is on, or waits for."""
+    return status.devices or tuple(status.predicted_bytes)
+
+
+def _used(box: Box, status: RunStatus) -> dict[str, int]:
+    return {device: size for device in status.devices if (size := box.used_bytes(status, device)) is not None}
+
+
+def _sizes(status: RunStatus, sizes: Mapping[str, int]) -> str:
+    """Of each device on a line of its own."""
+    return "\n".join(format_bytes(sizes[device]) if device in sizes else "" for device in _places(status))
+
+
+def _script(status: RunStatus) -> str:
+    name = Path(status.script).name or status.script
+    return name if status.task == "fit" else f"{name} ({status.task})"
+
+
+def _steps(status: RunStatus) -> str:
+    return "" if status.step is None else str(status.step) + ("" if status.steps is None else f"/{status.steps}")
+
+
+def _pace(status: RunStatus) -> str:
+    return "" if status.step_seconds is None else f"{status.step_seconds:.3g}"
+
+
+def _ends(status: RunStatus, now: float) -> str:
+    """In how long it is expected to end; nothing where that is unknown, or the expectation is past."""
+    return "" if status.ends_at is None or status.ends_at < now else _ago(status.ends_at - now)
+
+
+def _why(status: RunStatus, now: float) -> str:
+    """Why it is where it is, or what it waits for; and that it says nothing any more."""
+    words: Iterable[str] = (status.waits_for if status.state == "queued" else "", status.reason)
+    if is_here(status) and is_stopped(status.pid):
+        words = (f"stopped, and goes on with kill -CONT {status.pid}", *words)
+    elif now - status.shown_at > _SILENT_SECONDS:
+        doing = "planning takes long" if status.state == "planning" else "in a long step"
+        words = (f"silent for {_ago(now - status.shown_at)}: {doing}, or it hangs", *words)
+    return "; ".join(filter(None, words))
+
+
+def _is_own(status: RunStatus) -> bool:
+    return status.user == user_name()
+
+
+def short_device(device: str) -> str:
+    """So much of a UUID as tells devices of a host apart, and as ``yield --device`` takes."""
+    return device[:_DEVICE_CHARACTERS] if device.startswith(("GPU-", "MIG-")) else device
+
+
+def _ago(seconds: float) -> str:
+    """``5400`` → ``"90 min"``."""
+    for least, unit_seconds, unit in ((48 * 3600, 86400, "d"), (7200, 3600, "h"), (120, 60, "min"), (1, 1, "s")):
+        if seconds >= least:
+            return f"{seconds / unit_seconds:.0f} {unit}"
+    return "now"

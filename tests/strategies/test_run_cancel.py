@@ -1,0 +1,115 @@
+"""Ending a run from another process: which signal, to which process, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_autopar.memory.processes import is_stopped
+from lightning_autopar.strategies.run_cancel import cancel
+from lightning_autopar.strategies.run_files import open_run
+from lightning_autopar.strategies.run_requests import runs
+
+#: A run that says when it is shown, and waits for a signal.
+RUN = """
+import os, signal, sys
+from dataclasses import replace
+from lightning_autopar.strategies.run_files import open_run
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    handler = signal.SIG_IGN if number.name in sys.argv[2] else signal.default_int_handler
+    signal.signal(number, handler)
+with open_run("train.py") as files:
+    files.show(replace(files.status, state=sys.argv[1], elastic="elastic" in sys.argv[2]))
+    print("there", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_RUNS", str(tmp_path))
+
+
+@contextmanager
+def a_run(state: str = "running", words: str = "") -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", RUN, state, words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("state", "words", "number", "outlook"),
+    [
+        ("running", "", signal.SIGINT, "its callbacks are told as by Ctrl-C, and the checkpoints that it wrote stay"),
+        ("running", "elastic", signal.SIGINT, "the checkpoints that it wrote stay, its snapshots go with it"),
+        # As a job that a shell script has put in the background.
+        ("parked", "elastic SIGINT", signal.SIGTERM, "it saves a snapshot first, and the next start of the same script goes on from there"),
+        ("queued", "SIGINT", signal.SIGTERM, "it leaves the queue, and nothing of it has run"),
+    ],
+)
+def test_a_run_is_ended_by_what_it_does_not_ignore(state: str, words: str, number: signal.Signals, outlook: str) -> None:
+    with a_run(state, words) as process:
+        (status,) = runs()
+        found = cancel("train", wait_seconds=30.0)
+        assert (found.signal, found.ended) == (number.name, True)
+        assert str(found) == f"{status.run_id} has ended by {number.name}; {outlook}"
+        assert process.wait(30) == -signal.SIGINT, "which is how Python ends by KeyboardInterrupt"
+
+
+def test_a_run_that_ignores_both_is_told_as_such() -> None:
+    with a_run(words="SIGINT SIGTERM") as process:
+        with pytest.raises(ValueError, match=f"ignores SIGINT and SIGTERM; only 'kill -KILL {process.pid}' ends it"):
+            cancel("train")
+        assert process.poll() is None
+
+
+def test_a_stopped_run_ends_when_it_is_let_go_on() -> None:
+    with a_run() as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert is_stopped(process.pid)
+        found = cancel(process.pid, wait_seconds=0.05)
+        assert found.ended is False
+        assert f"its process is stopped, and ends when it is let go on (kill -CONT {process.pid})" in str(found)
+        assert str(found).endswith("after 0.05 s it is still there")
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(30) == -signal.SIGINT
+        assert not is_stopped(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"external": True}, r"was started by torchrun or Slurm, .*end it there \(Ctrl-C, or scancel\)"),
+        ({"namespace": "pid:[1]"}, "runs in another container, .*cancel it there"),
+        ({"started_ticks": 1}, "has just ended"),  # somebody else's process has the number by now
+    ],
+)
+def test_no_other_process_is_told(changes: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda process, number: told.append(number))
+    with open_run("train.py") as files:
+        monkeypatch.setattr(files, "_status", replace(files.status, **changes))
+        files.show(replace(files.status, state="running"))
+        with pytest.raises(ValueError, match=f"{files.run_id} {says}"):
+            cancel("train")
+        with pytest.raises(ValueError, match="can't be waited for -1"):
+            cancel("train", wait_seconds=-1.0)
+        with pytest.raises(ValueError, match="there is no run 'eval'"):
+            cancel("eval")
+    assert told == []
