@@ -6,6 +6,7 @@ and whether, others say (``watching``); how a rank saves and takes up it doesn't
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,12 +21,17 @@ from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.planning.changes import usable
 from lightning_autopar.planning.labels import devices_label
 from lightning_autopar.planning.report import NothingFits
+from lightning_autopar.strategies.account import learn_shortage
+from lightning_autopar.strategies.avoided import Avoided
 from lightning_autopar.strategies.boundary import Elastic
+from lightning_autopar.strategies.courtesy import Courtesy
 from lightning_autopar.strategies.diary import Diary
 from lightning_autopar.strategies.failure import WorkerFailed, out_of_memory
 from lightning_autopar.strategies.gate import Gate
 from lightning_autopar.strategies.generation import Generation, Outcome
+from lightning_autopar.strategies.growth import after_shortage
 from lightning_autopar.strategies.leasing import Promises
+from lightning_autopar.strategies.parked import ParkedPlace
 from lightning_autopar.strategies.plan_changes import PlanChange
 from lightning_autopar.strategies.running import Running
 from lightning_autopar.strategies.saving import COPY_BYTES_PER_SECOND, Moving, Saver, save_seconds
@@ -42,10 +48,10 @@ if TYPE_CHECKING:
 _MOVE_SECONDS = 2.0
 #: A parked run looks so often whether it fits, where nobody watches.
 _PARKED_LOOK_SECONDS = 5.0
+#: Between two times that a run tells when it expects to end.
+_EXPECT_SECONDS = 1.0
 #: How long a generation may take from the agent's asking to its pause, once it was asked to leave for good.
 _LEAVE_SECONDS = 25.0
-#: Of the budget of a device that ran out of memory under a plan that was predicted to fit.
-_LESS = 0.95
 
 
 class Asked(Protocol):
@@ -83,6 +89,7 @@ class Agent:
         state_bytes: of parameters, buffers and optimizer states.
         on_change: told of each new decision.
         promises: of memory, which go with the plan; those of the first decision are there.
+        courtesy: what the run does for those that wait.
     """
 
     def __init__(
@@ -100,10 +107,11 @@ class Agent:
         state_bytes: int,
         on_change: Callable[[Decision], None],
         promises: Promises,
+        courtesy: Courtesy,
     ) -> None:
         self._make_job, self._moving, self._watchers, self._door = make_job, moving, list(watchers), door
         self._folder, self._state_bytes, self._on_change = folder, state_bytes, on_change
-        self._probe, self._plan, self._promises = inventory, replan, promises
+        self._probe, self._plan, self._promises, self._courtesy = inventory, replan, promises, courtesy
         self.decision = decision
         self.diary = Diary()
         self.parked = False
@@ -115,14 +123,15 @@ class Agent:
         self._began = time.monotonic()
         self._looked: dict[int, float] = {}
         self._failures: dict[int, int] = {}
-        self._limits: dict[str, int] = {}
-        self._banned: dict[str, float] = {}
+        self._avoided = Avoided()
         self._saver = Saver(shelf, moving, state_bytes)
         self._pauses: list[float] = []
         self._left_at: float | None = None
         self._changes: list[PlanChange] = []
         #: Whether the next generation is being prepared.
         self.moving = False
+        self._expected_at = -math.inf
+        self._seconds_left: float | None = None
 
     # -- the run, as watchers see it ---------------------------------------------------------------------------------------------------
 
@@ -158,16 +167,12 @@ class Agent:
         return {device: size for device, size in zip(self.decision.assignment.plan.devices, used, strict=True) if size}
 
     def inventory(self) -> Inventory:
-        """See :class:`RunView`; without devices that the run was asked to leave alone, and less what ran out of memory before."""
-        found, now = self._probe(self._run), time.monotonic()
-        self._banned = {device: until for device, until in self._banned.items() if until > now}
-        devices = tuple(
-            replace(device, free_bytes=min(device.free_bytes, self._limits.get(device.id, device.free_bytes)))
-            for device in found.devices
-            if device.id not in self._banned
-        )
-        ids = {device.id for device in devices}
-        return replace(found, devices=devices, links=tuple(link for link in found.links if link.a in ids and link.b in ids))
+        """See :class:`RunView`; less what those wait for who are first in turn."""
+        return self._courtesy.leave_room(self._allowed(), None if self.parked else self._promises.held_bytes)
+
+    def _allowed(self) -> Inventory:
+        """The devices as they are now, without those that the run was asked to leave alone, and less what ran out of memory before."""
+        return self._avoided.without(self._probe(self._run))
 
     def replan(self, inventory: Inventory) -> Decision:
         """See :class:`RunView`."""
@@ -225,12 +230,11 @@ class Agent:
 
     def leave(self, devices: Sequence[str], seconds: float) -> None:
         """Don't use these devices for so long; what runs on them moves at the next look."""
-        for device in devices:
-            self._banned[device] = time.monotonic() + seconds
+        self._avoided.leave(devices, seconds)
 
     def allow_again(self) -> None:
         """All devices count again, and a run that was asked to park may go on."""
-        self._banned.clear()
+        self._avoided.allow_again()
         self.held = False
 
     def save_soon(self) -> None:
@@ -292,12 +296,21 @@ class Agent:
             self._failures.clear()
         self._saver.watch(running)
         self._note(running)
+        self._expect(running)
         if running.hangs(self._moving.hang_seconds):
             rank_zero_warn(
                 f"autopar: no batch has begun for {format_seconds(self._moving.hang_seconds)} at step {pace.step}; the workers are ended"
             )
             running.generation.have_saved()
             running.generation.end()
+
+    def _expect(self, running: Running) -> None:
+        """Tell those who wait when the devices will be given back."""
+        now = time.monotonic()
+        if running.step_seconds is not None and now - self._expected_at > _EXPECT_SECONDS:
+            self._expected_at = now
+            self._seconds_left = self.remaining_steps * running.step_seconds
+            self._promises.expect(self._seconds_left)
 
     def _note(self, running: Running | None) -> None:
         """Write down what is on the devices, now and then."""
@@ -313,6 +326,8 @@ class Agent:
         now = time.monotonic()
         if self._door is not None and (wish := self._door.look(self)) is not None:
             return wish
+        if self._run is not None and (wish := self._make_room()) is not None:
+            return wish
         for watcher in [] if self.held else self._watchers:
             due = now - self._looked.get(id(watcher), self._began) >= watcher.interval_seconds
             if due or getattr(watcher, "alarmed", False):
@@ -321,6 +336,11 @@ class Agent:
                 if wish is not None:
                     return wish
         return None
+
+    def _make_room(self) -> Wish | None:
+        """What a more important run that waits asks for."""
+        since = self._began if self.moved_at is None else self.moved_at
+        return self._courtesy.look(since=since, plan=self.replan, seen=self._allowed, decision=self.decision)
 
     def _follow(self, wish: Wish, running: Running, noted: list[type[BaseException]]) -> None:
         """Move or park. What comes in between (a failure, the end of training) is for the caller to see."""
@@ -375,9 +395,20 @@ class Agent:
             return self._wait_until_it_fits(noted)
 
     def _wait_until_it_fits(self, noted: list[type[BaseException]]) -> bool:
+        place = ParkedPlace(self._promises, self._courtesy, self._seconds_left)
+        try:
+            return self._wait_in_turn(noted, place)
+        finally:
+            place.leave()
+
+    def _wait_in_turn(self, noted: list[type[BaseException]], place: ParkedPlace) -> bool:
         looked = 0.0
         while not noted:
             self._note(None)
+            if self.held:
+                place.leave()  # its owner wants it to stay parked
+            else:
+                place.look(self._allowed, self.replan)
             wish = self._wish()
             if wish is None and not self._watchers and not self.held and time.monotonic() - looked > _PARKED_LOOK_SECONDS:
                 looked = time.monotonic()
@@ -460,8 +491,12 @@ class Agent:
         rank_zero_warn(f"autopar: a failure at step {step}, the run goes on {where}: {type(error).__name__}: {error}")
         self.diary.failed(f"{type(error).__name__} at step {step}: {error}")
         self._left_at = pace.at
+        learn_shortage(running.decision.report, error)
+        if short and (grown := self._with_more(running)) is not None:
+            self._resume(grown, f"{type(error).__name__} at step {step}, and more memory was promised")
+            return None
         if short:
-            self._lower_limits(running)
+            self._avoided.lower(running.decision.assignment.reserved_bytes)
         try:
             decision = self._after(running)
         except NothingFits:
@@ -473,11 +508,15 @@ class Agent:
         self._resume(decision, f"{type(error).__name__} at step {step}")
         return None
 
-    def _lower_limits(self, running: Running) -> None:
-        """A plan that was predicted to fit didn't: no plan may take as much of its devices again."""
-        for device, reserved_bytes in running.decision.assignment.reserved_bytes.items():
-            self._limits[device] = int(_LESS * reserved_bytes)
-            rank_zero_info(f"autopar: {device} is planned for with {format_bytes(self._limits[device])} from now on")
+    def _with_more(self, running: Running) -> Decision | None:
+        """The same plan with more memory promised, where its devices have that: then it needn't make do with less."""
+        assignment = running.decision.assignment
+        wants = after_shortage(assignment)
+        if not wants or not self._promises.held_bytes or self._promises.take(wants, None) is not None:
+            return None
+        most = max(wants, key=lambda device: wants[device])
+        rank_zero_info(f"autopar: the plan is given more memory: {format_bytes(wants[most])} of {most}, as it ran out of what it had")
+        return replace(running.decision, assignment=replace(assignment, at_least=wants))
 
     def _after(self, running: Running) -> Decision:
         """The plan to go on with: the same one while its devices are there with room for it."""

@@ -24,14 +24,16 @@ from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.agent import Agent, Watcher
+from lightning_autopar.strategies.courtesy import Courtesy
 from lightning_autopar.strategies.decide import Decision, decide_again
 from lightning_autopar.strategies.engine import BatchRule
 from lightning_autopar.strategies.generation import Outcome, noted_interrupts, run_folder
 from lightning_autopar.strategies.leasing import Promises
-from lightning_autopar.strategies.run_files import Request, RunFiles, open_run
+from lightning_autopar.strategies.run_files import Request
 from lightning_autopar.strategies.running import Running, own_bytes
 from lightning_autopar.strategies.saving import Moving
 from lightning_autopar.strategies.shelf import Shelf, run_key
+from lightning_autopar.strategies.showing import Showing
 from lightning_autopar.strategies.watching import Wish
 from lightning_autopar.strategies.worker import Job
 
@@ -92,6 +94,7 @@ class ElasticRun:
         decision: the first plan.
         function: the trainer's, with ``args`` and ``kwargs``.
         how: how the run is saved and moved.
+        shown: where the run is shown, and asked for something.
     """
 
     def __init__(
@@ -103,11 +106,12 @@ class ElasticRun:
         args: Any,
         kwargs: Any,
         how: Moving,
+        shown: Showing,
     ) -> None:
         global _runs
         _runs += 1
         self._strategy, self._trainer, self._decision, self._how = strategy, trainer, decision, how
-        self._function, self._args, self._kwargs = function, args, kwargs
+        self._function, self._args, self._kwargs, self._shown = function, args, kwargs, shown
         self.before = handover.survey(trainer)
         self.number = _runs
         footprint = decision.report.footprint
@@ -119,13 +123,13 @@ class ElasticRun:
         keep = False
         shelf = Shelf(self.key(), self._how.home(self._trainer.default_root_dir), self.state_bytes)
         try:
-            with run_folder(self.state_bytes) as folder, open_run() as files, noted_interrupts() as noted, _told_to_move() as told:
+            with run_folder(self.state_bytes) as folder, noted_interrupts() as noted, _told_to_move() as told:
                 self.agent = Agent(
                     make_job=self._job,
                     decision=self._decision,
                     moving=self._how,
                     watchers=watchers(self._trainer),
-                    door=Door(files, told, self._trainer),
+                    door=Door(self._shown, told, self._trainer),
                     shelf=shelf,
                     folder=folder,
                     inventory=self._inventory,
@@ -133,6 +137,7 @@ class ElasticRun:
                     state_bytes=self.state_bytes,
                     on_change=self._changed,
                     promises=Promises(self._strategy.leases, self._devices_now),
+                    courtesy=Courtesy(self._strategy.leases),
                 )
                 try:
                     ended = self.agent.run(noted)
@@ -187,7 +192,7 @@ class ElasticRun:
 
 def _with_own(found: Inventory, running: Running | None) -> Inventory:
     """With what the run itself holds counted as free."""
-    devices = tuple(replace(device, free_bytes=device.free_bytes + own_bytes(running, device.id)) for device in found.devices)
+    devices = tuple(replace(device, free_bytes=device.free_bytes + own_bytes(running, device)) for device in found.devices)
     return replace(found, devices=devices)
 
 
@@ -205,13 +210,13 @@ class Door:
     """Where a run is asked for something by others on its host, and shows how it is.
 
     Args:
-        files: the run's.
+        shown: where.
         told: signals that came.
         trainer: for the number of steps.
     """
 
-    def __init__(self, files: RunFiles, told: list[int], trainer: Trainer) -> None:
-        self._files, self._told, self._trainer = files, told, trainer
+    def __init__(self, shown: Showing, told: list[int], trainer: Trainer) -> None:
+        self._shown, self._told, self._trainer = shown, told, trainer
         self._looked = 0.0
 
     def look(self, agent: Agent) -> Wish | None:
@@ -221,7 +226,7 @@ class Door:
             return None
         self._looked = now
         self.show(agent)
-        requests = self._files.requests()
+        requests = self._shown.requests()
         while self._told:
             self._told.pop()
             requests.append(Request(ask="yield", device=None, at=time.time(), by="SIGUSR1"))
@@ -229,7 +234,7 @@ class Door:
         for request in requests:
             made, words = self._answer(agent, request)
             rank_zero_info(f"autopar: asked by {request.by} to {request.ask}: {words}")
-            self._files.answer(request, words)
+            self._shown.answer(request, words)
             if made is not None and (wish is None or wish.action != "park"):  # who parks leaves every device
                 wish = made
         return wish
@@ -239,13 +244,17 @@ class Door:
             agent.save_soon()
             return None, "a snapshot is written at the next boundary"
         if request.ask == "resume":
+            was_held = agent.held
             agent.allow_again()
-            return None, "the run uses any device again"
+            if agent.parked:
+                return None, "it goes on as soon as there is room for it"
+            return None, "it doesn't park" if was_held else "the run isn't paused; it uses any device again"
         if request.ask == "park":
             agent.held = True
-            return None if agent.parked else Wish(
-                action="park", decision=None, reason=f"{request.by} asked for it", urgent=True
-            ), "it parks"
+            if agent.parked:
+                return None, "it is parked already, and stays so until it is resumed"
+            words = "it parks at its next boundary, with a snapshot, and gives its devices back; it stays so until it is resumed"
+            return Wish(action="park", decision=None, reason=f"{request.by} asked for it", urgent=True), words
         held = agent.decision.assignment.plan.devices
         leaves = held if request.device is None else tuple(device for device in held if device == request.device)
         agent.leave(held if request.device is None else (request.device,), YIELD_SECONDS)
@@ -262,27 +271,27 @@ class Door:
 
     def show(self, agent: Agent) -> None:
         """Show the run's status."""
-        plan = agent.decision.assignment.plan
+        plan, accumulated = agent.decision.assignment.plan, self._trainer.accumulate_grad_batches
         spans = agent.diary.spans
         span = spans[-1] if spans else None
-        claimed = {} if agent.parked else agent.decision.assignment.reserved_bytes
-        left = agent.remaining_steps
-        step = agent.step
-        self._files.show(
-            replace(
-                self._files.status,
-                state="parked" if agent.parked else "moving" if agent.moving else "running",
-                plan="" if agent.parked else plan.title(),
-                devices=() if agent.parked else plan.devices,
-                leased_bytes=claimed,
-                used_bytes=agent.measured_bytes,
-                step=step,
-                steps=None if left == float("inf") or step is None else step + -(-int(left) // self._trainer.accumulate_grad_batches),
-                step_seconds=agent.step_seconds,
-                generation=len(spans),
-                since=self._files.status.since if span is None else time.time() - (agent.diary.seconds() - span.begun),
-                reason="" if span is None else span.reason,
-            )
+        left, step, batch_seconds = agent.remaining_steps, agent.step, agent.step_seconds
+        known = left < float("inf")
+        since = {} if span is None else {"since": time.time() - (agent.diary.seconds() - span.begun)}
+        self._shown.show(
+            state="parked" if agent.parked else "moving" if agent.moving else "running",
+            plan="" if agent.parked else plan.title(),
+            devices=() if agent.parked else plan.devices,
+            predicted_bytes={} if agent.parked else agent.decision.assignment.reserved_bytes,
+            used_bytes=agent.measured_bytes,
+            step=step,
+            steps=None if not known or step is None else step + -(-int(left) // accumulated),
+            step_seconds=None if batch_seconds is None else batch_seconds * accumulated,
+            ends_at=None if not known or batch_seconds is None or agent.parked else time.time() + left * batch_seconds,
+            generation=len(spans),
+            reason="" if span is None else span.reason,
+            elastic=True,
+            waits_for="",
+            **since,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -21,7 +22,8 @@ from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.memory.neighbours import Neighbour, write_neighbours
 from lightning_autopar.strategies import elastic
 from lightning_autopar.strategies.agent import Agent
-from lightning_autopar.strategies.run_requests import yield_run
+from lightning_autopar.strategies.run_files import Request, RunStatus
+from lightning_autopar.strategies.run_requests import ask, runs, yield_run
 from lightning_autopar.strategies.watching import Wish
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -158,6 +160,47 @@ def test_a_run_can_be_asked_to_leave_a_device(tmp_path: Path, neighbours: Path) 
     moved, trainer = fit(tmp_path / "moved", [CheckpointMigrate(), replan, watch])
     spans = trainer.strategy.history.spans
     assert [span.devices for span in spans] == [("cpu:0",), ("cpu:1",), (), ("cpu:0",)]
+    assert difference(plain, moved) == 0.0
+
+
+def test_a_run_is_paused_and_resumed_from_another_process(tmp_path: Path, neighbours: Path) -> None:
+    plain, _ = fit(tmp_path / "plain", [], elastic=False)
+
+    def shown(state: str, step: int) -> RunStatus:
+        """The run, once it is that far."""
+        until = time.monotonic() + 60
+        while not (found := runs()) or found[0].state != state or (found[0].step or 0) < step:
+            assert time.monotonic() < until, found
+            time.sleep(0.02)  # another process's page
+        return found[0]
+
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            run_id = shown("running", 3).run_id
+            paused = ask(run_id, Request(ask="park"), wait_seconds=60.0)
+            seen = shown("parked", 3)
+            again = ask(run_id, Request(ask="park"), wait_seconds=60.0)
+            resumed = ask(run_id, Request(ask="resume"), wait_seconds=60.0)
+            goes_on = ask(run_id, Request(ask="resume"), wait_seconds=60.0) if shown("running", 4) else None
+            told = [seen.to_dict(), *(each.answered for each in (paused, again, resumed, goes_on) if each)]
+            (tmp_path / "told.json").write_text(json.dumps(told))
+            code = 0
+        finally:
+            os._exit(code)
+    moved, trainer = fit(tmp_path / "moved", [CheckpointMigrate()])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    seen, paused, again, resumed, goes_on = json.loads((tmp_path / "told.json").read_text())
+    assert paused == "it parks at its next boundary, with a snapshot, and gives its devices back; it stays so until it is resumed"
+    assert again == "it is parked already, and stays so until it is resumed"
+    assert resumed == "it goes on as soon as there is room for it"
+    assert goes_on == "the run isn't paused; it uses any device again"
+    assert (seen["devices"], seen["leased_bytes"], seen["predicted_bytes"], seen["ends_at"]) == ([], {}, {}, None)
+    assert seen["elastic"]
+    assert seen["reason"].endswith("asked for it")
+    assert [span.devices for span in trainer.strategy.history.spans] == [("cpu:0",), (), ("cpu:0",)]
+    assert trainer.global_step == 36
     assert difference(plain, moved) == 0.0
 
 
