@@ -86,12 +86,15 @@ def plan_script(options: argparse.Namespace) -> int:
 
 
 def _as_json(found: DryRun) -> dict[str, object]:
-    replaced = found.replaced
+    replaced, report = found.replaced, found.report.to_dict()
+    for candidate, words in zip(found.report.candidates, report["candidates"], strict=True):
+        words["run_seconds"] = found.seconds(candidate)
     return {
         "function": found.function,
         "replaced_strategy": None if replaced is None else replaced.name,
         "replaced": None if replaced is None else replaced.to_dict(),
-        **found.report.to_dict(),
+        "run": {"batches": found.batches, "batch": found.batch, "elastic": found.elastic},
+        **report,
     }
 
 

@@ -189,7 +189,8 @@ def probe(
     """The devices as they are now. Initialises CUDA neither here nor, NVML being there, anywhere.
 
     What the file that the environment variable ``AUTOPAR_NEIGHBOURS`` names says of CPU devices is done to them, wherever they come from
-    (:mod:`lightning_autopar.memory.neighbours`).
+    (:mod:`lightning_autopar.memory.neighbours`). Where ``AUTOPAR_DEVICES_FILE`` names one, only the devices that it allows are left
+    (:mod:`lightning_autopar.memory.allowed`).
 
     Args:
         spec: what there is, as :func:`lightning_autopar.memory.spec.parse_spec` reads it; by default the environment
@@ -200,12 +201,15 @@ def probe(
         own_host_bytes: what the caller holds of the host's memory and counts as free: CPU devices without a budget share that, too.
 
     Raises:
-        ValueError: if the spec or the neighbours' file is malformed, the accelerator unknown or ``cpu_devices`` less than 1.
+        ValueError: if the spec, the neighbours' file or that of the allowed devices is malformed, the accelerator unknown or
+            ``cpu_devices`` less than 1.
     """
-    # It builds on this module's classes.
+    # They build on this module's classes.
+    from lightning_autopar.memory.allowed import with_allowed
     from lightning_autopar.memory.neighbours import read_neighbours, with_neighbours
 
-    return with_neighbours(_probe(spec, accelerator, cpu_devices, own_host_bytes), read_neighbours())
+    found = with_allowed(_probe(spec, accelerator, cpu_devices, own_host_bytes))
+    return with_neighbours(found, read_neighbours())
 
 
 def _probe(spec: str | None, accelerator: str, cpu_devices: int, own_host_bytes: int) -> Inventory:

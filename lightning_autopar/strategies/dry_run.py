@@ -15,8 +15,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_autopar._lightning_compat import attach_data, run_arguments
-from lightning_autopar.planning.report import NothingFits, Report
+from lightning_autopar.planning.report import Candidate, NothingFits, Report
 from lightning_autopar.strategies.decide import survey
+from lightning_autopar.strategies.elastic import watchers
+from lightning_autopar.strategies.engine import BatchRule
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.replacing import Replaced, Replacement, Wanted, strategies_replaced
 from lightning_autopar.strategies.script import Script
@@ -30,11 +32,24 @@ class DryRun:
         function: what the script was about to do: ``"fit"``, or ``"validate"``, ``"test"``, ``"predict"`` where it never came to fit.
         report: every plan for that, also where none fits.
         replaced: the strategy that the script names itself, if it names another one than ours.
+        batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
+        batch: whether plans split a batch, or give each device batches of its own.
+        elastic: whether a callback moves the run by itself, as ElasticReplan does.
     """
 
     function: str
     report: Report
     replaced: Replaced | None = None
+    batches: int | None = None
+    batch: BatchRule = "global"
+    elastic: bool = False
+
+    def seconds(self, candidate: Candidate) -> float | None:
+        """How long the run trains under a plan by its prediction, without start and validation; None where nobody knows."""
+        if self.batches is None or candidate.seconds is None:
+            return None
+        ranks = candidate.plan.data_ranks if self.batch == "per_device" else 1
+        return -(-self.batches // ranks) * candidate.step_seconds
 
 
 class ScriptFailed(Exception):
@@ -93,12 +108,16 @@ def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None
         strategy = launcher._strategy
         name = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
         on_plan(name)
+        batches = None
         try:
-            report = survey(trainer, strategy.settings, strategy.inventory())[0]
+            report, findings = survey(trainer, strategy.settings, strategy.inventory())
+            batches = findings.batches
         except NothingFits as error:
             report = error.report
         replaced = next(each.replaced for each in built if each.strategy is strategy)
-        found.append(DryRun(function=name, report=report, replaced=replaced))
+        rule = strategy.settings.batch
+        elastic = name == "fit" and rule == "global" and bool(watchers(trainer))
+        found.append(DryRun(function=name, report=report, replaced=replaced, batches=batches, batch=rule, elastic=elastic))
         if name != "fit":
             return []
         strategy.mute(trainer)  # no hook of a callback or DataModule is told of an exception: there was no run

@@ -1,0 +1,255 @@
+"""The runs of a sweep as somebody lists them: a YAML file, a text file with a command a line, or the commands themselves.
+
+Starts nothing and knows no devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+_KEYS = ("devices", "runs", "name", "retries", "env", "cwd")
+_RUN_KEYS = ("command", "name", "priority", "log", "env", "cwd", "matrix")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
+_LONGEST_NAME = 60
+_MOST_RUNS = 10_000
+_PRIORITIES = range(-100, 101)
+_PYTHON = re.compile(r"(.*/)?python3?(\.\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedRun:
+    """One run.
+
+    Args:
+        name: its own in the sweep.
+        words: what stands behind ``lightning-autopar run``: options, the script, its arguments.
+        priority: a larger one starts first.
+        log: its log's file; None for one in the sweep's folder.
+        env: variables that it gets besides this process's.
+        cwd: where it runs.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    priority: int = 0
+    log: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = "."
+
+    @property
+    def command(self) -> str:
+        """As it was written, but for quotes."""
+        return shlex.join(self.words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedSweep:
+    """A sweep as it is asked for.
+
+    Args:
+        name: whose folder is ``sweep-<name>``.
+        runs: in their order.
+        devices: a spec, or as the Trainer takes them.
+        retries: how often a run that fails is started again.
+    """
+
+    name: str
+    runs: tuple[ListedRun, ...]
+    devices: str = "auto"
+    retries: int = 0
+
+
+def read_sweep(path: str | Path) -> ListedSweep:
+    """The sweep of a file: YAML where its name ends so, else a command a line.
+
+    Raises:
+        ValueError: if it can't be read or says what can't be, with the place and the remedy.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(
+            f"the sweep {str(path)!r} can't be read ({why}); give a YAML file, or a text file with a command a line"
+        ) from error
+    if path.suffix.lower() not in (".yaml", ".yml", ".json"):
+        return sweep_of([line for line in map(str.strip, text.splitlines()) if line and line[0] != "#"], name=_slug(path.stem))
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the sweep {str(path)!r} is no YAML: {error}; quote a command that holds braces or a colon") from error
+    try:
+        return _sweep(data, _slug(path.stem))
+    except ValueError as error:
+        raise ValueError(f"the sweep {str(path)!r}: {error}") from error
+
+
+def sweep_of(commands: Sequence[str], *, name: str = "runs") -> ListedSweep:
+    """The sweep of these commands.
+
+    Raises:
+        ValueError: if there is none, or one can't be split into words.
+    """
+    return _sweep({"runs": list(commands)}, name)
+
+
+def named(sweep: ListedSweep, name: str) -> ListedSweep:
+    """The same under another name.
+
+    Raises:
+        ValueError: if no folder can have it.
+    """
+    _check_name(name, "the sweep's name")
+    return replace(sweep, name=name)
+
+
+def _sweep(data: Any, name: str) -> ListedSweep:
+    data = {"runs": data} if isinstance(data, list) else data
+    if not isinstance(data, dict):
+        raise ValueError("it holds no mapping with the key 'runs', nor a list of commands")
+    _only(data, _KEYS, "the sweep")
+    listed = data.get("runs")
+    if not isinstance(listed, list) or not listed:
+        raise ValueError("'runs' must be a list of at least one command, such as ['train.py --lr 0.1']")
+    common = {"env": _env(data.get("env"), "the sweep"), "cwd": _text(data.get("cwd", "."), "'cwd' of the sweep")}
+    runs = [run for number, entry in enumerate(listed, 1) for run in _runs(entry, f"run {number}", common)]
+    if len(runs) > _MOST_RUNS:
+        raise ValueError(f"it comes to {len(runs)} runs; at most {_MOST_RUNS} can be placed")
+    retries = data.get("retries", 0)
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        raise ValueError(f"'retries' is {retries!r}, but must be a whole number from 0 on")
+    own_name = _text(data.get("name", name), "'name' of the sweep")
+    _check_name(own_name, "'name' of the sweep")
+    return ListedSweep(name=own_name, runs=_named(runs), devices=str(data.get("devices", "auto")), retries=retries)
+
+
+def _runs(entry: Any, where: str, common: Mapping[str, Any]) -> list[tuple[bool, ListedRun]]:
+    """The runs of one entry, each with whether it was given its name."""
+    entry = {"command": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict) or not isinstance(entry.get("command"), str):
+        raise ValueError(f"{where} is {entry!r}, but must be a command, or a mapping with a 'command'")
+    _only(entry, _RUN_KEYS, where)
+    priority = entry.get("priority", 0)
+    if not isinstance(priority, int) or isinstance(priority, bool) or priority not in _PRIORITIES:
+        raise ValueError(f"'priority' of {where} is {priority!r}, but must be a whole number from -100 to 100")
+    matrix = entry.get("matrix", {})
+    if not isinstance(matrix, dict) or not all(isinstance(values, list) and values for values in matrix.values()):
+        raise ValueError(f"'matrix' of {where} must give each name a list of values, such as {{lr: [0.1, 0.3]}}")
+    for key in matrix:
+        if f"{{{key}}}" not in entry["command"]:
+            raise ValueError(f"the command of {where} has no {{{key}}}, which its matrix gives values; write it where the value belongs")
+    texts = {
+        "command": entry["command"],
+        "cwd": _text(entry.get("cwd", common["cwd"]), f"'cwd' of {where}"),
+        **{key: _text(entry[key], f"{key!r} of {where}") for key in ("name", "log") if key in entry},
+    }
+    env = {**common["env"], **_env(entry.get("env"), where)}
+    found = []
+    for values in itertools.product(*matrix.values()):
+        chosen = dict(zip(map(str, matrix), map(str, values), strict=True))
+        filled = {key: _filled(text, chosen) for key, text in texts.items()}
+        words = _words(filled["command"], where)
+        own = filled.get("name")
+        if own is not None and matrix and own == texts["name"] and len(list(itertools.product(*matrix.values()))) > 1:
+            own = _slug("-".join([own, *(f"{key}{value}" for key, value in chosen.items())]))
+        if own is not None:
+            _check_name(own, f"'name' of {where}")
+        name = own if own is not None else _slug("-".join(f"{key}{value}" for key, value in chosen.items()) or _name_of(words))
+        log = None if "log" not in filled else _filled(filled["log"], {"name": name})
+        run = ListedRun(
+            name=name,
+            words=words,
+            priority=priority,
+            log=log,
+            env={key: _filled(value, chosen) for key, value in env.items()},
+            cwd=filled["cwd"],
+        )
+        found.append((own is not None, run))
+    return found
+
+
+def _named(runs: Sequence[tuple[bool, ListedRun]]) -> tuple[ListedRun, ...]:
+    """Each with a name of its own; two that were given the same are a mistake."""
+    given = Counter(run.name for own, run in runs if own)
+    if twice := next((name for name, count in given.items() if count > 1), None):
+        raise ValueError(f"two runs have the name {twice!r}; give each its own, or leave names out")
+    taken = set(given)
+    found = []
+    for own, run in runs:
+        name, number = run.name, 1
+        while not own and name in taken:
+            number += 1
+            name = f"{run.name}-{number}"
+        taken.add(name)
+        found.append(replace(run, name=name))
+    logs = Counter(str(Path(run.cwd, run.log)) for run in found if run.log is not None)
+    if twice := next((log for log, count in logs.items() if count > 1), None):
+        raise ValueError(f"two runs have the log {twice!r}; give each its own, as with {{name}} in it")
+    return tuple(found)
+
+
+def _words(command: str, where: str) -> tuple[str, ...]:
+    """What stands behind ``lightning-autopar run``."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"the command of {where}, {command!r}, can't be split into words: {error}") from error
+    if words[:2] == ["lightning-autopar", "run"]:
+        words = words[2:]
+    elif words and _PYTHON.fullmatch(words[0]):
+        words = words[1:]
+    if not words:
+        raise ValueError(f"the command of {where} is empty; write a script and its arguments, such as 'train.py --lr 0.1'")
+    return tuple(words)
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """With each value in the place of its name in braces; other braces stay."""
+    for key, value in values.items():
+        text = text.replace(f"{{{key}}}", value)
+    return text
+
+
+def _name_of(words: Sequence[str]) -> str:
+    script = next((word for word in words if word.endswith(".py")), words[0])
+    rest = [word for word in words if word != script]
+    return "-".join([Path(script).stem, *rest])
+
+
+def _slug(text: str) -> str:
+    """``"train --lr 0.1"`` → ``"train-lr-0.1"``."""
+    return re.sub(r"-+", "-", re.sub(r"[^A-Za-z0-9._+=-]+", "-", text))[:_LONGEST_NAME].strip("-.") or "run"
+
+
+def _check_name(name: str, where: str) -> None:
+    if not _NAME.fullmatch(name) or len(name) > 2 * _LONGEST_NAME:
+        raise ValueError(f"{where} is {name!r}, but it names files: take letters, digits, '.', '_', '+', '=' and '-'")
+
+
+def _env(data: Any, where: str) -> dict[str, str]:
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(value, (str, int, float)) for value in data.values()):
+        raise ValueError(f"'env' of {where} must be a mapping of variables to texts, such as {{SEED: '1'}}")
+    return {str(key): str(value) for key, value in data.items()}
+
+
+def _text(data: Any, where: str) -> str:
+    if not isinstance(data, (str, int, float)) or not str(data).strip():
+        raise ValueError(f"{where} is {data!r}, but must be a text")
+    return str(data)
+
+
+def _only(data: Mapping[Any, Any], keys: Sequence[str], where: str) -> None:
+    if unknown := next((key for key in data if key not in keys), None):
+        raise ValueError(f"{where} has the unknown key {unknown!r}; there are {', '.join(keys)}")
