@@ -20,6 +20,8 @@ import torch
 from chaos_runs import Figures, compare_batches, compare_logged, fit_plainly, logged, notes
 from chaos_script import VARIANT
 
+from tests.processes import lean_path
+
 
 class Script:
     """A start of the script: as a process of its own, or, which is quicker, as a fork of this one."""
@@ -32,8 +34,7 @@ class Script:
             process.start()
             self._process: Any = process
             return
-        paths = str(file.parents[2]), str(file.parent)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": lean_path(file.parent), "OMP_NUM_THREADS": "1"}
         with self.said.open("a", encoding="utf-8") as said:
             self._process = subprocess.Popen([sys.executable, str(file), str(folder)], env=environment, stdout=said, stderr=said)
 

@@ -343,3 +343,40 @@ def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monk
     lost = findings.confirm(trainer, footprint, ("blocks.2",))
     assert lost.untried is not None
     assert "it came to no end" in lost.untried
+
+
+def test_what_failed_its_trial_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that waits plans many times, on devices that come and go."""
+    tries = []
+
+    def fail(trainer: Any, look: Any, plan: Plan) -> Any:
+        tries.append(plan.engine)
+        return replace(look.constraints, excluded={**look.constraints.excluded, plan.engine: "it fails"})
+
+    monkeypatch.setattr(deciding, "_after_trial", fail)
+    trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
+    inventory = parse_spec("2xcpu:1GiB")
+    prospect = deciding.consider(trainer, Settings(allow=("single", "ddp")), (inventory, None))
+    assert prospect.need(inventory) is not None
+    for _ in range(2):
+        with pytest.raises(NothingFits, match="it fails"):
+            prospect.decision(inventory)
+    assert sorted(tries) == ["ddp", "single"]
+    assert prospect.need(inventory) is None
+
+
+def test_what_must_be_free_for_a_plan(tmp_path: Path) -> None:
+    """With so much free the same plan fits, and with a byte less it doesn't."""
+    trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
+    inventory = parse_spec("cpu:1GiB")
+    prospect = deciding.consider(trainer, Settings(allow=("single",), memory_margin=0.3), (inventory, None))
+    decision = prospect.decision(inventory)
+    assert decision.need.seconds == decision.expected_seconds == pytest.approx(3 * decision.candidate.step_seconds)
+    (wanted,) = decision.need.bytes.values()
+    (device,) = inventory.devices
+    pinned = Settings(allow=("single",), memory_margin=0.3, plan=decision.assignment.plan)
+    for free_bytes, fits in ((wanted, True), (wanted - 2, False)):
+        there = replace(inventory, devices=(replace(device, free_bytes=free_bytes),))
+        found = deciding.consider(trainer, pinned, (there, None)).need(there)
+        assert (found is not None) is fits
+        assert found is None or dict(found.bytes) == {"cpu:0": wanted}

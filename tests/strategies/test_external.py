@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from lightning_autopar.plans import Plan
+from tests.processes import lean_path
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -50,16 +51,16 @@ class Module(pl.LightningModule):
 pl.seed_everything(1, verbose=False)
 x = torch.randn(42, 8, generator=torch.Generator().manual_seed(0))
 data = TensorDataset(x, x.sum(1, keepdim=True))
-module, values = Module(), []
-for _ in range(task.get("fits", 1)):
-    strategy = AutoParallelStrategy(**task["strategy"]) if "strategy" in task else "auto"
+module, values, plans = Module(), [], []
+for asked in task.get("strategies", [task.get("strategy")] * task.get("fits", 1)):
+    strategy = AutoParallelStrategy(**asked) if asked is not None else "auto"
     trainer = pl.Trainer(accelerator="cpu", devices=task.get("devices", 1), strategy=strategy, max_epochs=1, logger=False,
                          enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
     trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True))
     predicted = torch.cat(trainer.predict(module, DataLoader(data, batch_size=8)))
     values += [len(predicted), float(predicted.sum()), sum(float(p.abs().sum()) for p in module.parameters())]
-plan = getattr(strategy, "plan", None)
-print("RESULT " + json.dumps([values, None if plan is None else [plan.engine, plan.world_size]]), flush=True)
+    plans.append([strategy.plan.engine, strategy.plan.world_size] if asked is not None else None)
+print("RESULT " + json.dumps([values, plans[-1], plans]), flush=True)
 """
 
 
@@ -71,8 +72,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _environment(**more: str) -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, "PYTHONPATH": lean_path(), "OMP_NUM_THREADS": "1", **more}
 
 
 def _start(command: list[str], **more: str) -> subprocess.Popen[str]:
@@ -107,20 +107,21 @@ def _results(output: str) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def plain(script: Path) -> list[float]:
-    """What two fits of plain Lightning come to."""
-    code, output = _end(_start([sys.executable, *_task(script, {"fits": 2})]))
+    """What five fits of plain Lightning come to, three figures each."""
+    code, output = _end(_start([sys.executable, *_task(script, {"fits": 5})]))
     assert code == 0, output
     values: list[float] = _results(output)[0][0]
     return values
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "pipeline"])
-def test_torchrun_two_fits(script: Path, plain: list[float], engine: str) -> None:
-    code, output = _torchrun(script, 2, {"fits": 2, "strategy": {"allow": [engine]}})
+def test_torchrun_several_fits(script: Path, plain: list[float]) -> None:
+    """One after the other in the same processes, whose start is what takes time here."""
+    engines = ["ddp", "ddp", "fsdp", "pipeline", "fsdp"]
+    code, output = _torchrun(script, 2, {"strategies": [{"allow": [engine]} for engine in engines]}, seconds=110)
     assert code == 0, output
     results = _results(output)
-    assert [plan for _, plan in results] == [[engine, 2]] * 2
-    for values, _ in results:
+    assert [plans for _, _, plans in results] == [[[engine, 2] for engine in engines]] * 2
+    for values, *_ in results:
         assert values == pytest.approx(plain, rel=1e-4, abs=1e-5)
 
 
@@ -131,7 +132,7 @@ def test_torchrun_zero(script: Path, plain: list[float]) -> None:
     path.write_text(Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=3).to_json())
     code, output = _torchrun(script, 2, {"strategy": {"plan": str(path), "devices": "2xcpu:1GiB"}}, seconds=150)
     assert code == 0, output
-    for values, ran in _results(output):
+    for values, ran, _ in _results(output):
         assert ran == ["zero", 2]
         assert values == pytest.approx(plain[:3], rel=1e-4, abs=1e-5)
 
@@ -145,7 +146,10 @@ def test_torchrun_one_process_plans_for_the_devices_given(script: Path, plain: l
 
 @pytest.mark.parametrize(
     ("devices", "message"),
-    [("1xcpu:1GiB", "2 processes were started, but the devices given are 1"), ("2xcpu:1MiB", None)],
+    [
+        pytest.param("1xcpu:1GiB", "2 processes were started, but the devices given are 1", marks=pytest.mark.slow),
+        ("2xcpu:1MiB", None),
+    ],
 )
 def test_what_rank_0_cannot_plan_ends_all(script: Path, devices: str, message: str | None) -> None:
     task: dict[str, Any] = {"strategy": {} if message else {"allow": ["single"]}}
@@ -180,12 +184,12 @@ def test_the_script_is_run_again_where_cuda_is_initialised(script: Path, plain: 
     code, output = _end(_start(command))
     assert code == 0, output
     results = _results(output)
-    assert [plan for _, plan in results] == [["fsdp", 2]] * 2
-    for values, _ in results:
-        assert values == pytest.approx(plain, rel=1e-4, abs=1e-5)
+    assert [plans for _, _, plans in results] == [[["fsdp", 2]] * 2] * 2
+    for values, *_ in results:
+        assert values == pytest.approx(plain[:6], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rerun_that_fails_ends_everything(script: Path, rank: int) -> None:
     task = {"cuda": True, "fail": rank, "strategy": {"allow": ["ddp"], "devices": "2xcpu:1GiB"}}
     process = _start([sys.executable, *_task(script, task)])

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_autopar.strategies.store_gate import StoreGate
+from tests.processes import lean_path
 
 SCRIPT = """
 import json, os, signal, sys, threading, warnings
@@ -106,7 +107,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _start(command: list[str], folder: Path, orders: dict[str, Any] | None = None, **more: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "AUTOPAR_RUNS": str(folder), **more}
+    environment = {**os.environ, "PYTHONPATH": lean_path(), "OMP_NUM_THREADS": "1", "AUTOPAR_RUNS": str(folder), **more}
     environment["ORDERS"] = json.dumps(orders or {})
     return subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
