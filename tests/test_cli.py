@@ -96,7 +96,18 @@ def test_json_is_the_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert found["function"] == "fit"
     assert found["replaced_strategy"] is None
     assert found["footprint"]["parameters"] == 3 * (256 * 256 + 256)
-    assert found["candidates"][found["best"]]["fits"]
+    best = found["candidates"][found["best"]]
+    assert best["fits"]
+    assert found["run"] == {"batches": 2, "batch": "global", "elastic": False}
+    assert best["run_seconds"] == 2 * best["seconds"]["step"]
+
+
+def test_json_says_how_long_a_run_is_and_whether_it_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = """
+        from lightning_autopar import ElasticReplan
+        L.Trainer(strategy="autopar", max_steps=5, max_epochs=-1, callbacks=[ElasticReplan()]).fit(Net(), data())
+    """
+    assert _json(capsys, "--devices", "cpu:1GiB", _script(tmp_path, body))["run"] == {"batches": 5, "batch": "global", "elastic": True}
 
 
 @pytest.mark.parametrize("strategy", ["'ddp'", "'auto'", "L.pytorch.strategies.FSDPStrategy()"])
