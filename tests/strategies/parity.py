@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -104,18 +105,20 @@ def fit(
 def _decided(plan: Plan | None, **assigned: Any) -> Iterator[None]:
     """While open, this plan is what planning comes to, without planning."""
 
-    def decide(trainer: Any, settings: Any, bound: Any, **_: Any) -> Any:
+    def decided(bound: Any) -> Decision:
         assert plan is not None
         footprint = SimpleNamespace(parameter_bytes=0, optimizer_bytes=0)
         report: Any = SimpleNamespace(footprint=footprint, best_candidate=Candidate(plan=plan, fits=True), residuals=Residuals())
         return Decision(report=report, assignment=Assignment(plan=plan, devices=bound[0].devices, **assigned))
 
-    before = launcher.decide
-    launcher.decide = decide
-    try:
+    def consider(trainer: Any, settings: Any, bound: Any, **_: Any) -> Any:
+        return SimpleNamespace(decision=lambda inventory=None: decided(bound))
+
+    with (
+        mock.patch.object(launcher, "consider", consider),
+        mock.patch.object(launcher, "decide", lambda trainer, settings, bound, **_: decided(bound)),
+    ):
         yield
-    finally:
-        launcher.decide = before
 
 
 def plan(

@@ -65,6 +65,7 @@ class Child:
         if self.pid == 0:
             os.close(self._end[1])
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
             code = 1
             try:
                 body(self)
