@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.memory.inventory import probe
+from lightning_autopar.strategies.early import CudaReserve
+from lightning_autopar.strategies.growth import CudaAllocator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -63,3 +65,38 @@ def test_the_predicted_memory_is_the_allocators() -> None:
     candidate = strategy.report.best_candidate
     (device,) = strategy.plan.devices
     assert strategy.measured[device]["peak_bytes"] == pytest.approx(candidate.bytes[device].allocated, rel=0.1)
+
+
+MIB = 1 << 20
+
+
+def test_the_allocator_takes_no_more_than_it_may() -> None:
+    device = torch.device("cuda", 0)
+    allocator = CudaAllocator(device)
+    torch.cuda.empty_cache()
+    limit_bytes = torch.cuda.memory_reserved(device) + 256 * MIB
+    allocator.cap(limit_bytes)
+    try:
+        held = torch.empty(128 * MIB, dtype=torch.uint8, device=device)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(512 * MIB, dtype=torch.uint8, device=device)
+        assert allocator.most_bytes() <= limit_bytes
+        del held
+    finally:
+        allocator.cap(None)
+    torch.empty(512 * MIB, dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()
+
+
+def test_memory_that_is_taken_early_is_seen_and_comes_back() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    reserve = CudaReserve(device)
+    free_bytes = reserve.free_bytes()
+    reserve.take([64 * MIB] * 8)
+    try:
+        assert reserve.free_bytes() <= free_bytes - 512 * MIB, "as anybody's tools see it"
+        assert reserve.peak_bytes() < 64 * MIB, "no counter knows of it"
+    finally:
+        reserve.give_back()
+    assert reserve.free_bytes() >= free_bytes - 2 * MIB

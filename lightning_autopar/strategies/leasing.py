@@ -174,12 +174,12 @@ class Leases:
 
 def _is_own(lease: Lease) -> bool:
     """Whether it is this process's, or that of one of its workers, which have some beside it (``growth``)."""
-    return lease.here and os.getpid() in (lease.pid, lease.part_of)
+    return lease.here and lease.uid == os.geteuid() and os.getpid() in (lease.pid, lease.part_of)
 
 
 def _is_a_part(lease: Lease) -> bool:
     """Whether it is a worker's of this process."""
-    return lease.here and lease.part_of == os.getpid()
+    return lease.here and lease.uid == os.geteuid() and lease.part_of == os.getpid()
 
 
 def words(short: Shortage) -> str:
