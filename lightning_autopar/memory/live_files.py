@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +167,21 @@ def _unlocked(descriptor: int) -> bool:
     return True
 
 
+@lru_cache(maxsize=256)
+def _head(data: bytes) -> Mapping[str, Any]:
+    """What a file says for good: read at every look of everybody, and written once.
+
+    Raises:
+        ValueError: if it is no JSON.
+    """
+    return json.loads(data)  # type: ignore[no-any-return]  # whatever it is: who reads it looks
+
+
 def _parsed(name: str, data: bytes, uid: int, made_ns: int) -> Found | None:
     """What a file says; None where nobody can have said that, or its process is dead and somebody else holds the file."""
     head, _, body = data.partition(b"\n")
     try:
-        said = json.loads(head)
+        said = _head(head)
         pid, started, namespace = int(said["pid"]), int(said["started"]), str(said["namespace"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
