@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_autopar.memory.live_files import Found, LiveFile, live_files
+from lightning_autopar.memory.live_files import Found, LiveFile, byte_sizes, live_files
 
 _PREFIX = "autopar-lease-"
 #: Digits of a number that is written over while others read it.
@@ -145,15 +145,14 @@ def _parsed(found: Found) -> Lease | None:
     said, body = found.said, found.body
     state, ends, shown = body[: len(_GRANTED)], body[len(_GRANTED) :][:_ENDS_BYTES], body[len(_GRANTED) + _ENDS_BYTES :]
     try:
-        wants = {str(device): int(size) for device, size in said["bytes"].items()}
+        wants = byte_sizes(said["bytes"])
         visible = dict(zip(wants, map(int, shown.split()), strict=True))
         run, priority, elastic = str(said["run"]), int(said["priority"]), bool(said["elastic"])
-        since_ns = found.made_ns if said["since"] is None else max(found.started_ns, int(said["since"]))
-        part_of = int(said["part_of"])
+        part_of, since_ns = int(said["part_of"]), found.since_ns
         expected = [int(word) for word in ends.split()]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
-    if min(wants.values(), default=0) < 0 or min(visible.values(), default=0) < 0 or state not in (_ASKED, _GRANTED):
+    if min(visible.values(), default=0) < 0 or state not in (_ASKED, _GRANTED):
         return None
     return Lease(
         name=found.name,

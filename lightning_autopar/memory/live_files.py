@@ -117,6 +117,27 @@ class Found:
         slept_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()  # the kernel's ticks go on meanwhile
         return max(0, self.started_ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK") - slept_ns)
 
+    @property
+    def since_ns(self) -> int:
+        """When its run first asked, on the monotonic clock, as it says, but not before its process began.
+
+        Raises:
+            ValueError, KeyError, TypeError, OverflowError: if it says no such thing.
+        """
+        return self.made_ns if self.said["since"] is None else max(self.started_ns, int(self.said["since"]))
+
+
+def byte_sizes(words: Any) -> dict[str, int]:
+    """Bytes by device id, as somebody else has written them.
+
+    Raises:
+        ValueError, TypeError, AttributeError, OverflowError: if they are none.
+    """
+    found = {str(device): int(size) for device, size in words.items()}
+    if min(found.values(), default=0) < 0:
+        raise ValueError(f"{found} are no sizes")
+    return found
+
 
 def live_files(folder: Path, prefix: str) -> Iterator[Found]:
     """All files of that prefix that are alive, in no order; dead ones are removed where this user may.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_autopar.memory.live_files import Found, LiveFile, live_files
+from lightning_autopar.memory.live_files import Found, LiveFile, byte_sizes, live_files
 
 #: Larger goes first.
 LEAST_PRIORITY, MOST_PRIORITY = -100, 100
@@ -150,16 +150,13 @@ def _parsed(found: Found) -> Place | None:
     if told is None:
         return None
     try:
-        priority, since = int(found.said["priority"]), found.said["since"]
-        since_ns = found.made_ns if since is None else int(since)
-        wants = {str(device): int(size) for device, size in told["wants"].items()}
+        priority, since_ns, wants = int(found.said["priority"]), found.since_ns, byte_sizes(told["wants"])
         start_ns = None if told["start"] is None else int(told["start"])
         seconds = None if told["seconds"] is None else float(told["seconds"])
         seen_ns, passed_ns, asks, run = int(told["seen"]), int(told["passed"]), tuple(map(str, told["asks"])), str(found.said["run"])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
-    sane = LEAST_PRIORITY <= priority <= MOST_PRIORITY and min(wants.values(), default=0) >= 0
-    if not sane or (seconds is not None and not 0 <= seconds < math.inf):
+    if not LEAST_PRIORITY <= priority <= MOST_PRIORITY or (seconds is not None and not 0 <= seconds < math.inf):
         return None
     now = time.monotonic_ns()
     return Place(
@@ -170,7 +167,7 @@ def _parsed(found: Found) -> Place | None:
         run=run,
         made_ns=found.made_ns,
         priority=priority,
-        since_ns=min(max(since_ns, found.started_ns), now),
+        since_ns=min(since_ns, now),
         seen_ns=min(seen_ns, now),
         passed_ns=min(passed_ns, now),
         wants=wants,

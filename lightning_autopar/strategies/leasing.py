@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -26,6 +26,8 @@ from lightning_autopar.units import format_bytes
 if TYPE_CHECKING:
     from lightning_autopar.memory.queue_files import Place
     from lightning_autopar.strategies.running import Running
+
+_Answer = TypeVar("_Answer")
 
 
 class Leases:
@@ -58,30 +60,16 @@ class Leases:
             self._held.expect(None if seconds is None or seconds == math.inf else time.monotonic_ns() + int(seconds * 1e9))
 
     def others(self) -> list[Lease]:
-        """Others' leases, in the order in which they were asked for."""
-        return self._others()
+        """Others' leases, in the order in which they were asked for; none where there is no ledger."""
+        return self._ask(lambda ledger: [lease for lease in ledger.leases() if not _is_own(lease)]) or []
 
     def places(self) -> list[Place]:
         """Who waits on this host, in order, without this process; nobody where there is no ledger."""
-        ledger = self._open()
-        if ledger is None:
-            return []
-        try:
-            return [place for place in live_places(ledger.folder) if not (place.here and place.pid == os.getpid())]
-        except OSError as error:
-            self._do_without(f"{type(error).__name__}: {error}")
-            return []
+        return self._ask(lambda ledger: [place for place in live_places(ledger.folder) if not _is_here(place)]) or []
 
     def queue(self) -> PlaceFile | None:
         """A place in the queue, by this run's priority and age; None where there is no ledger."""
-        ledger = self._open()
-        if ledger is None:
-            return None
-        try:
-            return PlaceFile(ledger.folder, run=_run_name(), priority=self.priority, since_ns=self.since_ns)
-        except OSError as error:
-            self._do_without(f"{type(error).__name__}: {error}")
-            return None
+        return self._ask(lambda ledger: PlaceFile(ledger.folder, run=_run_name(), priority=self.priority, since_ns=self.since_ns))
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -90,7 +78,7 @@ class Leases:
 
     def see(self, inventory: Inventory) -> Inventory:
         """The inventory less what others have been promised."""
-        return less_promised(inventory, self._others())
+        return less_promised(inventory, self.others())
 
     def take(self, wants: Mapping[str, int], probe: Callable[[], Inventory]) -> Shortage | None:
         """Have a plan's memory promised, instead of what this run has; None once it is.
@@ -126,7 +114,7 @@ class Leases:
             self._held = None
 
     def _claim(self, wants: Mapping[str, int], probe: Callable[[], Inventory], **options: Held | None) -> Held | Shortage | None:
-        if (ledger := self._open()) is None:
+        if self._open() is None:
             return None
         known = {device.id for device in probe().devices if is_leased(device)}
         asked = {device: size for device, size in wants.items() if device in known}
@@ -137,22 +125,19 @@ class Leases:
             found = probe()
             return lambda leases: room_bytes(found, leases)
 
+        about = {"priority": self.priority, "elastic": self.elastic, "since_ns": self.since_ns, "ours": _is_a_part}
+        return self._ask(lambda ledger: ledger.claim(asked, look, run=_run_name(), **about, **options))  # type: ignore[arg-type]  # of Held alone
+
+    def _ask(self, what: Callable[[Ledger], _Answer]) -> _Answer | None:
+        """What the ledger says; None where there is none, or none any more."""
+        ledger = self._open()
+        if ledger is None:
+            return None
         try:
-            about = {"priority": self.priority, "elastic": self.elastic, "since_ns": self.since_ns, "ours": _is_a_part}
-            return ledger.claim(asked, look, run=_run_name(), **about, **options)  # type: ignore[arg-type]  # of Held alone
+            return what(ledger)
         except OSError as error:
             self._do_without(f"{type(error).__name__}: {error}")
             return None
-
-    def _others(self) -> list[Lease]:
-        ledger = self._open()
-        if ledger is None:
-            return []
-        try:
-            return [lease for lease in ledger.leases() if not _is_own(lease)]
-        except OSError as error:
-            self._do_without(f"{type(error).__name__}: {error}")
-            return []
 
     def _open(self) -> Ledger | None:
         """The ledger of the environment as it is now."""
@@ -175,6 +160,11 @@ class Leases:
 def _is_own(lease: Lease) -> bool:
     """Whether it is this process's, or that of one of its workers, which have some beside it (``growth``)."""
     return lease.here and lease.uid == os.geteuid() and os.getpid() in (lease.pid, lease.part_of)
+
+
+def _is_here(place: Place) -> bool:
+    """Whether it is this process's."""
+    return place.here and place.pid == os.getpid()
 
 
 def _is_a_part(lease: Lease) -> bool:

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_autopar.memory.processes import ignores, is_stopped, started_ticks
 from lightning_autopar.strategies.run_files import RunStatus
@@ -73,7 +73,7 @@ def cancel(run: str | int, *, wait_seconds: float | None = None) -> Cancelled:
     until = time.monotonic() + wait_seconds
     while (alive := is_alive(folder)) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # a lock of another process's, of whose end there is no event
-    return Cancelled(run_id=status.run_id, signal=number.name, outlook=cancelled.outlook, ended=not alive, waited_seconds=wait_seconds)
+    return replace(cancelled, ended=not alive, waited_seconds=wait_seconds)
 
 
 def _tell(status: RunStatus) -> signal.Signals:
