@@ -9,9 +9,6 @@ each run's weights with those of plain Lightning on one device.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,34 +20,21 @@ SCENARIO = ROOT / "tests" / "scenario"
 sys.path[:0] = [str(SCENARIO), str(ROOT / "benchmarks"), str(ROOT)]
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "scenario.json", ROOT / "docs" / "pictures" / "scenario.png"
 SEEDS = range(7)
-_TIMEOUT_SECONDS = 400.0
 
 import torch  # noqa: E402
 from machine import machine  # noqa: E402
 from rich.progress import track  # noqa: E402
+from scenario_box import killed, play  # noqa: E402
 from scenario_picture import draw  # noqa: E402
 from scenario_runs import SPECS, train  # noqa: E402
 
 
-def played(folder: Path, seed: int) -> dict[str, Any]:
-    """What happened on the box."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, str(SCENARIO / "scenario_box.py"), str(folder), str(seed)],
-        env=environment,
-        check=True,
-        capture_output=True,
-        timeout=_TIMEOUT_SECONDS,
-    )
-    return json.loads((folder / "box.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-
-
 def summary(box: dict[str, Any], folder: Path, plain: Path) -> dict[str, Any]:
     """The figures of one time."""
-    killed = [name for _, name, number in box["faults"] if number == signal.SIGKILL and box["ended"][name]["code"] == -number]
+    gone = killed(box)
     apart, fullest = 0.0, 0.0
     for spec in SPECS:
-        if spec.name not in killed:
+        if spec.name not in gone:
             shared, alone = torch.load(folder / f"{spec.name}-shared.pt"), torch.load(plain / f"{spec.name}-plain.pt")
             apart = max(apart, *(float((shared[name] - weight).abs().max()) for name, weight in alone.items()))
     for sample in box["samples"]:
@@ -62,7 +46,7 @@ def summary(box: dict[str, Any], folder: Path, plain: Path) -> dict[str, Any]:
         "seed": box["seed"],
         "seconds": max(ended["at"] for ended in box["ended"].values()),
         "finished": sorted(name for name, ended in box["ended"].items() if ended["code"] == 0),
-        "killed": killed,
+        "killed": sorted(gone),
         "waited": sorted(name for name, seen in states.items() if "queued" in seen),
         "parked": sorted(name for name, seen in states.items() if "parked" in seen),
         "fullest_device": fullest,
@@ -93,7 +77,7 @@ def main() -> None:
         for seed in track(SEEDS, description="the box"):
             folder = plain / str(seed)
             folder.mkdir()
-            box = played(folder, seed)
+            box = play(folder, seed)
             found.append(summary(box, folder, plain))
             if not seed:
                 draw(box, PICTURE)

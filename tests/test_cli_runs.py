@@ -7,9 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from lightning_autopar.cli import main
 from lightning_autopar.strategies.run_files import RunFiles, open_run
 from lightning_autopar.strategies.run_folders import user_name
+from tests.processes import python
 
 UUIDS = ("GPU-7c1e9b04-1111-2222-3333-444455556666", "GPU-90aa77b1-1111-2222-3333-444455556666")
 
@@ -28,19 +28,11 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-@contextmanager
-def other(code: str) -> Iterator[subprocess.Popen[str]]:
+def other(code: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """Another process, once it has said something."""
     before = "import os, signal, sys; from lightning_autopar.strategies.run_files import open_run"
     default = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # whatever this process ignores
-    command = [sys.executable, "-c", "\n".join((before, default, code))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline()
-            yield process
-        finally:
-            process.kill()
+    return python("\n".join((before, default, code)))
 
 
 def running(files: RunFiles) -> None:

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +35,23 @@ _LOOK_SECONDS = 0.05
 #: With another seed than 0 one run is killed, and another one stopped for a while, at some moment after their beginnings.
 _LATEST_FAULT_SECONDS, _STOPPED_SECONDS = 12.0, 12.0
 _LONGEST_SECONDS = 240.0
+
+
+def play(folder: Path, seed: int) -> dict[str, Any]:
+    """What happened on the box, played in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: if it couldn't be played to its end.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(folder), str(seed)]
+    subprocess.run(command, env=environment, check=True, timeout=_LONGEST_SECONDS + 60)
+    return json.loads((folder / "box.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]  # main has written it
+
+
+def killed(box: dict[str, Any]) -> set[str]:
+    """The runs that were ended by force, rather than just before by themselves."""
+    return {name for _, name, number in box["faults"] if number == signal.SIGKILL and box["ended"][name]["code"] == -number}
 
 
 def shaken(specs: Sequence[Spec], seed: int) -> tuple[Spec, ...]:

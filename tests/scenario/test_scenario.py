@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scenario_box import killed, play
 from scenario_runs import SPECS, train
-
-HERE = Path(__file__).parent
-
-
-def play(folder: Path, seed: int) -> dict[str, Any]:
-    """What happened."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "scenario_box.py"), str(folder), str(seed)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "box.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def check(box: dict[str, Any], folder: Path) -> None:
     """All that must hold however the runs and the stranger come together."""
-    killed = {name for _, name, number in box["faults"] if number == signal.SIGKILL and box["ended"][name]["code"] == -number}
+    gone = killed(box)
     for spec in box["specs"]:
-        if spec["name"] in killed:
+        if spec["name"] in gone:
             continue
         log = (folder / f"{spec['name']}.log").read_text(encoding="utf-8")[-3000:]
         assert box["ended"][spec["name"]]["code"] == 0, f"{spec['name']}: {log}"
@@ -48,7 +27,7 @@ def check(box: dict[str, Any], folder: Path) -> None:
             used = sum(run[3].get(device, 0) for run in sample["runs"].values())
             assert used + sample["taken"].get(device, 0) <= box["device_bytes"], sample
     for spec in SPECS:
-        if spec.name in killed:
+        if spec.name in gone:
             continue
         shared, plain = (torch.load(folder / f"{spec.name}-{kind}.pt") for kind in ("shared", "plain"))
         for name, weight in plain.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from lightning_autopar.memory import promised
 from lightning_autopar.memory.ledger import Held, Ledger
 from lightning_autopar.strategies.decide import decide_again
 from lightning_autopar.strategies.watching import Wish
+from tests.processes import ledger_folder
 from tests.strategies.modules import QUIET, Regression, loader, on_rank
 
 GIB = 1 << 30
@@ -27,10 +27,9 @@ TWO = "2xcpu:1GiB"
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The ledger that runs share here."""
-    home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=home, prefix="autopar-leasing-test-") as name:
-        monkeypatch.setenv("AUTOPAR_LEDGER", name)
-        yield Path(name)
+    with ledger_folder() as found:
+        monkeypatch.setenv("AUTOPAR_LEDGER", str(found))
+        yield found
 
 
 @contextmanager

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from lightning_autopar.memory.processes import is_stopped
 from lightning_autopar.strategies.run_cancel import cancel
 from lightning_autopar.strategies.run_files import open_run
 from lightning_autopar.strategies.run_requests import runs
+from tests.processes import python
 
 #: A run that says when it is shown, and waits for a signal.
 RUN = """
@@ -40,16 +39,8 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_RUNS", str(tmp_path))
 
 
-@contextmanager
-def a_run(state: str = "running", words: str = "") -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", RUN, state, words]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline()
-            yield process
-        finally:
-            process.kill()
+def a_run(state: str = "running", words: str = "") -> AbstractContextManager[subprocess.Popen[str]]:
+    return python(RUN, state, words)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.strategies.leasing import Leases
 from lightning_autopar.strategies.showing import Showing
 from lightning_autopar.strategies.waiting import Waiting, _amounts, _ordinal
+from tests.processes import ledger_folder
 from tests.strategies.modules import QUIET, Regression, loader
 
 GIB = 1 << 30
@@ -41,10 +41,9 @@ TWO = "2xcpu:1GiB"
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The ledger that runs share here."""
-    home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=home, prefix="autopar-waiting-test-") as name:
-        monkeypatch.setenv("AUTOPAR_LEDGER", name)
-        yield Path(name)
+    with ledger_folder() as found:
+        monkeypatch.setenv("AUTOPAR_LEDGER", str(found))
+        yield found
 
 
 def until(true: Callable[[], Any], seconds: float = 20.0) -> Any:
