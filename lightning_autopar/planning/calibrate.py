@@ -166,8 +166,8 @@ class Calibrated(Rates):
         by_ranks = self._group(collective, devices, inventory)
         if not by_ranks:
             return otherwise
-        if ranks in by_ranks:
-            return by_ranks[ranks].at(size_bytes)
+        if ranks in by_ranks:  # more ranks never take less: what others' work lengthened, while it was measured, shows by that
+            return min(curve.at(size_bytes) for count, curve in by_ranks.items() if count >= ranks)
         # As the data sheet has it between numbers of ranks, from the nearest that was measured.
         nearest = min(by_ranks, key=lambda count: (abs(math.log(count / ranks)), count))
         known = by_ranks[nearest].at(size_bytes)
@@ -268,7 +268,9 @@ class Calibrated(Rates):
         counts = sorted(by_ranks)
 
         def slowdown(count: int) -> float:
-            return max(1.0, by_ranks[count].at(size) / by_ranks[1].at(size))
+            """No less than threads have to take turns, and no more than among more ranks, whatever others did while it was measured."""
+            measured = min(by_ranks[more].at(size) for more in counts if more >= count) / by_ranks[1].at(size)
+            return max(self._oversubscribed(device, count), measured)
 
         if self._ranks >= counts[-1]:
             return slowdown(counts[-1]) * self._oversubscribed(device, self._ranks) / self._oversubscribed(device, counts[-1])

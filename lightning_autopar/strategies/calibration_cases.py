@@ -59,24 +59,30 @@ def measure_device(device: torch.device, subject: str, *, seconds: float) -> lis
     Args:
         device: where.
         subject: under which the curves are kept.
-        seconds: how long it may take; on a busy machine three times as long.
+        seconds: how long it may take. What comes after that is run a few times only; after three times as long nothing is any more, and
+            what wasn't measured at all of its sizes is left to the data sheet: a curve through its smallest size alone would be wrong for
+            the large ones by as much as small operations are slow.
     """
     clock = Clock(device)
     bare = _bare_seconds(clock)
     issue_curves(device, subject, {}, steps=1)  # what torch does once, before the clock runs
     found: dict[tuple[str, str], dict[float, float]] = {}
+    cut: set[tuple[str, str]] = set()
     slot = seconds / 300
     until, at_last = clock.now() + seconds, time.perf_counter() + _MOST_TIMES * seconds
     for case in cases(device):
-        if clock.now() > until or time.perf_counter() > at_last:
-            break  # what is left is asked of the data sheet
-        taken = clock.seconds(case.run, slot) / case.times - bare
-        found.setdefault((case.thing, case.dtype), {})[case.size] = max(taken, bare / 20)
+        key = case.thing, case.dtype
+        if time.perf_counter() > at_last:
+            cut.add(key)
+            continue
+        taken = clock.seconds(case.run, slot if clock.now() < until else slot / 10) / case.times - bare
+        found.setdefault(key, {})[case.size] = max(taken, bare / 20)
     curves = [
         Curve(
             subject=subject, thing=thing, dtype=dtype, sizes=tuple(sorted(points)), seconds=tuple(points[size] for size in sorted(points))
         )
         for (thing, dtype), points in found.items()
+        if (thing, dtype) not in cut
     ]
     return [*curves, *issue_curves(device, subject, {curve.thing: curve.seconds[0] for curve in curves if curve.dtype == "fp32"})]
 

@@ -261,6 +261,20 @@ def test_products_that_wait_for_memory_are_crowded_like_additions() -> None:
     assert known.work_seconds(CPU, thin) == pytest.approx(1.5)
 
 
+def test_what_lengthened_a_measurement_of_few_ranks_shows_by_that_of_more() -> None:
+    """Somebody worked on the machine while two were measured: four took less, and so do two."""
+    disturbed = [curve("crowd/add", {100.0: seconds}, dtype="fp32", ranks=ranks) for ranks, seconds in ((1, 1.0), (2, 5.0), (4, 1.8))]
+    known = rates(curve("add", {100.0: 1.0}, dtype="fp32"), *disturbed, inventory=here(4), ranks=2)
+    assert known.work_seconds(CPU, work("pointwise", "add", moved=100)) == pytest.approx(1.8)
+
+
+def test_ranks_that_take_turns_take_as_long_as_that() -> None:
+    """One was disturbed alone: its four fellows seem to have been no slower, on two cores."""
+    disturbed = [curve("crowd/add", {100.0: 2.0}, dtype="fp32", ranks=ranks) for ranks in (1, 2, 4)]
+    known = rates(curve("add", {100.0: 1.0}, dtype="fp32"), *disturbed, inventory=here(4, cores=2), ranks=4)
+    assert known.work_seconds(CPU, work("pointwise", "add", moved=100)) == pytest.approx(2.0)
+
+
 def test_without_measurements_of_several_ranks_cores_are_shared_evenly() -> None:
     inventory = here(4, cores=2)
     known = rates(curve("add", {100.0: 1.0}, dtype="fp32"), inventory=inventory, ranks=4)
