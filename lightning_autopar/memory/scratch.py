@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar.memory.scratch_convolution import Scratch, convolution, convolution_backward
+from lightning_autopar.memory.scratch_convolution import CannotMeasure, Scratch, convolution, convolution_backward, unmeasured
 from lightning_autopar.memory.scratch_recurrent import recurrent_backward, recurrent_forward, recurrent_workspace
 
 __all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "Scratch", "ScratchOf", "cpu_scratch"]
@@ -283,32 +283,28 @@ CPU_SCRATCH: Mapping[Any, ScratchOf] = {
     aten.bmm.default: _product(0),
     aten.baddbmm.default: _product(1),
 }
-#: Outputs on a CPU that are larger than their fakes, by operation.
-#: What is said where the kernels that run aren't those that were read.
-UNREAD = "what convolutions and recurrent layers take inside of one operation was read from oneDNN's kernels for AVX2; this CPU runs others"
-_ONEDNN = (
-    aten.convolution.default,
-    aten.convolution_backward.default,
-    aten.mkldnn_rnn_layer.default,
-    aten.mkldnn_rnn_layer_backward.default,
-)
+#: What is said where convolutions couldn't be asked what they take.
+UNREAD = "what convolutions take inside of one operation is a guess, as a profiler runs in this process that would be disturbed"
+_MEASURED = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
-    """:data:`CPU_SCRATCH`; ``notes`` gets :data:`UNREAD` where this CPU picks other kernels and one of them is asked for."""
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return CPU_SCRATCH
+    """:data:`CPU_SCRATCH`; ``notes`` gets :data:`UNREAD` where a convolution is met that can't be run to see what it takes."""
 
     def telling(found: ScratchOf) -> ScratchOf:
         def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
-            notes[UNREAD] = None
-            return found(args, kwargs, output)
+            try:
+                return found(args, kwargs, output)
+            except CannotMeasure:
+                notes[UNREAD] = None
+                return unmeasured(args)
 
         return tell
 
-    return {**CPU_SCRATCH, **{operation: telling(CPU_SCRATCH[operation]) for operation in _ONEDNN}}
+    return {**CPU_SCRATCH, **{operation: telling(CPU_SCRATCH[operation]) for operation in _MEASURED}}
 
 
+#: Outputs on a CPU that are larger than their fakes, by operation.
 CPU_HIDDEN: Mapping[Any, HiddenOf] = {
     aten.mkldnn_rnn_layer.default: recurrent_workspace,
     aten.mse_loss.default: _reduced_loss,

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_autopar.memory.noise import without_noise
 from lightning_autopar.strategies.engine import Assignment, EngineMixin
 from lightning_autopar.strategies.group import join_group
-from lightning_autopar.strategies.measure import without_noise
 
 #: Buffers that depend on the batch (BatchNorm's) are synchronised where they are computed; copying rank 0's at each step would only
 #: cost time. torch 2.13 renamed the argument.

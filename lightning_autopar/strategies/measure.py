@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_autopar._lightning_compat import bare_optimizer
+from lightning_autopar.memory.noise import without_noise
 from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices
 from lightning_autopar.memory.recorder import HOST, Recorder
 from lightning_autopar.memory.storages import storage_sizes
@@ -35,13 +33,6 @@ _WARM_UP = 2
 _RECORDED = 2
 #: An evaluation between the two spoils a record. After so many, a run goes without.
 _TRIES = 3
-#: What the profiler and the allocator write to stderr whenever memory is profiled, and nobody can turn off (torch 2.13, kineto).
-_NOISE = (
-    b"USDT:",
-    b"External init callback must run in same thread",
-    b"Memory block of unknown size was allocated before the profiling started",
-)
-
 #: Where a step is: its forward is over, its backward begins, its gradients are complete.
 Point = Literal["forward", "backward", "gradients"]
 
@@ -409,25 +400,3 @@ def _settled(strategy: Strategy, batch_idx: int) -> bool:
     if not module.automatic_optimization or trainer.accumulate_grad_batches == 1:
         return True
     return trainer.global_step > 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-
-
-# -- stderr --------------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
-    """While open, stderr goes to a file; what it holds then is passed on, without the lines that hold any of these words."""
-    sys.stderr.flush()
-    real = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(real, 2)
-            file.seek(0)
-            kept = b"".join(line for line in file if not any(noise in line for noise in lines))
-            if kept:
-                os.write(real, kept)
-            os.close(real)

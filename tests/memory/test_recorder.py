@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
+from lightning_autopar.memory.noise import without_noise
 from lightning_autopar.memory.recorder import Recorder
 from lightning_autopar.memory.storages import storage_sizes
-from lightning_autopar.strategies.measure import without_noise
 
 CPU = torch.device("cpu")
 UNIT = 4096

@@ -14,7 +14,8 @@ from modules import Regression, loader, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar.strategies.measure import GpuSteps, Point, without_noise
+from lightning_autopar.memory.noise import without_noise
+from lightning_autopar.strategies.measure import GpuSteps, Point
 
 
 class Wide(Regression):
