@@ -3,11 +3,11 @@
 A scenario is a model, a batch and devices with memory budgets. The planner is asked once; then its own candidates and every plan of
 `decisions/scenarios.py` are run, pinned, also those that it says don't quite fit: what counts is what a run was measured to take. A plan
 is recorded, but not run, where one that does the same with less work (without recomputation, say) was measured to have room, or where it is
-predicted to need more than 1.1 times its budget. Of a scenario's pipelines the one that is predicted to be fastest is run in any case, the
-others where they are predicted to take less than 1.3 times the best plan. The first round runs every plan for a few steps; further ones, in
-turns, the fastest feasible ones, the planner's choice and what the fixed rules take. A plan's time is the lower quartile of its steps.
-Feasible is what stays within what the planner may use, too: what a device has free, less the margin of 5 %; over budget is what takes more
-than the device has.
+predicted to need more than 1.1 times its budget. Of a scenario's pipelines the one that is predicted to be fastest is run in any case, and
+those of even stages where devices are uneven, the others where they are predicted to take less than 1.3 times the best plan. The first
+round runs every plan for a few steps; further ones, in turns, the fastest feasible ones, the planner's choice and what the fixed rules
+take. A plan's time is the lower quartile of its steps. Feasible is what stays within what the planner may use, too: what a device has free,
+less the margin of 5 %; over budget is what takes more than the device has.
 
 A rank computes with the threads of its CPU device: four ranks on two cores are the contention that they are anywhere.
 
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ["AUTOPAR_CACHE"] = "off"  # what one run took must not correct another's prediction; the planner alone gets measured rates
 
 from decisions.runs import RunFailed, Took, ask_planner, run
-from decisions.scenarios import SCENARIOS, Scenario, does_less, every_plan, key, lightest_first
+from decisions.scenarios import SCENARIOS, Scenario, does_less, every_plan, is_even, key, lightest_first
 from decisions.verdict import RULES, Measured, judge, summary, taken_by, within
 from machine import machine
 
@@ -106,15 +106,18 @@ def measure(scenario: Scenario, rounds: int, cache: Path) -> dict[str, Any]:
     plans = [_expected(report, plan) for plan in lightest_first(_plans(scenario, report))]
     taken = None if report.best is None else key(report.best)
     done: list[Measured] = []
-    pipelines = {one.plan: one.predicted_seconds or 0.0 for one in plans if one.plan.engine == "pipeline" and one.fits}
-    best_pipeline = min(pipelines, key=lambda plan: pipelines[plan], default=None)
+    pipelines = {one.plan: one for one in plans if one.plan.engine == "pipeline"}
+    best_pipeline = min((one for one in pipelines.values() if one.fits), key=lambda one: one.predicted_seconds or 0.0, default=None)
+    wanted = {taken, best_pipeline.plan if best_pipeline else None}
+    blocks = [block.fqn for block in report.footprint.blocks]
+    wanted |= {plan for plan in pipelines if scenario.uneven and is_even(plan, blocks)}
     near = _NEAR * min((one.predicted_seconds for one in plans if one.fits and one.predicted_seconds), default=0.0)
     for one in plans:
         lighter = next((other for other in done if within(other, budgets) and does_less(other.plan, one.plan)), None)
         beyond = max(size / budgets[device] for device, size in one.predicted_bytes.items())
         if lighter is not None and one.plan != taken:
             done.append(replace(one, skipped=f"does more than {lighter.plan.title()}, which has room"))
-        elif one.plan.engine == "pipeline" and one.plan not in (taken, best_pipeline) and not (one.predicted_seconds or 0.0) <= near:
+        elif one.plan.engine == "pipeline" and one.plan not in wanted and not (one.predicted_seconds or 0.0) <= near:
             done.append(replace(one, skipped="another pipeline is predicted to be faster, and other plans far faster"))
         elif beyond > _FAR_BEYOND and one.plan != taken:
             done.append(replace(one, skipped=f"needs {beyond:.2f} times the budget by its prediction"))
@@ -159,7 +162,7 @@ def _result(scenario: Scenario, report: Report, done: Sequence[Measured]) -> dic
         "budgets": budgets,
         "rates": getattr(report.rates, "name", "data sheets"),
         "advice": list(map(str, report.advice)),
-        "verdict": judge(scenario, done, taken, budgets, memory),
+        "verdict": judge(scenario, done, taken, budgets, memory, [block.fqn for block in report.footprint.blocks]),
         "plans": [one.to_dict() for one in done],
     }
 
@@ -249,7 +252,7 @@ def _print(report: dict[str, Any]) -> None:
         console.print(
             f"{figures['scenarios']} scenarios; over budget: {figures['over_budget']}, within the margin: {figures['use_margin']}; of all "
             f"plans with room, margin or not: {figures['planner_of_all']}; uneven devices: {uneven['scenarios']}, in "
-            f"{uneven['no_even_plan_fits']} of them no plan with an even batch fits; against the best that does: "
+            f"{uneven['no_even_plan_fits']} of them no even plan fits; against the best that does: "
             f"{uneven['against_best_even']}"
         )
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.blocks import recomputable_order, shardable
+from lightning_autopar.planning.blocks import cuttable, recomputable_order, shardable
 from lightning_autopar.planning.runnable import cannot_run
 from lightning_autopar.plans import Plan
 
 #: Into how many parts a batch is taken where it doesn't fit whole.
 MICRO_BATCHES = (2, 4)
+#: Of an even pipeline's batch, for each stage: enough to keep bubbles small, as its users are told.
+_PARTS_A_STAGE = 2
 #: What no budget of a scenario comes near to: under it every plan may be tried.
 _AMPLE = "8GiB"
 
@@ -67,7 +70,8 @@ def _scenarios() -> Iterator[Scenario]:
         ),
         ("gpt", 2): ("2xcpu:128MiB",),
         ("wide", 8): ("2xcpu:128MiB",),
-        ("wide", 64): ("2xcpu:128MiB", "2xcpu:76MiB", "4xcpu:52MiB"),
+        # Of the uneven ones no device holds all states.
+        ("wide", 64): ("2xcpu:128MiB", "2xcpu:76MiB", "4xcpu:52MiB", "2xcpu:45MiB,cpu:90MiB", "2xcpu:30MiB,cpu:90MiB"),
         ("wide", 512): ("2xcpu:104MiB",),
         ("resnet", 16): ("2xcpu:64MiB", "2xcpu:9MiB", "cpu:7MiB,cpu:14MiB"),
         ("resnet-bn", 16): ("cpu:8MiB,cpu:16MiB", "cpu:5.5MiB,cpu:16.5MiB"),
@@ -94,7 +98,8 @@ def every_plan(footprint: Footprint, inventory: Inventory) -> list[Plan]:
     """Single, DDP and FSDP2 on one to all of the devices, the freest first, each with the ways to save memory that can be run.
 
     FSDP2 with and without resharding; nothing or every block that allows it recomputed; the batch whole or in micro-batches; shared evenly
-    or, where budgets differ, as the budgets are. Which blocks to recompute is the planner's finesse: its own candidates are run, too.
+    or, where budgets differ, as the budgets are. A pipeline of as many blocks in each stage, as somebody cuts it who knows nothing of their
+    sizes. Which blocks to recompute and where else to cut is the planner's finesse: its own candidates are run, too.
     """
     freest = sorted(inventory.devices, key=lambda device: -device.free_bytes)
     units = shardable(footprint)[0]
@@ -117,7 +122,27 @@ def every_plan(footprint: Footprint, inventory: Inventory) -> list[Plan]:
                     found.append(replace(shared, recompute=everything))
                 if plan.reshard_after_forward is not False:  # who lacks memory reshards before anything else
                     found += [replace(shared, micro_batches=parts) for parts in MICRO_BATCHES if parts * count <= footprint.batch_size]
+        if (cuts := even_cuts(footprint, count)) and _PARTS_A_STAGE * count <= footprint.batch_size:
+            found.append(Plan(engine="pipeline", devices=ids, cuts=cuts, schedule="1f1b", micro_batches=_PARTS_A_STAGE * count))
     return [plan for plan in found if cannot_run(plan) is None]
+
+
+def even_cuts(footprint: Footprint, stages: int) -> tuple[str, ...]:
+    """Where a pipeline is cut whose stages have as many blocks each, as nearly as it goes; none where it can't be cut there."""
+    count, allowed = len(footprint.blocks), cuttable(footprint)
+    starts = [round(stage * count / stages) for stage in range(1, stages)]
+    if stages > count or not all(allowed[start] for start in starts):
+        return ()
+    return tuple(footprint.blocks[start].fqn for start in starts)
+
+
+def is_even(plan: Plan, blocks: Sequence[str]) -> bool:
+    """Whether a plan asks as much of each of its devices, whatever they have free: of a pipeline, as many blocks."""
+    if plan.engine != "pipeline":
+        return not plan.shares
+    borders = [0, *(blocks.index(cut) for cut in plan.cuts), len(blocks)]
+    sizes = [after - before for before, after in pairwise(borders)]
+    return max(sizes) - min(sizes) <= 1
 
 
 def _shares(devices: Sequence[Device], ids: Sequence[str]) -> list[tuple[int, ...]]:

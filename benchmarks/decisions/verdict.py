@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decisions.scenarios import Scenario, key
+from decisions.scenarios import Scenario, is_even, key
 from lightning_autopar.plans import Plan
 
 #: Of a plan's step times this quantile counts: other people's work on the machine only ever makes a step longer.
@@ -115,7 +115,12 @@ def taken_by(rule: str, plans: Sequence[Measured], devices: int, budgets: Mappin
 
 
 def judge(
-    scenario: Scenario, plans: Sequence[Measured], chosen: Plan | None, budgets: Mapping[str, int], memory: Mapping[str, int]
+    scenario: Scenario,
+    plans: Sequence[Measured],
+    chosen: Plan | None,
+    budgets: Mapping[str, int],
+    memory: Mapping[str, int],
+    blocks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The scenario's line: throughput of the choice, and of each rule, as shares of the best feasible plan's.
 
@@ -128,6 +133,7 @@ def judge(
         chosen: the planner's; None where it says that nothing fits.
         budgets: bytes that a plan may use, by device id: what the device has, less the margin.
         memory: bytes that the device has.
+        blocks: the model's, in order.
     """
     feasible = [one for one in plans if within(one, budgets)]
     best = min(feasible, key=lambda one: one.seconds or 0.0, default=None)
@@ -145,8 +151,7 @@ def judge(
 
     devices = len(scenario.inventory.devices)
     rules = {rule: taken_by(rule, plans, devices, memory) for rule in RULES}
-    # A pipeline is cut as the devices' memory asks for.
-    even = [one for one in feasible if not one.plan.shares and one.plan.engine != "pipeline"]
+    even = [one for one in feasible if is_even(one.plan, blocks)]
     best_even = min(even, key=lambda one: one.seconds or 0.0, default=None)
     return {
         "feasible": len(feasible),
