@@ -119,6 +119,24 @@ def test_uneven_shares_stand_beside_the_best_even_plan() -> None:
     assert alone["share"] == 1.0
 
 
+def test_a_pipeline_of_as_many_blocks_in_each_stage_is_an_even_plan() -> None:
+    step, blocks = footprint(blocks=5), [f"net.{index}" for index in range(5)]
+    assert scenarios.even_cuts(step, 2) == ("net.2",)
+    assert scenarios.even_cuts(step, 3) == ("net.2", "net.3")
+    assert scenarios.even_cuts(step, 6) == ()
+    assert scenarios.even_cuts(footprint(blocks=4, tied=(("net.1.weight", "net.3.weight"),)), 2) == ()
+
+    def staged(*cuts: str) -> Plan:
+        return Plan(engine="pipeline", devices=TWO, cuts=cuts, schedule="1f1b", micro_batches=4)
+
+    even, uneven = staged("net.2"), staged("net.1")
+    assert scenarios.is_even(even, blocks)
+    assert not scenarios.is_even(uneven, blocks)
+    plans = [measured(even, 60, 30), measured(uneven, 40, 30)]
+    scenario = scenarios.Scenario(model="wide", batch=64, devices="cpu:10MiB,cpu:30MiB")
+    assert verdict.judge(scenario, plans, uneven, BUDGETS, MEMORY, blocks)["chosen_over_best_even"] == pytest.approx(1.5)
+
+
 def test_the_summary_is_over_scenarios_in_which_something_fits() -> None:
     plans = [measured(SINGLE, 100, 30), measured(DDP, 50, 30), measured(SHARDED, 80, 30)]
     results = {
