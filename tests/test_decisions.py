@@ -132,7 +132,7 @@ def test_a_pipeline_of_as_many_blocks_in_each_stage_is_an_even_plan() -> None:
     even, uneven = staged("net.2"), staged("net.1")
     assert scenarios.is_even(even, blocks)
     assert not scenarios.is_even(uneven, blocks)
-    plans = [measured(even, 60, 30), measured(uneven, 40, 30)]
+    plans = [measured(even, 60, 30), measured(uneven, 40, 30), *(measured(plan, 10, 60) for plan in (SINGLE, DDP, SHARDED))]
     scenario = scenarios.Scenario(model="wide", batch=64, devices="cpu:10MiB,cpu:30MiB")
     assert verdict.judge(scenario, plans, uneven, BUDGETS, MEMORY, blocks)["chosen_over_best_even"] == pytest.approx(1.5)
 
