@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import attach_data
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.scratch import UNREAD
 
 
 def peak_bytes(footprint: Footprint) -> int:
@@ -25,11 +24,6 @@ def peak_bytes(footprint: Footprint) -> int:
     if not footprint.moments:
         return resident + footprint.gradient_bytes + footprint.activation_bytes + footprint.temporary_bytes
     return resident + max(moment.total_bytes for moment in footprint.moments)
-
-
-def within(footprint: Footprint, bound: float) -> float:
-    """The bound, or the footprint's own margin where it says that this CPU's kernels aren't those that were read."""
-    return max(bound, footprint.margin) if UNREAD in footprint.assumptions else bound
 
 
 def make_trainer(**kwargs: Any) -> pl.Trainer:

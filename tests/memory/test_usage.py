@@ -17,7 +17,7 @@ import tests.memory.usage_parts
 import tests.memory.usage_steps  # noqa: F401
 from lightning_autopar.memory.batch import tensors_of
 from lightning_autopar.memory.trace import trace
-from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes, within
+from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes
 from tests.memory.usage import USAGES
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -79,4 +79,4 @@ def test_usage(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         assert footprint.margin > 0
     if usage.within is not None:
         real = real_peak_bytes(module, Copies(batch), **usage.trainer)
-        assert peak_bytes(footprint) == pytest.approx(real, rel=within(footprint, usage.within))
+        assert peak_bytes(footprint) == pytest.approx(real, rel=usage.within)
