@@ -69,7 +69,7 @@ def run(way: str, folder: Path, ranks: int, layers: int) -> None:
 
     import lightning_autopar
     from lightning_autopar.state import pretrained
-    from lightning_autopar.strategies import decide
+    from lightning_autopar.strategies import prospect
 
     def load() -> Any:
         if way != "load_pretrained":
@@ -113,7 +113,7 @@ def run(way: str, folder: Path, ranks: int, layers: int) -> None:
         sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo")
         options = {"devices": ranks, "strategy": sharded}
     else:
-        decide._LARGE_BYTES = 1  # at its real size a model counts as large from 1 GiB on
+        prospect._LARGE_BYTES = 1  # at its real size a model counts as large from 1 GiB on
         blocks = tuple(f"model.model.layers.{index}" for index in range(layers))
         devices = tuple(f"cpu:{rank}" for rank in range(ranks))
         plan = lightning_autopar.Plan(engine="fsdp", devices=devices, shard=blocks, reshard_after_forward=True)

@@ -47,9 +47,9 @@ from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import OFFLOADS
 from lightning_autopar.strategies import launcher
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.calibration import calibrate
-from lightning_autopar.strategies.decide import Decision
-from lightning_autopar.strategies.engine import Assignment
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.units import format_bytes
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -31,7 +31,7 @@ from lightning_autopar.planning.moving import (
 )
 from lightning_autopar.planning.report import Candidate, NothingFits
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.decide import Decision
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.watching import RunView, Wish
 from lightning_autopar.units import format_bytes, format_seconds
 

@@ -9,7 +9,7 @@ from lightning_autopar.planning.changes import changes
 from lightning_autopar.planning.pace import raw_batch_seconds
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.decide import Decision
+from lightning_autopar.strategies.decision import Decision
 
 #: So many plans may be made in a row beyond what the share of time allows, so that a quiet run answers a change at once.
 _IN_A_ROW = 4

@@ -25,7 +25,7 @@ from lightning_autopar.cli.arguments import strategy_options as chosen_options
 from lightning_autopar.strategies.script import Script, own_traceback, started_by
 
 if TYPE_CHECKING:
-    from lightning_autopar.planning.run_picture import RunHistory
+    from lightning_autopar.planning.run_history import RunHistory
     from lightning_autopar.strategies.replacing import Replacement
 
 _EXAMPLES = """\

@@ -29,6 +29,7 @@ import numpy as np
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.moments import Column, Moments
+from lightning_autopar.memory.remembered import Remembered
 from lightning_autopar.plans import Plan
 
 
@@ -120,9 +121,8 @@ class Sharding:
     shards: int
 
 
-#: Shardings that were asked for last: a search asks again for the same ones with each choice of devices.
-_known: dict[tuple[object, ...], tuple[Footprint, Sharding]] = {}
-_REMEMBERED = 64
+#: A search asks again for the same ones with each choice of devices.
+_SHARDINGS: Remembered[Sharding] = Remembered(64)
 
 
 def sharding_of(footprint: Footprint, plan: Plan, rank: int = 0, widths: Widths = AS_TRACED) -> Sharding:
@@ -135,15 +135,8 @@ def sharding_of(footprint: Footprint, plan: Plan, rank: int = 0, widths: Widths 
         widths: of parameters and gradients, beside those in the trace.
     """
     shards = max(1, plan.world_size // plan.replicas)
-    key = (id(footprint), plan.shard, shards, rank % shards, widths)
-    known = _known.get(key)
-    if known is not None and known[0] is footprint:
-        return known[1]
-    while len(_known) >= _REMEMBERED:
-        del _known[next(iter(_known))]
-    sharding = _sharding(footprint, frozenset(plan.shard), shards, rank % shards, widths)
-    _known[key] = footprint, sharding
-    return sharding
+    among, names = rank % shards, plan.shard
+    return _SHARDINGS.get(footprint, (names, shards, among, widths), lambda: _sharding(footprint, frozenset(names), shards, among, widths))
 
 
 def _sharding(footprint: Footprint, names: frozenset[str], shards: int, rank: int, widths: Widths) -> Sharding:

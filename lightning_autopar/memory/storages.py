@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -27,6 +28,20 @@ def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
     elif tensor.layout == torch.sparse_coo:
         for part in (tensor._indices(), tensor._values()):
             yield part.untyped_storage()
+
+
+def seen_storages(tensor: Tensor) -> Iterable[UntypedStorage]:
+    """The same of a tensor that an operation has, as it is told what it runs on; fast where that is a fake one."""
+    if type(tensor) is FakeTensor and tensor.layout is torch.strided:
+        return (tensor.untyped_storage(),)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return ()  # what vmap and grad wrap, operations see unwrapped
+    return storages(tensor)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of its elements, wherever they lie."""
+    return tensor.numel() * tensor.element_size()
 
 
 def storage_sizes(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:

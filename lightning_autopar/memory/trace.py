@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,8 +32,10 @@ from lightning_autopar.memory.fake import UNCOMPILED, Target, as_if_real, drawin
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.guess import guess
 from lightning_autopar.memory.layers import forward_bytes, layers
+from lightning_autopar.memory.precision import Precision, precision_of
 from lightning_autopar.memory.rehearsal import Rehearsal, announced
 from lightning_autopar.memory.scratch import CPU_HIDDEN, UNREAD, cpu_scratch
+from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Kind, Tape
 from lightning_autopar.memory.tracker import MemoryTracker, Phase
 from lightning_autopar.memory.values import ShadowValues
@@ -57,27 +59,6 @@ _AGAIN_SECONDS = 4.0
 #: So many batches a manual optimization may take until every optimizer has stepped.
 _MOST_BATCHES = 8
 _RESIDENT: tuple[Kind, ...] = ("parameters", "buffers", "optimizer", "input")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Precision:
-    """What a precision setting of the Trainer means to the step."""
-
-    autocast: torch.dtype | None = None
-    true: torch.dtype | None = None
-
-
-_PRECISIONS = {
-    "16-mixed": _Precision(autocast=torch.float16),
-    "bf16-mixed": _Precision(autocast=torch.bfloat16),
-    "16-true": _Precision(true=torch.float16),
-    "bf16-true": _Precision(true=torch.bfloat16),
-    "32-true": _Precision(),
-    "64-true": _Precision(true=torch.float64),
-    "transformer-engine": _Precision(true=torch.bfloat16),
-    "transformer-engine-float16": _Precision(true=torch.float16),
-}
-_ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true", "None": "32-true"}
 
 
 def trace(
@@ -106,13 +87,11 @@ def trace(
     Raises:
         ValueError: for an unknown stage or precision.
     """
-    name = _ALIASES.get(str(precision), str(precision))
-    if name not in _PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}; use one of {', '.join(_PRECISIONS)}")
+    types = precision_of(precision)
     if stage not in ("fit", "validate", "test", "predict"):
         raise ValueError(f"unknown stage {stage!r}; use 'fit', 'validate', 'test' or 'predict'")
     first = batch if isinstance(batch, FirstBatch) else FirstBatch(batch=batch, batch_size=batch_size_of(batch))
-    tracing = _Tracing(module, trainer, first, stage, _PRECISIONS[name], target, validation)
+    tracing = _Tracing(module, trainer, first, stage, types, target, validation)
     try:
         return tracing.with_margin()
     except Exception as error:
@@ -123,7 +102,7 @@ def trace(
             return tracing.measure(fake=False, note=f"the step can't be traced ({reason}), and was run once for real on the CPU instead")
         except Exception:
             log.debug("the step can't be run on the CPU either", exc_info=True)
-    return guess(module, trainer, first, stage=stage, dtype=_PRECISIONS[name].true, reason=reason)
+    return guess(module, trainer, first, stage=stage, dtype=types.true, reason=reason)
 
 
 class _Tracing:
@@ -135,7 +114,7 @@ class _Tracing:
         trainer: Trainer | None,
         first: FirstBatch,
         stage: str,
-        precision: _Precision,
+        precision: Precision,
         target: Target,
         validation: FirstBatch | Any | None,
     ) -> None:
@@ -250,14 +229,14 @@ class _Tracing:
             hook.remove()
 
         states = {
-            id(p): sum(_bytes(v) for v in tree_leaves(dict(o.state.get(p, {}))) if isinstance(v, Tensor))
+            id(p): sum(tensor_bytes(v) for v in tree_leaves(dict(o.state.get(p, {}))) if isinstance(v, Tensor))
             for o in rehearsal.optimizers
             for p in parameters
         }
         learns = {id(parameter) for parameter in trainable}
 
         def bytes_of(parameter: nn.Parameter) -> tuple[int, int, int]:
-            size = _bytes(parameter)
+            size = tensor_bytes(parameter)
             return size, size if id(parameter) in learns else 0, states.get(id(parameter), 0)
 
         updates = 1 if module.automatic_optimization else batches
@@ -284,7 +263,7 @@ class _Tracing:
             activation_bytes=found.activation_bytes,
             temporary_bytes=max(0, peak_bytes - gradient_bytes - found.activation_bytes),
             input_bytes=input_bytes,
-            largest_parameter_bytes=max((_bytes(parameter) for parameter in parameters), default=0),
+            largest_parameter_bytes=max((tensor_bytes(parameter) for parameter in parameters), default=0),
             flops=found.flops,
             moved_bytes=found.moved_bytes,
             optimizer_work=found.optimizer_work,
@@ -393,10 +372,6 @@ def _states(optimizers: list[Any]) -> Iterator[Tensor]:
         yield from (value for value in tree_leaves(state) if isinstance(value, Tensor))
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _top_bytes(tape: Tape) -> int:
     """The most that is alive at any moment of a tape."""
     sizes: dict[int, int] = {}
@@ -411,7 +386,7 @@ def _top_bytes(tape: Tape) -> int:
 
 def module_bytes(module: nn.Module) -> int:
     """Bytes of its parameters, those without a shape yet left out."""
-    return sum(_bytes(parameter) for parameter in module.parameters() if not is_lazy(parameter))
+    return sum(tensor_bytes(parameter) for parameter in module.parameters() if not is_lazy(parameter))
 
 
 def _whole_bytes(footprint: Footprint) -> int:

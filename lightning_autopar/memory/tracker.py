@@ -23,7 +23,7 @@ from lightning_autopar.memory.dependence import Dependence, Input, recomputes
 from lightning_autopar.memory.lean import device_of
 from lightning_autopar.memory.operations import Operation, operation
 from lightning_autopar.memory.scratch import HiddenOf, Scratch, ScratchOf
-from lightning_autopar.memory.storages import storages
+from lightning_autopar.memory.storages import seen_storages, tensor_bytes
 from lightning_autopar.memory.tally import OPTIMIZER, Tally
 from lightning_autopar.memory.tape import KINDS, Action, Kind, Tape
 
@@ -114,7 +114,7 @@ class MemoryTracker(TorchDispatchMode):
             self.uses.setdefault(id(tensor), {})
         elif kind == "input":
             self._dependence.add_batch(tuple(tensor.shape))
-        for storage in _storages(tensor):
+        for storage in seen_storages(tensor):
             cell = self._track(storage, kind)
             if cell.kind != kind and (kind, cell.kind) != ("buffers", "parameters"):  # some modules keep parameters in lists, too
                 self.live[cell.kind] -= cell.size_bytes
@@ -186,7 +186,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _cells_of(self, tensors: Iterable[Tensor]) -> list[Cell]:
         """The cells of the tensors' storages, each once; of those that were seen."""
-        found = (self._cells.get(storage._cdata) for tensor in tensors for storage in _storages(tensor))
+        found = (self._cells.get(storage._cdata) for tensor in tensors for storage in seen_storages(tensor))
         return list({cell.number: cell for cell in found if cell is not None}.values())
 
     def _track(self, storage: torch.UntypedStorage, kind: Kind, size_bytes: int | None = None) -> Cell:
@@ -312,7 +312,7 @@ class MemoryTracker(TorchDispatchMode):
                 cells = [] if cell is None else [cell]
             else:
                 cells = self._cells_of((tensor,))
-            size_bytes = sum(cell.size_bytes for cell in cells) if cells else _bytes(tensor)
+            size_bytes = sum(cell.size_bytes for cell in cells) if cells else tensor_bytes(tensor)
             scaled = any(cell.kind in _SCALED for cell in cells)
             inputs.append(Input(tensor, scaled, size_bytes, tuple(cell.number for cell in cells)))
             if self.phase == "forward":
@@ -340,7 +340,7 @@ class MemoryTracker(TorchDispatchMode):
         made = []
         for place, tensor in enumerate(tensors_in((output,))):
             cell: Cell | None = None
-            for storage in _storages(tensor):
+            for storage in seen_storages(tensor):
                 cell = self._cells.get(storage._cdata)
                 if cell is not None or tensor.device.type == "meta":
                     continue
@@ -397,16 +397,3 @@ class MemoryTracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._cells = {}
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
-    """The storages that hold a tensor."""
-    if type(tensor) is FakeTensor and tensor.layout is torch.strided:
-        return (tensor.untyped_storage(),)
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return ()  # what vmap and grad wrap, operations see unwrapped
-    return storages(tensor)

@@ -1,6 +1,6 @@
 """A run over time as one HTML page that needs nothing but itself: its loss, each device's memory, the plans that ran, why it moved.
 
-Knows only what a :class:`lightning_autopar.planning.run_picture.RunHistory` says.
+Knows only what a :class:`lightning_autopar.planning.run_history.RunHistory` says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from lightning_autopar.planning.drawing import PLANS
 from lightning_autopar.planning.page_markup import Html, chart, element, fragment, join, page, rect, share, text
 from lightning_autopar.planning.page_memory import legend, ticks
-from lightning_autopar.planning.run_picture import (
+from lightning_autopar.planning.run_history import (
     DeviceBytes,
     LossPoint,
     Mark,

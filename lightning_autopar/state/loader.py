@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -18,12 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_autopar.state import rng
 from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.one_pass import STATE_VERSION, Pass, Settlement, Track
+from lightning_autopar.state.one_pass import Pass
 from lightning_autopar.state.order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.state.share import BatchShare, CollateAll, CollateRows, CollateSamples
+from lightning_autopar.state.track import STATE_VERSION, Progress, Settlement, Track
 from lightning_autopar.state.worker_rng import CollateAndTell, GoOn, states_of
 
-__all__ = ["BatchShare", "ExactLoader", "Progress", "fit_progress", "is_loader_state", "unwrapped"]
+__all__ = ["BatchShare", "ExactLoader", "is_loader_state", "unwrapped"]
 
 #: What Lightning asks a DataLoader for, of an iterable that is none.
 _WITHOUT_WORKERS: Mapping[str, Any] = {"num_workers": 0, "multiprocessing_context": None, "persistent_workers": False, "pin_memory": False}
@@ -32,35 +32,6 @@ SHARES_KEPT = 64
 
 Split = Literal["indices", "samples", "rows", "none"]
 Source = Literal["order", "stream", "iterable"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far Lightning has come in the current epoch, all loaders' batches counted once.
-
-    Args:
-        started: batches whose step was begun.
-        finished: batches whose step was ended.
-        last: whether the batch started last is the epoch's last one.
-    """
-
-    started: int
-    finished: int
-    last: bool
-
-
-def fit_progress(trainer: Any) -> Callable[[], Progress]:
-    """What an :class:`ExactLoader` for training asks, answered by a Lightning Trainer's own counters.
-
-    A batch is finished once Lightning counts it as processed: a checkpoint of ``on_train_batch_end`` is written before it is counted as
-    completed, and Lightning itself goes on after it.
-    """
-
-    def ask() -> Progress:
-        batches = trainer.fit_loop.epoch_loop.batch_progress
-        return Progress(started=batches.current.ready, finished=batches.current.processed, last=batches.is_last_batch)
-
-    return ask
 
 
 def is_loader_state(state: object) -> bool:

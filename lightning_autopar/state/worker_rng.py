@@ -22,7 +22,7 @@ try:
 except ImportError:  # torch runs without it
     numpy = None  # type: ignore[assignment]
 
-#: Batches that may have been handed out and not be finished, as in ``one_pass``.
+#: Batches that may have been handed out and not be finished, as in ``track``.
 _AHEAD = 8
 
 

@@ -18,34 +18,28 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.planning.changes import usable
-from lightning_autopar.planning.labels import devices_label
 from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.strategies.account import learn_shortage
-from lightning_autopar.strategies.avoided import Avoided
 from lightning_autopar.strategies.boundary import Elastic
 from lightning_autopar.strategies.courtesy import Courtesy
-from lightning_autopar.strategies.diary import Diary
 from lightning_autopar.strategies.failure import WorkerFailed, out_of_memory
 from lightning_autopar.strategies.gate import Gate
 from lightning_autopar.strategies.generation import Generation, Outcome
-from lightning_autopar.strategies.growth import after_shortage
 from lightning_autopar.strategies.leasing import Promises
 from lightning_autopar.strategies.parked import ParkedPlace
-from lightning_autopar.strategies.plan_changes import PlanChange
+from lightning_autopar.strategies.recovery import is_still_there, whence, with_more
 from lightning_autopar.strategies.running import Running
-from lightning_autopar.strategies.saving import COPY_BYTES_PER_SECOND, Moving, Saver, save_seconds
+from lightning_autopar.strategies.saving import Moving, Saver, save_seconds
 from lightning_autopar.strategies.shelf import Shelf
-from lightning_autopar.strategies.watching import RunView, Wish
+from lightning_autopar.strategies.standing import Standing
+from lightning_autopar.strategies.watching import Watcher, Wish
 from lightning_autopar.strategies.worker import Job
-from lightning_autopar.units import format_bytes, format_seconds
+from lightning_autopar.units import format_seconds
 
 if TYPE_CHECKING:
     from lightning_autopar.memory.inventory import Inventory
-    from lightning_autopar.strategies.decide import Decision
+    from lightning_autopar.strategies.decision import Decision
 
-#: What forking, setting up and joining take beside the state's copies.
-_MOVE_SECONDS = 2.0
 #: A parked run looks so often whether it fits, where nobody watches.
 _PARKED_LOOK_SECONDS = 5.0
 #: Between two times that a run tells when it expects to end.
@@ -64,16 +58,7 @@ class Asked(Protocol):
         """Show how the run is."""
 
 
-class Watcher(Protocol):
-    """Who says where the run should be; called in the main process, every ``interval_seconds``, or at once where it is ``alarmed``."""
-
-    interval_seconds: float
-
-    def look(self, run: RunView) -> Wish | None:
-        """What to do now, if anything."""
-
-
-class Agent:
+class Agent(Standing):
     """Runs a call of ``fit`` through as many generations as it takes.
 
     Args:
@@ -84,12 +69,8 @@ class Agent:
         door: what others ask goes first.
         shelf: for the snapshots.
         folder: the run's, for what passes between workers and agent.
-        inventory: the devices as they are now, with what the run holds itself counted as free.
-        replan: the best plan for an inventory.
-        state_bytes: of parameters, buffers and optimizer states.
+        inventory: see :class:`.standing.Standing`; the same for ``replan``, ``state_bytes``, ``promises`` and ``courtesy``.
         on_change: told of each new decision.
-        promises: of memory, which go with the plan; those of the first decision are there.
-        courtesy: what the run does for those that wait.
     """
 
     def __init__(
@@ -109,77 +90,23 @@ class Agent:
         promises: Promises,
         courtesy: Courtesy,
     ) -> None:
+        super().__init__(
+            decision=decision,
+            inventory=inventory,
+            replan=replan,
+            state_bytes=state_bytes,
+            saver=Saver(shelf, moving, state_bytes),
+            promises=promises,
+            courtesy=courtesy,
+        )
         self._make_job, self._moving, self._watchers, self._door = make_job, moving, list(watchers), door
-        self._folder, self._state_bytes, self._on_change = folder, state_bytes, on_change
-        self._probe, self._plan, self._promises, self._courtesy = inventory, replan, promises, courtesy
-        self.decision = decision
-        self.diary = Diary()
-        self.parked = False
-        #: Whether it stays parked until somebody asks it to go on.
-        self.held = False
-        self.moved_at: float | None = None
-        self._run: Running | None = None
+        self._folder, self._on_change = folder, on_change
         self._generations = 0
         self._began = time.monotonic()
         self._looked: dict[int, float] = {}
         self._failures: dict[int, int] = {}
-        self._avoided = Avoided()
-        self._saver = Saver(shelf, moving, state_bytes)
-        self._pauses: list[float] = []
-        self._left_at: float | None = None
-        self._changes: list[PlanChange] = []
-        #: Whether the next generation is being prepared.
-        self.moving = False
         self._expected_at = -math.inf
         self._seconds_left: float | None = None
-
-    # -- the run, as watchers see it ---------------------------------------------------------------------------------------------------
-
-    @property
-    def step_seconds(self) -> float | None:
-        """See :class:`RunView`; a parked run has the last generation's."""
-        return None if self._run is None else self._run.step_seconds
-
-    @property
-    def remaining_steps(self) -> float:
-        """See :class:`RunView`."""
-        left = None if self._run is None else self._run.elastic.gate.pace().batches_left
-        return float("inf") if left is None else float(left)
-
-    @property
-    def state_bytes(self) -> int:
-        """See :class:`RunView`."""
-        return self._state_bytes
-
-    @property
-    def move_seconds(self) -> float:
-        """See :class:`RunView`: as the moves so far took, or by the copies of the state."""
-        if self._pauses:
-            return max(self._pauses)
-        return _MOVE_SECONDS + 2 * self._state_bytes / COPY_BYTES_PER_SECOND
-
-    @property
-    def measured_bytes(self) -> dict[str, int]:
-        """See :class:`RunView`."""
-        if self._run is None:
-            return {}
-        used = self._run.elastic.gate.used_bytes()
-        return {device: size for device, size in zip(self.decision.assignment.plan.devices, used, strict=True) if size}
-
-    def inventory(self) -> Inventory:
-        """See :class:`RunView`; less what those wait for who are first in turn."""
-        return self._courtesy.leave_room(self._allowed(), None if self.parked else self._promises.held_bytes)
-
-    def _allowed(self) -> Inventory:
-        """The devices as they are now, without those that the run was asked to leave alone, and less what ran out of memory before."""
-        return self._avoided.without(self._probe(self._run))
-
-    def replan(self, inventory: Inventory) -> Decision:
-        """See :class:`RunView`."""
-        there = usable(inventory)
-        if not there.devices:
-            raise NothingFits(replace(self.decision.report, inventory=there, candidates=(), best_index=None))
-        return self._plan(there)
 
     # -- the run -----------------------------------------------------------------------------------------------------------------------
 
@@ -228,31 +155,9 @@ class Agent:
                 self._run.generation.end()
             self.diary.close()
 
-    def leave(self, devices: Sequence[str], seconds: float) -> None:
-        """Don't use these devices for so long; what runs on them moves at the next look."""
-        self._avoided.leave(devices, seconds)
-
-    def allow_again(self) -> None:
-        """All devices count again, and a run that was asked to park may go on."""
-        self._avoided.allow_again()
-        self.held = False
-
     def save_soon(self) -> None:
         """Write a snapshot at the next boundary."""
         self._saver.soon()
-
-    @property
-    def has_snapshot(self) -> bool:
-        """Whether a generation that is forked now begins from a snapshot."""
-        return self._saver.latest is not None or self.moving
-
-    @property
-    def step(self) -> int | None:
-        """The trainer's global step as far as is known."""
-        step = -1 if self._run is None else self._run.elastic.gate.pace().step
-        if step >= 0:
-            return step
-        return None if self._saver.latest is None else self._saver.latest.step
 
     # -- generations -------------------------------------------------------------------------------------------------------------------
 
@@ -434,21 +339,6 @@ class Agent:
         """Have what a decision needs promised, while nothing runs; why not, in words."""
         return self._promises.take(decision.assignment.needed_bytes, None)
 
-    def _changes_to(self, decision: Decision, reason: str) -> tuple[PlanChange, ...]:
-        """All changes of plan up to the one to this decision."""
-        before, after = self.decision.assignment, decision.assignment
-        self._changes.append(
-            PlanChange(
-                from_plan=before.plan.title(),
-                from_devices=devices_label(before.devices),
-                to_plan=after.plan.title(),
-                to_devices=devices_label(after.devices),
-                reason=reason,
-                left_at=self._left_at,
-            )
-        )
-        return tuple(self._changes)
-
     def _leave(self, running: Running) -> Outcome:
         """The machine is to be left: save on disk and end, within the time that one is given."""
         if self._saver.pause(running, [], on_disk=True, within_seconds=_LEAVE_SECONDS):
@@ -483,22 +373,19 @@ class Agent:
             self._saver.disown()
         why = self._saver.adopt(running)
         snapshot = self._saver.look_back()
-        where = "from the beginning" if snapshot is None else f"from the snapshot of step {snapshot.step}"
-        if why is not None:
-            where += f" (no worker that was left could save it: {why})"
-        elif snapshot is not None and snapshot.path == self._saver.made_by_survivor:
-            where = f"from step {snapshot.step}, where a worker that was left saved it"
+        where = whence(snapshot, why, of_survivor=snapshot is not None and snapshot.path == self._saver.made_by_survivor)
         rank_zero_warn(f"autopar: a failure at step {step}, the run goes on {where}: {type(error).__name__}: {error}")
         self.diary.failed(f"{type(error).__name__} at step {step}: {error}")
         self._left_at = pace.at
         learn_shortage(running.decision.report, error)
-        if short and (grown := self._with_more(running)) is not None:
+        if short and (grown := with_more(running.decision, self._promises)) is not None:
             self._resume(grown, f"{type(error).__name__} at step {step}, and more memory was promised")
             return None
         if short:
             self._avoided.lower(running.decision.assignment.reserved_bytes)
         try:
-            decision = self._after(running)
+            inventory = self.inventory()
+            decision = running.decision if is_still_there(running.decision, inventory) else self.replan(inventory)
         except NothingFits:
             self._park(f"nothing fits after {type(error).__name__}: {error}")
             return None
@@ -507,23 +394,3 @@ class Agent:
             return None
         self._resume(decision, f"{type(error).__name__} at step {step}")
         return None
-
-    def _with_more(self, running: Running) -> Decision | None:
-        """The same plan with more memory promised, where its devices have that: then it needn't make do with less."""
-        assignment = running.decision.assignment
-        wants = after_shortage(assignment)
-        if not wants or not self._promises.held_bytes or self._promises.take(wants, None) is not None:
-            return None
-        most = max(wants, key=lambda device: wants[device])
-        rank_zero_info(f"autopar: the plan is given more memory: {format_bytes(wants[most])} of {most}, as it ran out of what it had")
-        return replace(running.decision, assignment=replace(assignment, at_least=wants))
-
-    def _after(self, running: Running) -> Decision:
-        """The plan to go on with: the same one while its devices are there with room for it."""
-        inventory = self.inventory()
-        there = {device.id: device.free_bytes for device in usable(inventory).devices}
-        assignment = running.decision.assignment
-        needed = assignment.reserved_bytes
-        if all(device in there and needed.get(device, 0) <= there[device] for device in assignment.plan.devices):
-            return running.decision
-        return self.replan(inventory)

@@ -14,11 +14,12 @@ from lightning_autopar.memory.inventory import Inventory, probe
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning.candidates import check_allow
 from lightning_autopar.planning.report import Report
-from lightning_autopar.planning.run_picture import RunHistory
+from lightning_autopar.planning.run_history import RunHistory
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.state.loader import unwrapped
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.decide import CalibrationRule, Settings
-from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.engines import build_engine
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.leasing import Leases

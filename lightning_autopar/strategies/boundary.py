@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_hyperparameters
 from lightning_autopar.state import rng
 from lightning_autopar.state.snapshot import save_snapshot
-from lightning_autopar.strategies.carried import carry, carry_loggers_in, take_over
+from lightning_autopar.strategies.carried import carry, take_over
+from lightning_autopar.strategies.carried_loggers import carry_loggers_in
 from lightning_autopar.strategies.gate import Gate
 from lightning_autopar.strategies.journal import Journal
 from lightning_autopar.strategies.plan_changes import PlanChange, PlanChanges

@@ -212,7 +212,7 @@ def _host(inventory: Inventory, known: Calibration) -> list[Curve]:
 
 def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
     """What the trainer's loop takes, and what two ranks of an engine add."""
-    from lightning_autopar.strategies.calibration_ranks import TINY_BYTES, TINY_UNITS, plain_step, step_taken, tiny_plan
+    from lightning_autopar.strategies.calibration_steps import TINY_BYTES, TINY_UNITS, plain_step, step_taken, tiny_plan
 
     rates = Calibrated(known, DataSheet()).among(devices[:2], inventory)
     plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS)
@@ -238,7 +238,7 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
 def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
     """What two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
-    from lightning_autopar.strategies.calibration_ranks import TINY_BYTES, plain_step, step_taken, tiny_plan
+    from lightning_autopar.strategies.calibration_steps import TINY_BYTES, plain_step, step_taken, tiny_plan
 
     chosen = devices[:2]
     rates = Calibrated(known, DataSheet()).among(chosen, inventory)

@@ -24,7 +24,7 @@ from lightning_autopar.units import format_bytes
 if TYPE_CHECKING:
     from lightning_autopar.memory.inventory import Inventory
     from lightning_autopar.memory.queue_files import Place
-    from lightning_autopar.strategies.decide import Decision
+    from lightning_autopar.strategies.decision import Decision
     from lightning_autopar.strategies.leasing import Leases
 
 #: Whose more important runs a run makes room for: "all" (the default), "own" (its user's alone) or "none".

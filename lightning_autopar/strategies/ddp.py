@@ -15,7 +15,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autopar.memory.noise import without_noise
-from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.group import join_group
 
 #: Buffers that depend on the batch (BatchNorm's) are synchronised where they are computed; copying rank 0's at each step would only

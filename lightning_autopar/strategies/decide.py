@@ -6,36 +6,33 @@ It reads the trainer and changes nothing in it; it doesn't know how a plan is ex
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
-
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
 from lightning_autopar.memory.allocator_options import options_from_environment
 from lightning_autopar.memory.cache_files import cache_folder
 from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.reservation import Need
 from lightning_autopar.memory.residual_cache import load_residuals
 from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.planning.calibrate import Calibrated
 from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.changes import usable
-from lightning_autopar.planning.planner import best_candidate, make_report
+from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.planning.refusals import missing_packages
-from lightning_autopar.planning.report import Candidate, Report
+from lightning_autopar.planning.report import Report
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot import is_snapshot
+from lightning_autopar.strategies.assignment import BatchRule
 from lightning_autopar.strategies.calibration import calibrate, calibrated, is_calibrated
+from lightning_autopar.strategies.decision import Decision, Look
 from lightning_autopar.strategies.disk_states import disk_folder, no_disk
-from lightning_autopar.strategies.engine import Assignment, BatchRule
 from lightning_autopar.strategies.features import exclusions
-from lightning_autopar.strategies.findings import Findings, Questions, confirm, find_out, rehearse
+from lightning_autopar.strategies.findings import Findings, Questions, find_out
+from lightning_autopar.strategies.prospect import Prospect
 from lightning_autopar.strategies.rehearse_fsdp import unshardable
 from lightning_autopar.strategies.turns import Turn
 
@@ -43,10 +40,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
-
-#: From this size on, a module is built whole on rank 0 alone.
-_LARGE_BYTES = 1024**3
-
 
 CalibrationRule = Literal["auto", "now", "off", "trial"]
 
@@ -64,140 +57,6 @@ class Settings:
     exact: bool = False
     calibrate: CalibrationRule = "off"
     wait: Turn = field(default_factory=Turn)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """The report, and the assignment of its best plan.
-
-    Args:
-        report: of all plans.
-        assignment: of the best one.
-        look: what the report was made of, for :func:`decide_again`; it stays in the process that planned.
-        batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
-        memory_margin: the share of what is free that the plan had to leave.
-    """
-
-    report: Report
-    assignment: Assignment
-    look: _Look | None = None
-    batches: int | None = None
-    memory_margin: float = 0.0
-
-    @property
-    def candidate(self) -> Candidate:
-        """The chosen candidate."""
-        candidate = self.report.best_candidate
-        assert candidate is not None
-        return candidate
-
-    @property
-    def expected_seconds(self) -> float | None:
-        """How long it trains by its prediction, without validation and what lies around; None where nobody knows."""
-        return self.need.seconds
-
-    @property
-    def need(self) -> Need:
-        """What must be free for the plan, and how long it trains."""
-        return _need(self.candidate, self.batches, self.assignment.batch, self.memory_margin)
-
-    def announce(self) -> None:
-        """Log the table and the notes of the chosen candidate, once, on rank 0."""
-        rank_zero_info(f"autopar:\n{self.report}")
-        for note in self.candidate.notes:
-            rank_zero_warn(f"autopar: {note}")
-
-
-def _need(candidate: Candidate, batches: int | None, batch: BatchRule, memory_margin: float) -> Need:
-    seconds = None
-    if batches is not None and candidate.seconds is not None:
-        ranks = candidate.plan.data_ranks if batch == "per_device" else 1
-        seconds = -(-batches // ranks) * candidate.step_seconds
-    sizes = {device: math.ceil(size / (1 - memory_margin)) for device, size in candidate.needs.items()}
-    return Need(bytes=sizes, seconds=seconds)
-
-
-class Prospect:
-    """What was found out about one call of the trainer, before any plan is chosen. It holds whatever devices there are.
-
-    Args:
-        trainer: with module and data attached.
-        look: what was found out.
-        batch: what a batch is to several devices.
-        from_snapshot: see :class:`.engine.Assignment`.
-        weights_only: see there.
-        elastic: see :func:`consider`.
-    """
-
-    def __init__(
-        self, trainer: Trainer, look: _Look, *, batch: BatchRule, from_snapshot: bool, weights_only: bool | None, elastic: bool
-    ) -> None:
-        self._trainer, self._look, self._batch = trainer, look, batch
-        self._from_snapshot, self._weights_only, self._elastic = from_snapshot, weights_only, elastic
-        self._tried: set[tuple[object, ...]] = set()
-
-    def decision(self, inventory: Inventory | None = None) -> Decision:
-        """The best plan for these devices, by default those that there were at first.
-
-        Raises:
-            NothingFits: if no plan fits.
-            ValueError: if the pinned plan can't be run on these devices.
-        """
-        if inventory is not None:
-            self._look = replace(self._look, inventory=usable(inventory))
-        while not self._has_stood():
-            pass
-        look, report, findings = self._look, self._look.report, self._look.findings
-        plan = report.best
-        assert plan is not None, "make_report raises where nothing fits"
-        return Decision(
-            report=report,
-            look=look,
-            batches=findings.batches,
-            memory_margin=look.constraints.memory_margin,
-            assignment=Assignment(
-                plan=plan,
-                devices=tuple(look.inventory.device(device) for device in plan.devices),
-                batch=self._batch,
-                draws=findings.draws,
-                data_draws=findings.data_draws,
-                log_rules=findings.split.log_rules if findings.split is not None else {},
-                from_snapshot=self._from_snapshot,
-                weights_only=self._weights_only,
-                large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
-                candidate=report.best_candidate,
-                budgets=report.budgets,
-                staging=None if findings.staging is None else findings.staging.staging,
-                elastic=self._elastic,
-            ),
-        )
-
-    def _has_stood(self) -> bool:
-        """Whether the best plan has stood its trial; what fails it is ruled out for good.
-
-        Raises:
-            NothingFits: if no plan fits.
-        """
-        plan = self._look.report.best
-        assert plan is not None, "make_report raises where nothing fits"
-        what = (plan.engine, plan.zero_stage, plan.offload, plan.world_size == 1, plan.cuts)
-        if what in self._tried:
-            return True
-        self._tried.add(what)
-        constraints = _after_trial(self._trainer, self._look, plan)
-        if constraints == self._look.constraints:
-            return True
-        self._look = replace(self._look, constraints=constraints)
-        return False
-
-    def need(self, inventory: Inventory) -> Need | None:
-        """What the best plan for these devices takes, by prediction alone; None where nothing fits, or a pinned plan's device is gone."""
-        look = replace(self._look, inventory=usable(inventory))
-        pinned, there = look.constraints.pinned, {device.id for device in look.inventory.devices}
-        if pinned is not None and not there.issuperset(pinned.devices):
-            return None
-        found = best_candidate(look.findings.footprint, look.inventory, look.constraints, rates=look.rates)
-        return None if found is None else _need(found, look.findings.batches, self._batch, look.constraints.memory_margin)
 
 
 def decide(
@@ -277,32 +136,6 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
     return again.decision()
 
 
-def _after_trial(trainer: Trainer, look: _Look, plan: Plan) -> Constraints:
-    """The constraints, with what a trial of the plan found out; only what tracing didn't try is tried."""
-    constraints, findings = look.constraints, look.findings
-    refusal, what = None, str(plan.engine)
-    if plan.engine == "pipeline" and findings.staging is not None and findings.staging.untried is not None:
-        confirmed = confirm(trainer, findings.footprint, plan.cuts)
-        refusal = confirmed.staging.refusal
-        if refusal is None and confirmed.untried is None:
-            return replace(constraints, pipeline_notes=())
-    elif findings.footprint.training and _to_rehearse(plan, findings):
-        refusal = rehearse(trainer, findings.footprint, plan)
-        what = "zero_3" if plan.zero_stage == 3 else what
-    if refusal is None:
-        return constraints
-    # Sharded on several devices it was rehearsed already, but for what the plan does besides.
-    ruled_out = [what] if plan.engine != "fsdp" or plan.world_size == 1 else ["offload", "replicas"]
-    return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(ruled_out, refusal)})
-
-
-def _to_rehearse(plan: Plan, findings: Findings) -> bool:
-    """Whether there is something in a plan that planning hasn't tried."""
-    if plan.engine != "fsdp":
-        return plan.engine == "zero"
-    return plan.world_size == 1 or ((bool(plan.offload) or plan.replicas > 1) and findings.footprint.configures_model)
-
-
 def survey(
     trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], *, world_size: int | None = None
 ) -> tuple[Report, Findings]:
@@ -316,23 +149,9 @@ def survey(
     return look.report, look.findings
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Look:
-    """All that a report is made of."""
-
-    findings: Findings
-    inventory: Inventory
-    constraints: Constraints
-    rates: Calibrated | None
-
-    @cached_property
-    def report(self) -> Report:
-        return make_report(self.findings.footprint, self.inventory, self.constraints, rates=self.rates)
-
-
 def _look(
     trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], world_size: int | None, *, elastic: bool = False
-) -> _Look:
+) -> Look:
     """What is found out, and what it comes to for planning."""
     inventory, max_devices = bound
     several = _several(inventory, max_devices) or (elastic and max_devices != 1)
@@ -401,7 +220,7 @@ def _look(
     rates = _rates(trainer, settings, inventory, max_devices, fits)
     if training:
         constraints = replace(constraints, residuals=_residuals(trainer, inventory, rates))
-    return _Look(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
+    return Look(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
 
 
 def _residuals(trainer: Trainer, inventory: Inventory, rates: Calibrated | None) -> Residuals:

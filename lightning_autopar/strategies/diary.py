@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lightning_autopar.planning.run_picture import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory
+from lightning_autopar.planning.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory
 
 if TYPE_CHECKING:
     from lightning_autopar.memory.inventory import Inventory
-    from lightning_autopar.strategies.decide import Decision
+    from lightning_autopar.strategies.decision import Decision
 
 PARKED = "parked"
 #: Samples of memory and loss are taken so often at most; and of a long run every other one is dropped when there are so many.

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_autopar._lightning_compat import attach_data, run_arguments
 from lightning_autopar.planning.report import Candidate, NothingFits, Report
+from lightning_autopar.strategies.assignment import BatchRule
 from lightning_autopar.strategies.decide import survey
 from lightning_autopar.strategies.elastic import watchers
-from lightning_autopar.strategies.engine import BatchRule
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.replacing import Replaced, Replacement, Wanted, strategies_replaced
 from lightning_autopar.strategies.script import Script

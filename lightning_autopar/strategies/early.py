@@ -22,7 +22,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.plans import Plan
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.engine import Assignment
+    from lightning_autopar.strategies.assignment import Assignment
     from lightning_autopar.strategies.growth import Growth
 
 MIB = 1 << 20

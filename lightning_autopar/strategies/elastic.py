@@ -23,10 +23,11 @@ from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run
 from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies import results as handover
-from lightning_autopar.strategies.agent import Agent, Watcher
+from lightning_autopar.strategies.agent import Agent
+from lightning_autopar.strategies.assignment import BatchRule
 from lightning_autopar.strategies.courtesy import Courtesy
-from lightning_autopar.strategies.decide import Decision, decide_again
-from lightning_autopar.strategies.engine import BatchRule
+from lightning_autopar.strategies.decide import decide_again
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.generation import Outcome, noted_interrupts, run_folder
 from lightning_autopar.strategies.leasing import Promises
 from lightning_autopar.strategies.run_files import Request
@@ -34,7 +35,7 @@ from lightning_autopar.strategies.running import Running, own_bytes
 from lightning_autopar.strategies.saving import Moving
 from lightning_autopar.strategies.shelf import Shelf, run_key
 from lightning_autopar.strategies.showing import Showing
-from lightning_autopar.strategies.watching import Wish
+from lightning_autopar.strategies.watching import Watcher, Wish
 from lightning_autopar.strategies.worker import Job
 
 if TYPE_CHECKING:

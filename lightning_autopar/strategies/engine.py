@@ -8,103 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from lightning_autopar._lightning_compat import TrainerFn, combined_mode, hyperparameters_added
-from lightning_autopar.memory.inventory import Device
-from lightning_autopar.planning.report import Candidate
-from lightning_autopar.plans import Plan
-from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.loader import BatchShare, ExactLoader, fit_progress, is_loader_state
+from lightning_autopar._lightning_compat import TrainerFn, hyperparameters_added
+from lightning_autopar.state.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies import resume
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.batchnorm import restore as restore_batch_norm
 from lightning_autopar.strategies.batchnorm import synchronise as synchronise_batch_norm
-from lightning_autopar.strategies.draws import DrawPlan, GlobalDraws
+from lightning_autopar.strategies.draws import GlobalDraws
 from lightning_autopar.strategies.early import Early
 from lightning_autopar.strategies.failure import LACKED, out_of_memory
 from lightning_autopar.strategies.growth import Growth, shortage_words
+from lightning_autopar.strategies.loaders import current_loaders, exact_loader
 from lightning_autopar.strategies.logged import GlobalLogging
 from lightning_autopar.strategies.logged_plan import hyperparameters
-from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.measure import Meter
 from lightning_autopar.strategies.micro import MicroBatches
 from lightning_autopar.strategies.plan_changes import PlanChanges
+from lightning_autopar.strategies.predictions import Dropped
 from lightning_autopar.strategies.recompute import recomputed
-from lightning_autopar.strategies.staged.recording import Staging
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-BatchRule = Literal["global", "per_device"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """What an engine is told: the plan and what planning found out about the step.
-
-    Args:
-        plan: what to run.
-        devices: the plan's devices, in rank order.
-        batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning
-            does.
-        draws: what the probe learnt about the step's random draws; None where it draws nothing.
-        log_rules: how the ranks' logged values make the whole batch's, where the probe found out.
-        data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``), or pads to the longest sample
-            (``"collate"``): there each rank must do all of it, to get what one process would.
-        from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
-        weights_only: as given to the trainer; Lightning 2.6 forgets it where a checkpoint is restored after setup (``Trainer._run``).
-        large: whether the module is so large that no rank but the first should ever build all of it.
-        candidate: the plan with its prediction.
-        budgets: bytes that the plan may use of each device, by its id.
-        staging: of a pipeline, where the module's steps can be cut and what crosses each cut.
-        elastic: whether the run may go on under another plan, so that every loader's position must be known.
-        at_least: bytes by device id that are asked for whatever is predicted: the plan ran out of memory before.
-    """
-
-    plan: Plan
-    devices: tuple[Device, ...]
-    batch: BatchRule = "global"
-    draws: DrawPlan | None = None
-    data_draws: tuple[str, ...] = ()
-    log_rules: LogRules = field(default_factory=dict)
-    large: bool = False
-    from_snapshot: bool = False
-    weights_only: bool | None = None
-    candidate: Candidate | None = None
-    budgets: Mapping[str, int] = field(default_factory=dict)
-    staging: Staging | None = None
-    elastic: bool = False
-    at_least: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def reserved_bytes(self) -> dict[str, int]:
-        """What the plan is predicted to take of each device, by its id; empty where nothing was predicted."""
-        return {} if self.candidate is None else {device: held.reserved for device, held in self.candidate.bytes.items()}
-
-    @property
-    def needed_bytes(self) -> dict[str, int]:
-        """What must be there of each device for the plan, by its id: the prediction with its margin; empty where nothing was predicted."""
-        if self.candidate is None:
-            return {}
-        return {device: max(needed, self.at_least.get(device, 0)) for device, needed in self.candidate.needs.items()}
-
-    @property
-    def torch_devices(self) -> list[torch.device]:
-        """The devices as torch names them in this process."""
-        return [torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.index or 0) for device in self.devices]
-
-
-class Dropped:
-    """Stands for the prediction of a batch that a rank only ran to keep the others company."""
 
 
 class EngineMixin(Strategy):
@@ -154,11 +87,6 @@ class EngineMixin(Strategy):
         return self.assignment.plan.data_ranks > 1 and self.assignment.batch == "global"
 
     @property
-    def shares_order(self) -> bool:
-        """Whether several ranks go through one order of the samples, be it that each has its part or that all have the same."""
-        return self.assignment.plan.world_size > 1 and self.assignment.batch == "global"
-
-    @property
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that have other parts of a batch for the same parameters; None for all ranks."""
         return None
@@ -187,23 +115,9 @@ class EngineMixin(Strategy):
         """Hand out the user's own order: this rank's samples of each batch, resumable at any batch."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self._trainer
-        if self.assignment.batch == "per_device" or isinstance(dataloader, ExactLoader):
+        loader = exact_loader(dataloader, trainer, self.assignment, rank=self._rank, broadcast=self.broadcast)
+        if loader is None:
             return dataloader
-        if not isinstance(dataloader, DataLoader) and not self.shares_order and not (self.assignment.elastic and trainer.training):
-            return dataloader
-        plan = self.assignment.plan
-        loader = ExactLoader(
-            dataloader,
-            rank=plan.data_rank(self._rank),
-            world_size=plan.data_ranks,
-            dealing=Dealing(plan.dealing),
-            whole_batches=trainer.predicting,
-            sync=self.broadcast if self.shares_order and (trainer.training or not _in_sequence(dataloader)) else None,
-            progress=fit_progress(trainer) if trainer.training else None,
-            # Of several loaders nobody knows whether their samples draw; one rank loads all of them anyway.
-            load_all="samples" in self.assignment.data_draws or (self.assignment.elastic and plan.data_ranks == 1),
-            collate_all="collate" in self.assignment.data_draws,
-        )
         if trainer.training:
             self._resume_loader(trainer, loader)
         if trainer.predicting and self.splits:
@@ -234,7 +148,7 @@ class EngineMixin(Strategy):
         self._share, self._drawing = None, False
         if self._micro is not None:
             self._micro.part = None
-        shares = [loader.next_share() for loader in self._loaders(dataloader_idx)] if self.splits else []
+        shares = [loader.next_share() for loader in current_loaders(self._trainer, dataloader_idx)] if self.splits else []
         if shares:
             self._share = shares[0]
             if any(share.weight != self._share.weight for share in shares):
@@ -252,17 +166,6 @@ class EngineMixin(Strategy):
         """The batch's share is known, and its transfer is about to begin: what its hooks draw is the batch's."""
         if self._share is not None and self._draws is not None:
             self._draws.begin()
-
-    def _loaders(self, dataloader_idx: int) -> list[ExactLoader]:
-        """The loaders that the current batch came from; of several at once those that aren't exhausted."""
-        trainer = self._trainer
-        loop = trainer.fit_loop if trainer.training else trainer._active_loop
-        combined = getattr(loop, "_combined_loader", None)
-        if combined is None:
-            return []
-        together = combined_mode(combined) != "sequential"
-        loaders = combined.flattened if together else [combined.flattened[dataloader_idx]]
-        return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.has_share]
 
     # -- the step ----------------------------------------------------------------------------------------------------------------------
 
@@ -488,13 +391,3 @@ class EngineMixin(Strategy):
         module = self.lightning_module
         assert module is not None
         return module.trainer
-
-
-def _in_sequence(loader: object) -> bool:
-    """Whether a loader's order is the same on every rank without a word between them: a collective that a rank can't miss."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) is SequentialSampler
-        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
-    )

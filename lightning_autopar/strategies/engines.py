@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.ddp import DDPEngine
-from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.fsdp import FSDPEngine
 from lightning_autopar.strategies.pipeline import PipelineEngine
 from lightning_autopar.strategies.single import SingleEngine

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_autopar._lightning_compat import find_free_network_port
 from lightning_autopar.memory.host import host_cores, host_memory
 from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.strategies.engine import Assignment
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.group import meet_at
 from lightning_autopar.strategies.script import rerun_command
 from lightning_autopar.strategies.worker import die_with

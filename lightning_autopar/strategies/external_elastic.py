@@ -35,7 +35,7 @@ from lightning_autopar.strategies.store_gate import StoreGate, Word
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_autopar.strategies.engine import BatchRule
+    from lightning_autopar.strategies.assignment import BatchRule
     from lightning_autopar.strategies.external import Peers
     from lightning_autopar.strategies.store_gate import Stop
 

@@ -21,19 +21,17 @@ from lightning_autopar.memory.guess import guess
 from lightning_autopar.memory.rehearsal import STEPS
 from lightning_autopar.memory.trace import first_batch, trace
 from lightning_autopar.planning.candidates import SplitFinding, shardable
-from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.backward import backward_survives_fork
+from lightning_autopar.strategies.batch_parts import pads
 from lightning_autopar.strategies.draws import DrawPlan
 from lightning_autopar.strategies.failure import Failure
 from lightning_autopar.strategies.features_zero import unpartitioned_module, unpartitioned_optimizer
 from lightning_autopar.strategies.micro import why_whole
-from lightning_autopar.strategies.probe import pads, probe_evaluation, probe_split
+from lightning_autopar.strategies.probe import probe_evaluation, probe_split
 from lightning_autopar.strategies.rehearse import rehearsed
 from lightning_autopar.strategies.rehearse_fsdp import rehearse_fsdp, unshardable
-from lightning_autopar.strategies.rehearse_zero import rehearse_zero
 from lightning_autopar.strategies.staged.finding import StagingFinding, refused
-from lightning_autopar.strategies.staged.probe import confirm_stages, precision_of, probe_stages
-from lightning_autopar.strategies.staged.recording import Staging
+from lightning_autopar.strategies.staged.probe import precision_of, probe_stages
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -42,8 +40,6 @@ log = logging.getLogger(__name__)
 
 #: Tracing and probing together may take so long; after that the estimate is coarse, and the report says so.
 _TRACE_SECONDS = 600.0
-#: The trial of a plan's stages may take so long.
-_CONFIRM_SECONDS = 180.0
 #: Why a forked child may be unable to run a backward pass.
 _THREADS = "autograd's threads for the GPU were started"
 
@@ -77,7 +73,7 @@ class Findings:
         footprint: of its step.
         split: what a split batch changes; None where no candidate splits it.
         draws: the step's random draws; None where it draws nothing.
-        data_draws: where making a batch draws, see :class:`.engine.Assignment`.
+        data_draws: where making a batch draws, see :class:`.assignment.Assignment`.
         unshardable: why FSDP2 can't run it; None where it can.
         unpartitionable: why DeepSpeed can't, by what the module and its optimizer are; None where that isn't known.
         ungathered: why it can't gather parameters module by module, at stage 3; None where it can.
@@ -131,12 +127,12 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
 def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
     """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split."""
     module = trainer.lightning_module
-    stage = _stage(trainer)
+    stage = stage_of(trainer)
     try:
         batch = first_batch(module, trainer, stage)
     except Exception as error:  # the user's own code, which would raise it in the run as well
         return Failure.of(error)
-    validation = _validation_batch(module, trainer) if stage == "fit" else None
+    validation = validation_batch(module, trainer) if stage == "fit" else None
     footprint = _traced(trainer, questions, batch, validation)
     room_bytes = questions.room_bytes
     probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
@@ -199,55 +195,7 @@ def _staged(
     return probe_stages(module, trainer, batches, stage, precision=precision_of(str(trainer.precision)), flops=footprint.flops)
 
 
-def confirm(trainer: Trainer, footprint: Footprint, cuts: Sequence[str]) -> StagingFinding:
-    """Whether stages cut so compute what the whole module does, where they were only recorded so far: tried in a forked child.
-
-    Returns:
-        With a refusal where they don't, with ``untried`` where that can't be told.
-    """
-    try:
-        return run_forked(_confirm, trainer, footprint, tuple(cuts), timeout_seconds=_CONFIRM_SECONDS)
-    except ChildFailed as error:
-        log.debug("the plan's stages can't be tried", exc_info=True)
-        return StagingFinding(staging=Staging(), untried=f"it came to no end ({error.reason})")
-
-
-def _confirm(trainer: Trainer, footprint: Footprint, cuts: tuple[str, ...]) -> StagingFinding:
-    module = trainer.lightning_module
-    stage = _stage(trainer)
-    batches = {STEPS[stage]: first_batch(module, trainer, stage)}
-    if stage == "fit" and (validation := _validation_batch(module, trainer)) is not None:
-        batches[STEPS["validate"]] = validation
-    precision = precision_of(str(trainer.precision))
-    return confirm_stages(module, trainer, batches, stage, cuts, precision=precision, flops=footprint.flops)
-
-
-def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> str | None:
-    """Why a plan that shards or partitions can't run the training step, tried in a forked child; None if it can, or if that can't be told.
-
-    Args:
-        trainer: with module and data attached.
-        footprint: of its step.
-        plan: of engine ``"zero"``, or ``"fsdp"``.
-    """
-    if not backward_survives_fork():
-        return None
-    try:
-        return run_forked(_rehearse, trainer, footprint, plan, timeout_seconds=_CONFIRM_SECONDS)
-    except ChildFailed:
-        log.debug("the plan can't be rehearsed", exc_info=True)
-        return None
-
-
-def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> str | None:
-    module = trainer.lightning_module
-    first = first_batch(module, trainer, "fit")
-    if plan.engine == "fsdp":
-        return rehearse_fsdp(module, trainer, first, plan.shard, flops=footprint.flops, by_plan=bool(plan.offload) or plan.replicas > 1)
-    return rehearse_zero(module, trainer, first, plan, flops=footprint.flops)
-
-
-def _stage(trainer: Trainer) -> str:
+def stage_of(trainer: Trainer) -> str:
     """What the trainer is about to do; ``"fit"`` where it doesn't say."""
     return str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
 
@@ -258,7 +206,7 @@ def _traced(trainer: Trainer, questions: Questions, batch: FirstBatch, validatio
         trainer.lightning_module,
         trainer,
         batch,
-        stage=_stage(trainer),
+        stage=stage_of(trainer),
         precision=str(trainer.precision),
         target="cuda" if questions.gpu else "cpu",
         validation=validation,
@@ -282,7 +230,7 @@ def _find_here(trainer: Trainer, questions: Questions) -> Findings | Failure:
     What needs backward passes on real copies isn't looked at: how a split changes the loss, and whether the step survives shards.
     """
     module = trainer.lightning_module
-    stage = _stage(trainer)
+    stage = stage_of(trainer)
     batches = run_forked(_batches, trainer, stage, timeout_seconds=_TRACE_SECONDS)
     if isinstance(batches, Failure):
         return batches
@@ -310,7 +258,7 @@ def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | Non
         batch = first_batch(module, trainer, stage)
     except Exception as error:  # as in _find
         return Failure.of(error)
-    validation = _validation_batch(module, trainer) if stage == "fit" else None
+    validation = validation_batch(module, trainer) if stage == "fit" else None
     if stage == "fit":
         batch = _collated_whole(batch)
     return replace(batch, samples=None, collate=None), None if validation is None else replace(validation, samples=None, collate=None)
@@ -318,7 +266,7 @@ def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | Non
 
 def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:
     """Training batches from the first to the last, by the trainer's limits; from a checkpoint, or stopped early, it is fewer."""
-    if _stage(trainer) != "fit":
+    if stage_of(trainer) != "fit":
         return None
     an_epoch, epochs, steps, found = batch.epoch_batches, trainer.max_epochs, trainer.max_steps, []
     if an_epoch is not None and epochs is not None and epochs >= 0:
@@ -338,7 +286,7 @@ def _collated_whole(batch: FirstBatch) -> FirstBatch:
     return replace(batch, draws=(*batch.draws, "collate")) if "collate" not in batch.draws and pads(batch) else batch
 
 
-def _validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
+def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
     """The first batch of the validation within ``fit``; None where there is none. The limit of batches may be set, the sanity check off."""
     if not is_overridden("validation_step", module) or not trainer.limit_val_batches:
         return None
@@ -381,7 +329,7 @@ def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trai
 def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
     """In another forked child: a footprint from the parameters and the first batch alone; nothing is known of a split or of draws."""
     module = trainer.lightning_module
-    stage = _stage(trainer)
+    stage = stage_of(trainer)
     try:
         batch = first_batch(module, trainer, stage)
     except Exception as error:  # as above

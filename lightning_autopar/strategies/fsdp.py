@@ -29,7 +29,8 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
-from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.gathered import Gathered, numbers_of_whole_tensors
 from lightning_autopar.strategies.group import join_group
 from lightning_autopar.strategies.host_optimizers import on_host, why_not

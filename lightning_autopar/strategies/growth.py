@@ -28,7 +28,7 @@ from lightning_autopar.memory.promised import is_leased, open_ledger, room_bytes
 from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.engine import Assignment
+    from lightning_autopar.strategies.assignment import Assignment
 
 #: Beside what is needed, or was seen to be: as much as the allocator is predicted to hold beyond its tensors (``memory/predict.py``).
 SLACK_SHARE = 0.1

@@ -28,11 +28,13 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.account import announce_measured, learn, learn_shortage
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.backward import backward_survives_fork
-from lightning_autopar.strategies.decide import Decision, consider, decide, decide_again
+from lightning_autopar.strategies.decide import consider, decide, decide_again
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.early import take_early
 from lightning_autopar.strategies.elastic import ElasticRun, moving
-from lightning_autopar.strategies.engine import Assignment, Dropped, EngineMixin
+from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.external_elastic import RestartableRun, leaving
 from lightning_autopar.strategies.fsdp import FSDPEngine
@@ -40,22 +42,20 @@ from lightning_autopar.strategies.generation import Outcome, run_folder, run_gen
 from lightning_autopar.strategies.growth import growth_for
 from lightning_autopar.strategies.leasing import words
 from lightning_autopar.strategies.pipeline import PipelineEngine
+from lightning_autopar.strategies.predictions import put_together
 from lightning_autopar.strategies.progress import Progress
 from lightning_autopar.strategies.saving import Moving
 from lightning_autopar.strategies.showing import Showing, showing
 from lightning_autopar.strategies.trial import tried
 from lightning_autopar.strategies.waiting import Waiting
-from lightning_autopar.strategies.worker import Job
+from lightning_autopar.strategies.worker import Job, make_job
 from lightning_autopar.strategies.zero import ZeroEngine
 from lightning_autopar.strategies.zero_deepspeed import import_deepspeed
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lightning.pytorch import Trainer
 
     from lightning_autopar.memory.inventory import Inventory
-    from lightning_autopar.plans import Plan
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
 
@@ -251,7 +251,7 @@ class AutoLauncher(Launcher):
         if outcome.tuner_exit:
             raise TunerExit
         if trainer.state.fn == "predict" and job.assignment.batch == "global":
-            return interleaved([left.value for left in outcome.results][:: _ranks_per_part(plan)])
+            return put_together([left.value for left in outcome.results], plan)
         return outcome.results[0].value
 
     def _failed(self, outcome: Outcome, trainer: Trainer, job: Job) -> BaseException:
@@ -359,7 +359,7 @@ class AutoLauncher(Launcher):
             if peers.rank == 0:
                 self._account()
             if trainer.state.fn == "predict" and assignment.batch == "global" and assignment.plan.world_size > 1:
-                value = interleaved(self._everyones(value, assignment)[:: _ranks_per_part(assignment.plan)])
+                value = put_together(self._everyones(value, assignment), assignment.plan)
         return value
 
     @staticmethod
@@ -379,42 +379,6 @@ class AutoLauncher(Launcher):
         assert report is not None, "it has been planned"
         announce_measured(report, self._strategy.measured)
         learn(report, self._strategy.measured)
-
-
-def make_job(assignment: Assignment, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path) -> Job:
-    """What workers are told to run the trainer's function by."""
-    return Job(
-        assignment=assignment,
-        make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
-        trainer=trainer,
-        function=function,
-        args=args,
-        kwargs=kwargs,
-        folder=folder,
-        before=handover.survey(trainer),
-    )
-
-
-def interleaved(values: list[Any]) -> Any:
-    """All ranks' predictions in the user's order: rank r has batches r, r + W, r + 2W, …; of each data loader where there are several."""
-    first = values[0]
-    if first is None:
-        return None
-    if first and isinstance(first[0], list) and _several_loaders(values):
-        return [interleaved(list(parts)) for parts in zip(*values, strict=True)]
-    merged: list[Any] = []
-    for index in range(max(len(value) for value in values)):
-        merged.extend(value[index] for value in values if index < len(value))
-    return [prediction for prediction in merged if not isinstance(prediction, Dropped)]
-
-
-def _ranks_per_part(plan: Plan) -> int:
-    """How many ranks, one after the other, have the same batches, and the same predictions of them."""
-    return plan.world_size // plan.data_ranks
-
-
-def _several_loaders(values: list[Any]) -> bool:
-    return all(isinstance(part, list) for value in values for part in value)
 
 
 @contextmanager

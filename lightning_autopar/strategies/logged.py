@@ -28,6 +28,7 @@ from lightning_autopar.state.share import BatchShare
 from lightning_autopar.strategies.exchange import Exchange
 from lightning_autopar.strategies.logentries import LOSS, OPTIONS, Combiner, Entry, already_global, kept_dtype, loss_entry
 from lightning_autopar.strategies.loghooks import logs_between_steps, shadow_hooks, shadow_log
+from lightning_autopar.strategies.logresults import log_again, take_back
 from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.metrics import MetricParts, adopt, hold_metrics
 from lightning_autopar.strategies.staged.hole import is_hole
@@ -228,14 +229,14 @@ class GlobalLogging:
         for entry in entries:
             (own if self._alone or entry.own else shared).append(entry)
         agreed, exchanged = (True, []) if self._alone else self._exchange(shared)
-        self._take_back(before, keep=agreed)
+        take_back(self._collections, before, keep=agreed)
         exchanged += [(entry, entry.value, entry.batch_size) for entry in own]
         for entry, value, batch_size in exchanged:
             if entry.collection == LOSS:
                 assert value is not None
                 self._loss = value.to(entry.dtype)
             else:
-                self._log_again(entry, value, batch_size)
+                log_again(self._trainer, self._collections[entry.collection], entry, value, batch_size)
 
     # -- taking in -------------------------------------------------------------------------------------------------------------------------
 
@@ -316,51 +317,6 @@ class GlobalLogging:
         if share is None and self._trainer._logger_connector._first_loop_iter is not None:
             share = self._share()
         return (self._rows[index], 0) if share is None else (share.rows, share.of)
-
-    # -- giving out ------------------------------------------------------------------------------------------------------------------------
-
-    def _take_back(self, before: dict[tuple[int, str], dict[str, Any] | None], *, keep: bool) -> None:
-        """Undo the local values. Results that they made go where ranks disagree, to be made anew in an order that all have."""
-        for (index, key), state in before.items():
-            results = self._collections[index]
-            metric = results[key]
-            if state is not None:
-                metric.__dict__.clear()
-                metric.__dict__.update(state)
-            elif not keep:
-                del results[key]
-            elif metric.is_tensor:
-                metric.reset()
-                metric.has_reset = False
-
-    def _log_again(self, entry: Entry, value: Tensor | None, batch_size: int) -> None:
-        results = self._collections[entry.collection]
-        connector = self._trainer._logger_connector
-        if connector.should_reset_tensors(entry.fx):
-            results.reset(metrics=False, fx=entry.fx)
-        logged: Any
-        if entry.is_metric:
-            logged = self._module.get_submodule(entry.options[OPTIONS.index("metric_attribute")])
-            if value is not None:  # on every stage's rank what the one that updates it has of the step
-                logged._forward_cache = value.to(logged.device, entry.dtype)
-        else:
-            assert value is not None
-            logged = value.to(entry.dtype)
-        if entry.result in results:
-            # Past log(), whose moving of a result's every tensor costs more than the exchange.
-            if not entry.is_metric:
-                logged = logged.to(results[entry.result].value.device)
-            if "begin" in vars(results):  # a resumed epoch's result begins with what was saved of it
-                results.begin(entry.result)
-            type(results).update_metrics(results, entry.result, logged, batch_size)
-        else:
-            arguments = dict(zip(OPTIONS, entry.options, strict=True), batch_size=batch_size)
-            now, results.dataloader_idx = results.dataloader_idx, entry.dataloader_idx
-            try:
-                type(results).log(results, entry.fx, entry.name, logged, **already_global(arguments))
-            finally:
-                results.dataloader_idx = now
-        connector._current_fx = entry.fx
 
     # -- where hooks log -------------------------------------------------------------------------------------------------------------------
 

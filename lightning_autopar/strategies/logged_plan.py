@@ -12,7 +12,7 @@ from lightning_autopar.planning.labels import devices_label
 
 if TYPE_CHECKING:
     from lightning_autopar.planning.report import Candidate
-    from lightning_autopar.strategies.engine import Assignment
+    from lightning_autopar.strategies.assignment import Assignment
 
 
 def hyperparameters(assignment: Assignment) -> dict[str, Any]:

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.memory.noise import without_noise
 from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices
-from lightning_autopar.memory.recorder import HOST, Recorder
+from lightning_autopar.memory.recorder import Recorder
 from lightning_autopar.memory.storages import storage_sizes
-from lightning_autopar.strategies.staged.hole import is_hole
-from lightning_autopar.strategies.zero_held import held_by_zero, host_held_by_zero
+from lightning_autopar.strategies.held import gradients_of, gradients_on_host, held_storages, plan_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
-    from lightning_autopar.plans import Plan
 
 #: Steps that say nothing: the first has no optimizer state, the second frees nothing of what a steady step holds from the one before.
 _WARM_UP = 2
@@ -124,8 +119,8 @@ class Meter:
         """The running step has come so far; costs nothing outside of the steps that are measured."""
         if self._recorder.running:
             self._recorder.note(
-                gradients=storage_sizes(_gradients(strategy), strategy.root_device),
-                host=storage_sizes(_gradients_on_host(strategy), strategy.root_device),
+                gradients=storage_sizes(gradients_of(strategy), strategy.root_device),
+                host=storage_sizes(gradients_on_host(strategy), strategy.root_device),
             )
         elif self._gpu is not None:
             self._note_on_gpu(strategy, point)
@@ -158,7 +153,7 @@ class Meter:
         if self._gpu is not None:
             self._note_on_gpu(strategy, None)
             if self._begun > _WARM_UP:
-                held = {kind: sum(sizes.values()) for kind, sizes in _held(strategy).items() if kind != "gradients"}
+                held = {kind: sum(sizes.values()) for kind, sizes in held_storages(strategy).items() if kind != "gradients"}
                 self._bytes, self._gpu = self._gpu.bytes(held), None
         self._last = None
 
@@ -172,16 +167,16 @@ class Meter:
         self._tries += 1
         self._recorded = 0
         self._quiet.enter_context(without_noise())
-        if not self._recorder.start(**_held(strategy)):
+        if not self._recorder.start(**held_storages(strategy)):
             self._abandon()
-        elif _plan(strategy).offload:
+        elif plan_of(strategy).offload:
             # Whichever object steps: an engine may put another in the place of the user's.
             updates = _Updates(self._recorder)
             self._quiet.callback(register_optimizer_step_pre_hook(updates.begin).remove)
             self._quiet.callback(register_optimizer_step_post_hook(updates.end).remove)
 
     def _conclude(self, strategy: Strategy) -> None:
-        self._recorder.note(**_held(strategy))
+        self._recorder.note(**held_storages(strategy))
         recording = self._recorder.stop()
         self._quiet.close()
         if recording is None:
@@ -200,7 +195,7 @@ class Meter:
 
     def _note_on_gpu(self, strategy: Strategy, point: Point | None) -> None:
         assert self._gpu is not None
-        gradients = storage_sizes(_gradients(strategy), strategy.root_device)
+        gradients = storage_sizes(gradients_of(strategy), strategy.root_device)
         self._gpu.note(point, torch.cuda.max_memory_allocated(strategy.root_device), sum(gradients.values()))
 
     def _ask(self, device: torch.device) -> None:
@@ -302,94 +297,6 @@ def _process_bytes(device_id: str) -> int | None:
         if device.id == device_id:
             return next((process.used_bytes for process in device.processes if process.own), None)
     return None
-
-
-# -- what holds memory from one step to the next ---------------------------------------------------------------------------------------
-
-
-def _held(strategy: Strategy) -> dict[str, dict[int, int]]:
-    """Bytes by storage of all that a step finds there, by kind; of a CPU device also what is the host's."""
-    module = strategy.lightning_module
-    assert module is not None
-    tensors: dict[str, Iterable[Tensor]] = {
-        "parameters": here(module.parameters()),
-        "gradients": _gradients(strategy),
-        "optimizer": _states(strategy),
-        "buffers": here(module.buffers()),
-    }
-    if (zero := _zero(strategy)) is not None:
-        for kind, theirs in held_by_zero(zero, module).items():
-            if kind != "gradients":
-                tensors[kind] = chain(theirs, () if kind == "parameters" else tensors.get(kind, ()))
-    if strategy.root_device.type == "cpu":
-        tensors[HOST] = _on_host(strategy)
-    return {kind: storage_sizes(each, strategy.root_device) for kind, each in tensors.items()}
-
-
-def _plan(strategy: Strategy) -> Plan:
-    plan: Plan = strategy.assignment.plan  # type: ignore[attr-defined]  # every engine has one
-    return plan
-
-
-def _zero(strategy: Strategy) -> Any | None:
-    """DeepSpeed's engine, where that is what trains."""
-    return strategy.model if _plan(strategy).engine == "zero" and strategy.optimizers else None
-
-
-def _states(strategy: Strategy) -> Iterator[Tensor]:
-    """The optimizers' states; none where they lie on disk, in pages that the kernel takes back."""
-    if _plan(strategy).optimizer_on_disk:
-        return iter(())
-    return here(_tensors(chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)))
-
-
-def _on_host(strategy: Strategy) -> Iterator[Tensor]:
-    """What the plan offloads; between steps, when FSDP2's module has its shards."""
-    module, offload = strategy.lightning_module, _plan(strategy).offload
-    assert module is not None
-    if (zero := _zero(strategy)) is not None:
-        yield from host_held_by_zero(zero, module)
-    elif "parameters" in offload:
-        yield from module.parameters()
-        yield from _gradients(strategy)
-    if "optimizer" in offload:
-        yield from _states(strategy)
-
-
-def _gradients_on_host(strategy: Strategy) -> Iterator[Tensor]:
-    """Those that came about in this step. FSDP2 puts each into host memory when it is reduced; DeepSpeed has buffers all along."""
-    plan = _plan(strategy)
-    if plan.engine == "fsdp" and plan.offload:
-        for group in chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers):
-            yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
-
-
-def _gradients(strategy: Strategy) -> Iterator[Tensor]:
-    """The optimizers' parameters come first: under FSDP2 the module holds others while it is gathered. DeepSpeed keeps them to itself."""
-    module = strategy.lightning_module
-    assert module is not None
-    if (zero := _zero(strategy)) is not None:
-        yield from held_by_zero(zero, module)["gradients"]
-    groups = chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers)
-    for parameter in chain(chain.from_iterable(group["params"] for group in groups), module.parameters()):
-        if not is_hole(parameter) and parameter.grad is not None:
-            yield parameter.grad
-
-
-def here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Those that this rank has, of a module whose stages lie on several."""
-    return (tensor for tensor in tensors if not is_hole(tensor))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Those inside of nested containers, as LBFGS and Shampoo keep them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _settled(strategy: Strategy, batch_idx: int) -> bool:

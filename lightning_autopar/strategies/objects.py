@@ -7,49 +7,32 @@ before is only its number. Identity, aliases and objects that can't be pickled s
 
 from __future__ import annotations
 
-import copyreg
 import hashlib
-import marshal
-import pickle
-import random
-import sys
-import types
-import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_autopar.state import rng
+from lightning_autopar.strategies.contents import (
+    ATOMS,
+    CONTAINERS,
+    GENERATORS,
+    dispensable,
+    fingerprint,
+    get_items,
+    is_array,
+    kind_of,
+    set_items,
+)
+from lightning_autopar.strategies.pickling import Pickler, Sink, TooLarge, Unpickler
 from lightning_autopar.strategies.staged.hole import is_hole
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
 
 #: A part (an attribute, a container's items) whose pickle is larger than this stays behind, and is named.
 LIMIT_BYTES = 64 * 1024**2
-#: Objects that one part may consist of to be looked through; a list of millions would cost seconds.
-_MOST_OBJECTS = 1_000_000
 #: What a container may hold for its items to be surveyed one by one, and how many objects may be surveyed in all.
 _MOST_ITEMS, _MOST_NODES = 10_000, 50_000
-#: Of larger buffers a sample is compared.
-_COMPARED_BYTES = 1024**3
-_BLOCK_BYTES = 4096
-#: Pickled chunks of at least this size are compared by a sum, which is as fast as memory.
-_CHUNK_BYTES = 1024**2
-
-ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), torch.dtype, torch.device})
-CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
-_VALUES = frozenset({tuple, frozenset, bytearray, torch.Size, torch.UntypedStorage, torch.TypedStorage})
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class written in Python, or one that may as well be
-_GENERATORS: tuple[type, ...] = (torch.Generator, random.Random)
-if numpy is not None:
-    _GENERATORS += (numpy.random.Generator, numpy.random.RandomState)
 
 #: The part of a container or a tensor that isn't an attribute.
 ITEMS = ""
@@ -91,10 +74,6 @@ def merged(workers: list[Changes]) -> tuple[list[set[Part]], list[str]]:
         taken[number].update(part for part in changes.gone if part not in winners)
     lost = {name: None for changes in workers for part, name in changes.kept.items() if part not in winners}
     return taken, [*lost, *(name for changes in workers for name in changes.unsent)]
-
-
-class TooLarge(pickle.PicklingError):
-    """The pickle would be larger than what may travel."""
 
 
 class Survey:
@@ -151,7 +130,7 @@ class Survey:
                 changes.kept[number, part] = self.name(number, part)
         sent = {key: value for key, value in extra.items() if self._travels(value, names)}
         changes.unsent = [key for key in extra if key not in sent]
-        sink = _Sink(limit_bytes=None)
+        sink = Sink(limit_bytes=None)
         Pickler(sink, self, names).dump((parts, sent))  # together, so that what two parts share stays one object
         changes.data = sink.data()
         return changes
@@ -164,7 +143,7 @@ class Survey:
             resolve: the object that a name stands for.
             only: the parts that count; None for all of them.
         """
-        parts, sent = _Unpickler(changes.data, self._targets, resolve).load()
+        parts, sent = Unpickler(changes.data, self._targets, resolve).load()
         for number, part in changes.gone:
             if only is None or (number, part) in only:
                 vars(self._targets[number]).pop(part, None)
@@ -251,7 +230,7 @@ class Survey:
             return None if type(found) is tuple and len(found) == 4 and isinstance(found[1], str) else found
         if type(value) in ATOMS:
             return type(value), repr(value)
-        sink = _Sink(limit_bytes=0)
+        sink = Sink(limit_bytes=0)
         try:
             Pickler(sink, self, names, hashing=True).dump(value)
         except Exception:  # whatever comes out of a stranger's __reduce__
@@ -267,8 +246,7 @@ class Survey:
         return number
 
     def _is_under(self, number: int, root: str | None) -> bool:
-        path = self._paths[number]
-        return root is None or path == root or path.startswith((f"{root}.", f"{root}["))
+        return root is None or is_under(self._paths[number], root)
 
     def name(self, number: int, part: str) -> str:
         """What a warning calls a part."""
@@ -280,9 +258,9 @@ class Survey:
         if not self._paths[number]:
             return {}
         parts: dict[str, Any] = {}
-        if type(target) in CONTAINERS or isinstance(target, (Tensor, dict, list, set, *_GENERATORS)) or _is_array(target):
+        if type(target) in CONTAINERS or isinstance(target, (Tensor, dict, list, set, *GENERATORS)) or is_array(target):
             parts[ITEMS] = target
-        if type(target) not in CONTAINERS and not isinstance(target, (Tensor, *_GENERATORS)):
+        if type(target) not in CONTAINERS and not isinstance(target, (Tensor, *GENERATORS)):
             fields = self._fields(target)
             parts.update(getattr(target, "__dict__", {}) if fields is None else fields)
         return parts
@@ -302,10 +280,10 @@ class Survey:
             if is_hole(value):
                 return type(value).__name__, id(value)  # its values are another stage's
             if isinstance(value, Tensor):
-                return value.dtype, value.shape, value.requires_grad, _fingerprint(value.detach())
-            if _is_array(value):
-                return value.dtype.str, value.shape, _fingerprint(value)
-        sink = _Sink(limit_bytes=0)
+                return value.dtype, value.shape, value.requires_grad, fingerprint(value.detach())
+            if is_array(value):
+                return value.dtype.str, value.shape, fingerprint(value)
+        sink = Sink(limit_bytes=0)
         few = value is not self._targets[number] or not hasattr(value, "__len__") or len(value) <= _MOST_ITEMS
         path = f"{self._paths[number]}.{part}" if part else f"{self._paths[number]}[…]"
         pickler = Pickler(sink, self, names or {}, path=path if discover and few else None, hashing=True)
@@ -317,19 +295,24 @@ class Survey:
 
     def _travels(self, payload: Any, names: Mapping[int, Any]) -> bool:
         try:
-            Pickler(_Sink(limit_bytes=LIMIT_BYTES), self, names).dump(payload)
+            Pickler(Sink(limit_bytes=LIMIT_BYTES), self, names).dump(payload)
         except Exception:  # as above: any exception means that it has no pickle
             return False
         return True
 
     def discover(self, target: Any, path: str) -> int | None:
         """The number of an object seen for the first time; None for one that is pickled as a value."""
-        kind = _kind(target)
+        kind = kind_of(target)
         if kind == "value" or (kind == "node" and len(self._targets) >= _MOST_NODES):
             return None
         number = self._know(target, path if kind == "node" else "")
         self._pending.append(number)
         return number
+
+
+def is_under(path: str, root: str) -> bool:
+    """Whether something was found in what was found at ``root``."""
+    return path == root or path.startswith((f"{root}.", f"{root}["))
 
 
 def _is_of_atom(digest: Any) -> bool:
@@ -342,233 +325,6 @@ def _is_partial(digest: Any) -> bool:
     return type(digest) is tuple and len(digest) == 4 and digest[1] == TooLarge.__name__
 
 
-def _kind(target: Any) -> str:
-    """``"node"``: changes are looked for in it. ``"opaque"``: can't be pickled, so it is only known. ``"value"``: travels by value."""
-    kind = type(target)
-    if kind in _VALUES:
-        return "value"
-    if kind in CONTAINERS or isinstance(target, _GENERATORS) or _is_array(target):
-        return "node"
-    if kind in (Tensor, nn.Parameter):
-        return "node" if target.layout == torch.strided and not target.is_meta else "value"
-    if isinstance(target, (types.ModuleType, weakref.ref, *weakref.ProxyTypes)):
-        return "opaque"
-    if isinstance(target, (type, types.FunctionType, types.BuiltinFunctionType)):
-        return "value" if _importable(target) else "opaque"
-    if is_plain(target):
-        return "node"
-    try:
-        target.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    except Exception:  # a stranger's class may refuse in any way
-        return "opaque"
-    return "value"
-
-
-def is_plain(target: Any) -> bool:
-    """Whether the object is its ``__dict__`` (and items), as far as anybody could tell from its class."""
-    kind = type(target)
-    return (
-        hasattr(target, "__dict__")
-        and kind not in copyreg.dispatch_table
-        and all(getattr(kind, name, None) is getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
-        and all(base is object or base in CONTAINERS or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
-        and not any(vars(base).get("__slots__") for base in kind.__mro__)
-    )
-
-
-def _importable(target: Any) -> bool:
-    """Whether a function or class can be pickled by its name."""
-    found: Any = sys.modules.get(getattr(target, "__module__", None) or "builtins")
-    for name in str(getattr(target, "__qualname__", "")).split("."):
-        found = getattr(found, name, None)
-    return found is target or isinstance(getattr(target, "__self__", None), (types.ModuleType, type))
-
-
-def _is_array(target: Any) -> bool:
-    return numpy is not None and type(target) is numpy.ndarray and not target.dtype.hasobject and target.flags.c_contiguous
-
-
 def _size_bytes(value: Any) -> int:
     """Of a tensor or an array; 0 of what has to be pickled to know."""
-    return int(value.nbytes) if isinstance(value, Tensor) or _is_array(value) else 0
-
-
-def dispensable(owner: Any, attribute: str) -> bool:
-    """Whether a class leaves this attribute out of its own pickles: then it makes it anew, and nothing is lost without it."""
-    if getattr(type(owner), "__getstate__", None) is getattr(object, "__getstate__", None):
-        return False
-    try:
-        state = owner.__getstate__()
-    except Exception:  # a stranger's
-        return False
-    return isinstance(state, dict) and state.get(attribute) is None
-
-
-def get_items(target: Any) -> Any:
-    """What an object holds besides its attributes."""
-    if isinstance(target, Tensor):
-        return target.detach().cpu().clone()
-    if _is_array(target):
-        return target.copy()
-    if isinstance(target, _GENERATORS):
-        return rng.get_generator(target)
-    return tuple(target.items()) if isinstance(target, dict) else tuple(target)
-
-
-def set_items(target: Any, items: Any) -> None:
-    """Put what :func:`get_items` gave into an object, in place."""
-    if isinstance(target, Tensor):
-        if target.shape == items.shape and target.dtype == items.dtype:
-            target.data.copy_(items)
-        else:
-            target.data = items
-    elif _is_array(target):
-        if target.shape != items.shape:
-            target.resize(items.shape, refcheck=False)
-        target[...] = items
-    elif isinstance(target, _GENERATORS):
-        rng.set_generator(target, items)
-    else:
-        target.clear()
-        (target.update if isinstance(target, (dict, set)) else target.extend)(items if not isinstance(target, dict) else dict(items))
-
-
-def _fingerprint(buffer: Any) -> bytes:
-    """A number for the bytes of a tensor, an array or a buffer that differs where they do, at the speed of memory.
-
-    Sums along rows and columns of its words: a change that leaves all of them would have to be made for it. Of more than
-    ``_COMPARED_BYTES`` every n-th block counts.
-    """
-    if isinstance(buffer, Tensor):
-        data = buffer.contiguous().view(-1).view(torch.uint8) if buffer.numel() else torch.empty(0, dtype=torch.uint8)
-        data = data.cpu() if data.device.type != "cpu" else data
-    elif numpy is not None and isinstance(buffer, numpy.ndarray):
-        data = torch.frombuffer(memoryview(cast(Any, buffer)).cast("B") if buffer.size else bytearray(1), dtype=torch.uint8)
-    else:
-        data = torch.frombuffer(buffer, dtype=torch.uint8)
-    if data.numel() < 2 * _BLOCK_BYTES:
-        return hashlib.blake2b(data.numpy().tobytes()).digest()
-    whole = data.numel() // _BLOCK_BYTES * _BLOCK_BYTES
-    rest = hashlib.blake2b(data[whole:].numpy().tobytes())
-    blocks = data[:whole].view(-1, _BLOCK_BYTES)[:: -(-whole // _COMPARED_BYTES)]
-    if data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0:
-        blocks = blocks.view(torch.int64)
-    for dim in (0, 1):
-        rest.update(blocks.sum(dim, dtype=torch.int64).numpy().tobytes())
-    return rest.digest()
-
-
-# -- pickles in which objects from before are numbers ----------------------------------------------------------------------------------
-
-
-class _Sink:
-    """A file for a pickler: hashes what it is given, and keeps it up to a limit."""
-
-    def __init__(self, *, limit_bytes: int | None) -> None:
-        self._limit_bytes = limit_bytes
-        self._hash = hashlib.blake2b()
-        self._chunks: list[bytes] = []
-        self._size = 0
-
-    def write(self, data: Any) -> int:
-        size = data.nbytes if isinstance(data, memoryview) else len(data)
-        self._size += size
-        if self._limit_bytes == 0:
-            self._hash.update(data if size < _CHUNK_BYTES else _fingerprint(bytearray(0) if not size else memoryview(data).cast("B")))
-        elif self._limit_bytes is not None and self._size > self._limit_bytes:
-            raise TooLarge(f"more than {self._limit_bytes} bytes")
-        elif self._limit_bytes is None:
-            self._chunks.append(bytes(data))
-        return size
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
-
-    def data(self) -> bytes:
-        return b"".join(self._chunks)
-
-
-class Pickler(pickle.Pickler):
-    """Writes numbers and names for objects that both sides have, and local functions by value."""
-
-    def __init__(
-        self, sink: Any, survey: Survey, names: Mapping[int, Any], *, path: str | None = None, hashing: bool = False, **options: Any
-    ) -> None:
-        super().__init__(sink, protocol=pickle.HIGHEST_PROTOCOL, **options)
-        self._survey, self._names, self._path, self._hashing = survey, names, path, hashing
-        self._left = _MOST_OBJECTS
-
-    def persistent_id(self, target: Any) -> Any:
-        """What stands for an object that isn't written."""
-        self._left -= 1
-        if self._left < 0:
-            raise TooLarge(f"more than {_MOST_OBJECTS} objects")
-        if type(target) in ATOMS:
-            return None
-        number = self._survey.number(target)
-        if number is not None:
-            return number
-        if id(target) in self._names:
-            return self._names[id(target)]
-        return self._survey.discover(target, self._path) if self._path is not None else None
-
-    def reducer_override(self, target: Any) -> Any:
-        """How objects are written that have no pickle of their own, or one that doesn't fit here."""
-        if self._hashing and type(target) in (Tensor, nn.Parameter) and target.layout == torch.strided and not target.is_meta:
-            kind = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
-            return _fingerprint, (kind, _fingerprint(target.detach()))  # never called
-        if isinstance(target, Tensor) and target.device.type not in ("cpu", "meta"):
-            return target.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if type(target) is types.FunctionType and not _importable(target) and _globals(_home(target)) is target.__globals__:
-            return _function, _parts_of_function(target), target.__dict__ or None
-        if type(target) is weakref.ref and target() is not None:
-            return weakref.ref, (target(),)
-        if type(target) in weakref.ProxyTypes:
-            return weakref.proxy, (target.__repr__.__self__,)  # what it stands for: the one way to ask for it
-        return NotImplemented
-
-
-def _home(target: types.FunctionType) -> str:
-    """The module whose names a function sees; ``functools.wraps`` gives it another one's ``__module__``."""
-    return str(target.__globals__.get("__name__"))
-
-
-def _parts_of_function(target: types.FunctionType) -> tuple[Any, ...]:
-    """A local function, such as a scheduler's lambda, by value. Both processes run the same interpreter, so its code travels as it is."""
-    cells = tuple(cell.cell_contents for cell in target.__closure__ or ())
-    names = target.__module__, target.__qualname__
-    return marshal.dumps(target.__code__), _home(target), names, target.__defaults__, target.__kwdefaults__, cells
-
-
-def _function(
-    code: bytes,
-    home: str,
-    names: tuple[str, str],
-    defaults: tuple[Any, ...] | None,
-    keywords: dict[str, Any] | None,
-    cells: tuple[Any, ...],
-) -> types.FunctionType:
-    """Undo :func:`_parts_of_function`."""
-    namespace = _globals(home)
-    assert namespace is not None, home
-    closure = tuple(types.CellType(cell) for cell in cells)
-    function = types.FunctionType(marshal.loads(code), namespace, names[1].rpartition(".")[2], defaults, closure)
-    (function.__module__, function.__qualname__), function.__kwdefaults__ = names, keywords
-    return function
-
-
-def _globals(module: str | None) -> dict[str, Any] | None:
-    """A module's names; None where there is no such module."""
-    found = sys.modules.get(module or "")
-    return None if found is None else vars(found)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, targets: list[Any], resolve: Callable[[Any], Any]) -> None:
-        import io
-
-        super().__init__(io.BytesIO(data))
-        self._targets, self._resolve = targets, resolve
-
-    def persistent_load(self, name: Any) -> Any:
-        return self._targets[name] if isinstance(name, int) else self._resolve(name)
+    return int(value.nbytes) if isinstance(value, Tensor) or is_array(value) else 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_autopar.memory.inventory import Inventory
     from lightning_autopar.memory.queue_files import PlaceFile
     from lightning_autopar.strategies.courtesy import Courtesy
-    from lightning_autopar.strategies.decide import Decision
+    from lightning_autopar.strategies.decision import Decision
     from lightning_autopar.strategies.leasing import Promises
 
 _LOOK_SECONDS = 0.5

@@ -22,8 +22,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
 from lightning_autopar.state.share import BatchShare
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.draws import GlobalDraws
-from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.group import join_group
 from lightning_autopar.strategies.logged import GlobalLogging
 from lightning_autopar.strategies.micro import PartGradients, several_loaders, uncut, whole_share

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.memory.batch import FirstBatch
@@ -25,7 +24,8 @@ from lightning_autopar.memory.rehearsal import Rehearsal
 from lightning_autopar.planning.candidates import SplitFinding
 from lightning_autopar.state import rng
 from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.share import BatchShare, cut, share_of, take_rows
+from lightning_autopar.state.share import BatchShare, share_of
+from lightning_autopar.strategies.batch_parts import BatchParts
 from lightning_autopar.strategies.draws import DrawPlan, Rows
 from lightning_autopar.strategies.logrules import Comparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.strategies.observe import Observation, everything, observe, shares_of
@@ -78,7 +78,7 @@ def probe_split(
         return SplitFinding(
             probed=False, reason=f"a step of {flops:.1e} floating-point operations is too long to try on the CPU"
         ), DrawPlan()
-    batches = _Batches(first, count, hooks=trainer is not None)
+    batches = BatchParts(first, count, hooks=trainer is not None)
     try:
         batches.part(share_of(count, 0, Dealing.even(sizes[0])))
     except Exception as error:  # the user's collate function, on fewer samples than it is used to
@@ -104,7 +104,7 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
         return Comparison()
     state = rng.capture({})
     try:
-        return _Probe(module, trainer, _Batches(first, first.batch_size, hooks=trainer is not None)).evaluation(hook)
+        return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None)).evaluation(hook)
     except Exception:  # the user's step, under circumstances that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
         return Comparison()
@@ -112,60 +112,10 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
         rng.restore(state, {})
 
 
-def pads(first: FirstBatch) -> bool:
-    """Whether collating a part gives other shapes than the part's rows of the whole batch, as when samples are padded to the longest."""
-    if first.samples is None or first.collate is None or len(first.samples) < 2:
-        return False
-    try:
-        whole, halves = first.collate(first.samples), Dealing.even(2)
-        return any(
-            _shapes(take_rows(whole, rank, halves)[1]) != _shapes(first.collate(cut(first.samples, rank, halves))) for rank in range(2)
-        )
-    except Exception:  # the user's collate function may want more samples, and a batch may have no rows: then it isn't cut into them
-        _LOG.debug("whether the batch is padded can't be told", exc_info=True)
-        return False
-
-
-class _Batches:
-    """The first batch and its parts, each made anew every time, since a step may change what it gets.
-
-    ``hooks`` says whether the module has transfer hooks to apply, which need a trainer.
-    """
-
-    def __init__(self, first: FirstBatch, count: int, *, hooks: bool) -> None:
-        self.first = first
-        self.count = count
-        self.double = False
-        #: Whether the parts are as the transfer hooks get them, or have been through them already.
-        self.raw = first.samples is not None and first.collate is not None and hooks
-        #: Whether collating draws random numbers.
-        self.random = False
-
-    def part(self, share: BatchShare) -> Any:
-        """What the rank of that share is fed."""
-        first, state = self.first, torch.get_rng_state()
-        if first.samples is not None and first.collate is not None:
-            samples = first.samples[: self.count]
-            part = samples if share.world_size == 1 else cut(samples, share.rank, share.dealing)
-            batch = first.collate(part)
-        else:
-            batch = take_rows(tree_map(_copied, first.batch), share.rank, share.dealing)[1]
-        self.random |= not torch.equal(state, torch.get_rng_state())
-        return tree_map(_doubled, batch) if self.double else batch
-
-    def uneven(self, shares: Sequence[BatchShare]) -> bool:
-        """Whether parts have other shapes than the rows of the whole batch, as when samples are padded to the longest one."""
-        try:
-            whole = self.part(everything(self.count))
-            return any(_shapes(take_rows(whole, share.rank, share.dealing)[1]) != _shapes(self.part(share)) for share in shares)
-        except ValueError:  # no rows to compare with
-            return False
-
-
 class _Probe:
     """The step, made harmless: it can be run any number of times and leaves the module as it was."""
 
-    def __init__(self, module: LightningModule, trainer: Trainer | None, batches: _Batches) -> None:
+    def __init__(self, module: LightningModule, trainer: Trainer | None, batches: BatchParts) -> None:
         self.module = module
         self.batches = batches
         self.rehearsal = Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
@@ -380,18 +330,6 @@ def _difference(observed: Observation, shares: Sequence[BatchShare]) -> float:
 
 def _tensors(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _doubled(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
-def _shapes(batch: Any) -> list[torch.Size]:
-    return [leaf.shape for leaf in tree_leaves(dict(batch) if hasattr(batch, "keys") else batch) if isinstance(leaf, Tensor)]
 
 
 def _call_closure(closure: Callable[[], Any] | None = None) -> Any:

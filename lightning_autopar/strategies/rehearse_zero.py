@@ -20,7 +20,7 @@ from lightning_autopar.memory.batch import FirstBatch
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies import zero_deepspeed as doorway
-from lightning_autopar.strategies.engine import Assignment
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.rehearse import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 from lightning_autopar.strategies.zero import ZeroEngine
 from lightning_autopar.strategies.zero_precision import plugin

@@ -14,7 +14,7 @@ from lightning_autopar.strategies.generation import LOOK_SECONDS, Generation
 from lightning_autopar.strategies.worker import Job
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.decide import Decision
+    from lightning_autopar.strategies.decision import Decision
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from lightning_autopar.strategies.run_files import SHOW_SECONDS, Request, RunFil
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_autopar.strategies.decide import Decision
+    from lightning_autopar.strategies.decision import Decision
 
 
 class Showing:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.strategies.engine import EngineMixin
 
 
 class SingleEngine(EngineMixin, SingleDeviceStrategy):

@@ -20,10 +20,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.strategies import results as handover
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.backward import backward_survives_fork
 from lightning_autopar.strategies.calibration import be_silent
-from lightning_autopar.strategies.decide import Decision
-from lightning_autopar.strategies.engine import Assignment
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.generation import run_folder, run_generation
 from lightning_autopar.strategies.worker import Job
 from lightning_autopar.units import format_seconds

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from lightning_autopar.memory.inventory import Inventory
     from lightning_autopar.memory.lease_files import Lease
     from lightning_autopar.memory.queue_files import Place, PlaceFile
-    from lightning_autopar.strategies.decide import Decision, Prospect
+    from lightning_autopar.strategies.decision import Decision
     from lightning_autopar.strategies.leasing import Leases
+    from lightning_autopar.strategies.prospect import Prospect
     from lightning_autopar.strategies.showing import Showing
 
 #: Between two looks.

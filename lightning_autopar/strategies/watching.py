@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from lightning_autopar.memory.inventory import Inventory
-    from lightning_autopar.strategies.decide import Decision
+    from lightning_autopar.strategies.decision import Decision
 
 
 class RunView(Protocol):
@@ -79,3 +79,12 @@ class Wish:
 
     def __post_init__(self) -> None:
         assert (self.action == "move") == (self.decision is not None), "a move goes somewhere, parking doesn't"
+
+
+class Watcher(Protocol):
+    """Who says where the run should be; called in the main process, every ``interval_seconds``, or at once where it is ``alarmed``."""
+
+    interval_seconds: float
+
+    def look(self, run: RunView) -> Wish | None:
+        """What to do now, if anything."""

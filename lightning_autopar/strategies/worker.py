@@ -31,10 +31,11 @@ from lightning_autopar._lightning_compat import SIGTERMException, TunerExit, arg
 from lightning_autopar.state import rng
 from lightning_autopar.strategies import jupyter
 from lightning_autopar.strategies import results as handover
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.boundary import Boundary, Elastic, Paused
 from lightning_autopar.strategies.brake import Brake
 from lightning_autopar.strategies.early import take_early
-from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.failure import Failure
 from lightning_autopar.strategies.group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.growth import growth_for
@@ -63,6 +64,20 @@ class Job:
     before: handover.Before
     elastic: Elastic | None = None
     progress: Progress | None = None
+
+
+def make_job(assignment: Assignment, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path) -> Job:
+    """What workers are told to run the trainer's function by."""
+    return Job(
+        assignment=assignment,
+        make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
+        trainer=trainer,
+        function=function,
+        args=args,
+        kwargs=kwargs,
+        folder=folder,
+        before=handover.survey(trainer),
+    )
 
 
 def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_pid: int) -> None:

@@ -16,8 +16,9 @@ from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, updat
 from lightning_autopar.memory.zero_settings import zero_settings
 from lightning_autopar.state.scratch import hand_back_freed
 from lightning_autopar.strategies import zero_deepspeed as doorway
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.disk_states import DiskStates, disk_folder
-from lightning_autopar.strategies.engine import Assignment, EngineMixin
+from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.group import join_group
 from lightning_autopar.strategies.host_optimizers import on_host
 from lightning_autopar.strategies.zero_config import deepspeed_config

@@ -17,8 +17,8 @@ from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch
 from lightning_autopar.state.fragments import Part
 from lightning_autopar.strategies import zero_state as partitioned
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.disk_states import DiskStates
-from lightning_autopar.strategies.engine import Assignment
 from lightning_autopar.strategies.one_file import OneFile
 from lightning_autopar.strategies.zero_fragments import Piece, fragment_parts
 from lightning_autopar.strategies.zero_module import Traces, gather_again, make_whole, parts

@@ -22,7 +22,7 @@ from lightning_autopar.callbacks.elastic import ElasticReplan
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.planning.moving import fits, must_leave
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.decide import Decision
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.watching import Wish
 from tests.fakes.nvml import FakeGpu, FakeNvml
 from tests.fakes.runs import FakeRun

@@ -25,7 +25,8 @@ import torch
 from lightning_autopar.plans import Plan
 from lightning_autopar.state import snapshot
 from lightning_autopar.strategies import boundary
-from lightning_autopar.strategies.decide import Decision, decide_again
+from lightning_autopar.strategies.decide import decide_again
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.gate import Gate
 from lightning_autopar.strategies.group import RENDEZVOUS_FILE

@@ -12,7 +12,7 @@ from lightning_autopar.memory.trace import trace
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Report
-from lightning_autopar.planning.run_picture import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory
+from lightning_autopar.planning.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory
 from tests.fakes.values import GIB, cpu, inventory
 from tests.memory.stages import ROWS
 

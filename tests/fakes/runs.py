@@ -12,8 +12,8 @@ from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.decide import Decision
-from lightning_autopar.strategies.engine import Assignment
+from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.watching import Wish
 from tests.fakes.rates import PlainRates
 from tests.fakes.values import inventory as make_inventory

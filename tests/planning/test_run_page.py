@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_autopar.planning.run_picture import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory, mark_levels, save
+from lightning_autopar.planning.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory, mark_levels
+from lightning_autopar.planning.run_picture import save
 from tests.fakes.pages import HISTORY, LOSSES, NASTY, Parsed
 from tests.fakes.values import GIB
 

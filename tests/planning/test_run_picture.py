@@ -14,16 +14,8 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 colors = pytest.importorskip("matplotlib.colors")
 
-from lightning_autopar.planning.run_picture import (  # noqa: E402
-    DeviceBytes,
-    LossPoint,
-    Mark,
-    MemorySample,
-    PlanSpan,
-    RunHistory,
-    draw,
-    save,
-)
+from lightning_autopar.planning.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory  # noqa: E402
+from lightning_autopar.planning.run_picture import draw, save  # noqa: E402
 
 GIB = 1 << 30
 GPU = "GPU-7c1e9b04-1111-2222"

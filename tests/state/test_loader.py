@@ -30,7 +30,8 @@ from torch.utils.data import (
 from lightning_autopar.plans import deal
 from lightning_autopar.state import order as order_module
 from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.loader import BatchShare, ExactLoader, Progress, is_loader_state
+from lightning_autopar.state.loader import BatchShare, ExactLoader, is_loader_state
+from lightning_autopar.state.track import Progress
 
 
 class Numbers(Dataset):

@@ -19,10 +19,10 @@ from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies import launcher
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.decide import Decision
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.draws import DrawPlan
-from lightning_autopar.strategies.engine import Assignment
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 

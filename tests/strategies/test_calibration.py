@@ -25,7 +25,7 @@ from lightning_autopar.planning.calibrate_cache import keep_calibration, load_ca
 from lightning_autopar.planning.calibrate_curves import Calibration, Curve
 from lightning_autopar.planning.data_sheet import DataSheet
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import calibration, calibration_cases, calibration_ranks, decide
+from lightning_autopar.strategies import calibration, calibration_cases, calibration_ranks, calibration_steps, decide
 from lightning_autopar.strategies.calibration import Measurement
 from lightning_autopar.strategies.decide import Settings
 
@@ -311,7 +311,7 @@ def test_a_tiny_step_of_every_engine(engine: str) -> None:
     devices = parse_spec("2xcpu:64MiB", cores=2).devices[: 1 if engine == "single" else 2]
 
     def measure(_: Calibration) -> list[Curve]:
-        seconds = calibration_ranks.step_taken(calibration_ranks.tiny_plan(engine, devices), devices).seconds
+        seconds = calibration_steps.step_taken(calibration_steps.tiny_plan(engine, devices), devices).seconds
         return [Curve(subject="cpu/1", thing=engine, sizes=(1,), seconds=(seconds,))]
 
     curves, failures = calibration._measure([Measurement(title=engine, run=measure)], Calibration(), 60.0, progress=False)

@@ -33,8 +33,9 @@ from torchmetrics import MeanMetric
 
 from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import mute_hooks
-from lightning_autopar.strategies import carried, objects, results
-from lightning_autopar.strategies.carried import carry, carry_loggers_in, take_over
+from lightning_autopar.strategies import carried_files, pickling, results
+from lightning_autopar.strategies.carried import carry, take_over
+from lightning_autopar.strategies.carried_loggers import carry_loggers_in
 from lightning_autopar.strategies.staged.hole import hole_like
 
 
@@ -389,8 +390,8 @@ class HeavyData(Data):
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_large_travels_and_what_can_not_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carried, "LIMIT_BYTES", 1000_000)
-    monkeypatch.setattr(objects, "_MOST_OBJECTS", 1000)
+    monkeypatch.setattr(carried_files, "LIMIT_BYTES", 1000_000)
+    monkeypatch.setattr(pickling, "_MOST_OBJECTS", 1000)
     parent = Parent(tmp_path, lambda: [Heavy()], data=HeavyData)
 
     def see(parent: Parent) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import warnings
@@ -22,11 +21,9 @@ from lightning_autopar import AutoParallelStrategy, NothingFits
 from lightning_autopar._lightning_compat import TrainerFn, attach_data
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import decide as deciding
 from lightning_autopar.strategies import findings
-from lightning_autopar.strategies.decide import Decision, Settings, decide
-from lightning_autopar.strategies.staged.finding import StagingFinding
-from lightning_autopar.strategies.staged.recording import Staging
+from lightning_autopar.strategies.decide import Settings, decide
+from lightning_autopar.strategies.decision import Decision
 
 
 class Custom(Exception):
@@ -295,88 +292,3 @@ def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):
         staged(Counting(), tmp_path, plan=alone, allow=("single",))
     assert staged(Stack(), tmp_path, plan=alone, allow=("single",)).assignment.plan == alone
-
-
-@pytest.mark.parametrize("found", ["right", "wrong", "unknown"])
-def test_stages_that_were_only_recorded_are_tried_before_they_are_taken(
-    found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probe, asked = findings.probe_stages, []
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        return replace(probe(*args, **kwargs), untried="a step is too long to try on the CPU")
-
-    def confirm(trainer: Any, footprint: Any, cuts: Any) -> StagingFinding:
-        asked.append(cuts)
-        refusal = "in stages the loss is 1 instead of 2" if found == "wrong" else None
-        return StagingFinding(staging=Staging(refusal=refusal), untried="of its length" if found == "unknown" else None)
-
-    monkeypatch.setattr(findings, "probe_stages", recorded)
-    monkeypatch.setattr(deciding, "confirm", confirm)
-    decision = staged(Stack(), tmp_path, allow=("ddp", "pipeline"), plan=pinned("blocks.2")) if found != "wrong" else None
-    if decision is None:
-        with pytest.raises(NothingFits, match="in stages the loss is 1 instead of 2"):
-            staged(Stack(), tmp_path)
-        assert asked
-        return
-    assert asked == [("blocks.2",)]
-    noted = any("only checked as they run: no trial was made, as a step is too long" in note for note in decision.candidate.notes)
-    assert noted == (found == "unknown")
-
-
-def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, pids = Stack(), tmp_path / "pids"
-    loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4)
-    trainer = trainer_for(module, loader, tmp_path)
-    footprint = plan(trainer).report.footprint
-    confirm_stages = findings.confirm_stages
-
-    def noted(*args: Any, **kwargs: Any) -> StagingFinding:
-        pids.write_text(str(os.getpid()))
-        return confirm_stages(*args, **kwargs)
-
-    monkeypatch.setattr(findings, "confirm_stages", noted)
-    found = findings.confirm(trainer, footprint, ("blocks.2",))
-    assert (found.staging.refusal, found.untried) == (None, None)
-    assert int(pids.read_text()) != os.getpid()
-    monkeypatch.setattr(findings, "confirm_stages", lambda *args, **kwargs: os._exit(3))
-    lost = findings.confirm(trainer, footprint, ("blocks.2",))
-    assert lost.untried is not None
-    assert "it came to no end" in lost.untried
-
-
-def test_what_failed_its_trial_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that waits plans many times, on devices that come and go."""
-    tries = []
-
-    def fail(trainer: Any, look: Any, plan: Plan) -> Any:
-        tries.append(plan.engine)
-        return replace(look.constraints, excluded={**look.constraints.excluded, plan.engine: "it fails"})
-
-    monkeypatch.setattr(deciding, "_after_trial", fail)
-    trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
-    inventory = parse_spec("2xcpu:1GiB")
-    prospect = deciding.consider(trainer, Settings(allow=("single", "ddp")), (inventory, None))
-    assert prospect.need(inventory) is not None
-    for _ in range(2):
-        with pytest.raises(NothingFits, match="it fails"):
-            prospect.decision(inventory)
-    assert sorted(tries) == ["ddp", "single"]
-    assert prospect.need(inventory) is None
-
-
-def test_what_must_be_free_for_a_plan(tmp_path: Path) -> None:
-    """With so much free the same plan fits, and with a byte less it doesn't."""
-    trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
-    inventory = parse_spec("cpu:1GiB")
-    prospect = deciding.consider(trainer, Settings(allow=("single",), memory_margin=0.3), (inventory, None))
-    decision = prospect.decision(inventory)
-    assert decision.need.seconds == decision.expected_seconds == pytest.approx(3 * decision.candidate.step_seconds)
-    (wanted,) = decision.need.bytes.values()
-    (device,) = inventory.devices
-    pinned = Settings(allow=("single",), memory_margin=0.3, plan=decision.assignment.plan)
-    for free_bytes, fits in ((wanted, True), (wanted - 2, False)):
-        there = replace(inventory, devices=(replace(device, free_bytes=free_bytes),))
-        found = deciding.consider(trainer, pinned, (there, None)).need(there)
-        assert (found is not None) is fits
-        assert found is None or dict(found.bytes) == {"cpu:0": wanted}

@@ -17,8 +17,8 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.inventory import Device
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.early import CudaReserve, Early, before_first_batch, take_early
-from lightning_autopar.strategies.engine import Assignment
 from lightning_autopar.strategies.growth import Growth, Lease
 from lightning_autopar.strategies.measure import Meter
 from tests.strategies.modules import QUIET, Regression, loader

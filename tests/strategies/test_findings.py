@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.strategies.decide import Prospect, consider
+from lightning_autopar.strategies.decide import consider
+from lightning_autopar.strategies.prospect import Prospect
 from tests.strategies.modules import QUIET
 
 QUICK = {"accelerator": "cpu", "enable_checkpointing": False, **QUIET}

@@ -19,9 +19,7 @@ from lightning_autopar.memory.inventory import Device, DeviceProcess
 from lightning_autopar.memory.ledger import Held, Ledger, Shortage
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.agent import Agent
-from lightning_autopar.strategies.decide import Decision
-from lightning_autopar.strategies.engine import Assignment
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.growth import CudaAllocator, Growth, Lease, after_shortage, growth_for, shortage_words, target_bytes
 from lightning_autopar.strategies.running import own_bytes
 
@@ -334,40 +332,6 @@ def test_torchs_cap_is_a_share_of_what_cuda_counts(monkeypatch: pytest.MonkeyPat
     set_by_user[0] = 0.1  # what torch says now is what was just set
     allocator.cap(None)
     assert said[4:] == [(0.5, device), (0.5, device)]
-
-
-class Promised:
-    """An elastic run's promises, granted or not."""
-
-    def __init__(self, *, granted: bool = True, held: bool = True) -> None:
-        self.held_bytes = {"cuda:0": 10 * GIB} if held else {}
-        self.granted, self.asked = granted, list[dict[str, int]]()
-
-    def take(self, wants: dict[str, int], running: object) -> str | None:
-        assert running is None, "the generation that ran out is gone"
-        self.asked.append(wants)
-        return None if self.granted else "others have it"
-
-
-@pytest.mark.parametrize(
-    ("promises", "kind", "grown"),
-    [
-        (Promised(), "cuda", True),
-        (Promised(granted=False), "cuda", False),
-        (Promised(held=False), "cuda", False),
-        (Promised(), "cpu", False),
-    ],
-    ids=["granted", "refused", "no leases", "CPU device"],
-)
-def test_an_elastic_run_keeps_its_plan_where_it_is_promised_more(promises: Promised, kind: str, grown: bool) -> None:
-    agent: Any = SimpleNamespace(_promises=promises)
-    running: Any = SimpleNamespace(decision=Decision(report=SimpleNamespace(), assignment=assigned(kind)))  # type: ignore[arg-type]
-    found = Agent._with_more(agent, running)
-    assert (found is not None) == grown
-    if found is not None:
-        assert promises.asked == [{"cuda:0": int(12.5 * GIB)}]
-        assert found.assignment.needed_bytes == promises.asked[0]
-        assert found.assignment.plan == running.decision.assignment.plan
 
 
 def test_what_a_run_holds_itself_is_what_the_driver_shows_before_its_workers_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,6 @@ from modules import QUIET, TWO, Regression, loader, trainer, weights
 
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.engine import Dropped
-from lightning_autopar.strategies.launcher import interleaved
 
 ENGINES = ("single", "ddp", "fsdp")
 
@@ -176,12 +174,6 @@ def test_predictions_of_several_loaders(limit: float, engine: str, tmp_path: Pat
 
 def test_predictions_that_nobody_wants(tmp_path: Path) -> None:
     assert trainer("ddp", tmp_path).predict(Regression(), loader(), return_predictions=False) is None
-
-
-def test_interleaving_leaves_dropped_batches_out() -> None:
-    assert interleaved([[0, 2, 4], [1, 3, Dropped()]]) == [0, 1, 2, 3, 4]
-    assert interleaved([[[0, 2], ["a"]], [[1, Dropped()], [Dropped()]]]) == [[0, 1, 2], ["a"]]
-    assert interleaved([None, None]) is None
 
 
 # -- the tuner ---------------------------------------------------------------------------------------------------------------------------

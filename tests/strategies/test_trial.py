@@ -22,9 +22,9 @@ from lightning_autopar.planning.report import Candidate, Report, Seconds
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies import decide as deciding
 from lightning_autopar.strategies import trial
+from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.decide import Decision
-from lightning_autopar.strategies.engine import Assignment
+from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.trial import Outcome, choose
 
 INVENTORY = parse_spec("2xcpu:64MiB", cores=2)

@@ -7,8 +7,7 @@ or recordings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -17,24 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lightning_autopar.strategies.staged.arguments import first_line, indices_for_masks, leaves_of, map_leaves, title
 from lightning_autopar.strategies.staged.functions import DESCRIBING, READING
+from lightning_autopar.strategies.staged.hole_rules import RULES
 
 _META = torch.device("meta")
 
 
 class MissingValue(RuntimeError):
     """The values of a tensor are needed where another stage has them."""
-
-
-class _State:
-    """Of this process: whether holes may be computed with, and which real tensors are never to become holes."""
-
-    strict = False
-    hollowing = False
-    kept: Callable[[], frozenset[int]] = frozenset
-    simulated = False
-
-
-_state = _State()
 
 
 class Hole(Tensor):
@@ -80,7 +68,7 @@ class Hole(Tensor):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        if _state.strict:
+        if RULES.strict:
             _raise(missing[0], func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -197,27 +185,6 @@ def name_of(hole: Tensor) -> str:
     return inner._what if isinstance(inner, Hole) else "a tensor"
 
 
-def set_strict(value: bool) -> bool:
-    """Whether operations on unfilled holes are errors; returns what it was."""
-    before, _state.strict = _state.strict, value
-    return before
-
-
-@contextmanager
-def hollowing(kept: Callable[[], frozenset[int]] = frozenset) -> Iterator[None]:
-    """While open, a real tensor that is written to in terms of holes becomes one; else that is an error.
-
-    Args:
-        kept: gives the ids of tensors that don't: what is written to these, or to a parameter, is dropped.
-    """
-    before = _state.hollowing, _state.kept
-    _state.hollowing, _state.kept = True, kept
-    try:
-        yield
-    finally:
-        _state.hollowing, _state.kept = before
-
-
 class AsHoles(TorchDispatchMode):
     """While open, every operator runs for its results' shapes only, which are holes; real tensors are neither read nor written.
 
@@ -233,12 +200,12 @@ class AsHoles(TorchDispatchMode):
         """On meta tensors."""
         if not self._simulated:
             return _hollow(func, args, kwargs or {})
-        before, _state.simulated = _state.simulated, True
+        before, RULES.simulated = RULES.simulated, True
         try:
             with _disable_current_modes():  # recordings under fake tensors, say
                 return _hollow(func, args, kwargs or {})
         finally:
-            _state.simulated = before
+            RULES.simulated = before
 
 
 def _described(tensor: Tensor) -> Tensor:
@@ -254,7 +221,7 @@ def _described(tensor: Tensor) -> Tensor:
 
 def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """An operator of the dispatcher on meta tensors, its results as holes."""
-    if _state.strict:
+    if RULES.strict:
         _raise(next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Hole)), None), func)
     origins: dict[int, Tensor] = {}
     devices: list[torch.device] = []
@@ -319,11 +286,11 @@ def make_hole(tensor: Tensor, what: str) -> None:
 
 def _hollow_out(tensor: Tensor, meta: Tensor, what: str) -> None:
     """Make a hole of a real tensor that was written to, and of the one that it is a view of."""
-    if _state.simulated:
+    if RULES.simulated:
         return
-    if not _state.hollowing:
+    if not RULES.hollowing:
         raise MissingValue(f"a tensor is written to with {what}, whose values another stage has")
-    if isinstance(tensor, nn.Parameter) or id(tensor) in _state.kept():
+    if isinstance(tensor, nn.Parameter) or id(tensor) in RULES.kept():
         return
     if type(tensor) is not Tensor:
         raise MissingValue(f"a {type(tensor).__name__} is written to with {what}, which isn't here")

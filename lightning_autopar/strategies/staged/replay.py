@@ -14,19 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_autopar.strategies.staged.hole import (
-    AsHoles,
-    Hole,
-    Hollowed,
-    fill,
-    filled,
-    hollowing,
-    is_hole,
-    make_hole,
-    name_of,
-    resolved,
-    set_strict,
-)
+from lightning_autopar.strategies.staged.hole import AsHoles, Hole, Hollowed, fill, filled, is_hole, make_hole, name_of, resolved
+from lightning_autopar.strategies.staged.hole_rules import hollowing, set_strict
 from lightning_autopar.strategies.staged.outer import Watch, mark, results_of, written_by
 from lightning_autopar.strategies.staged.recording import Carried, Staging
 from lightning_autopar.strategies.staged.router import Router

@@ -1,0 +1,108 @@
+"""A chosen plan confirmed before it is taken: what tracing didn't try is tried in a forked child.
+
+It reads the trainer and changes nothing in it; it doesn't know which plans there are beside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.rehearsal import STEPS
+from lightning_autopar.memory.trace import first_batch
+from lightning_autopar.planning.candidates import Constraints
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.backward import backward_survives_fork
+from lightning_autopar.strategies.decision import Look
+from lightning_autopar.strategies.findings import Findings, stage_of, validation_batch
+from lightning_autopar.strategies.rehearse_fsdp import rehearse_fsdp
+from lightning_autopar.strategies.rehearse_zero import rehearse_zero
+from lightning_autopar.strategies.staged.finding import StagingFinding
+from lightning_autopar.strategies.staged.probe import confirm_stages, precision_of
+from lightning_autopar.strategies.staged.recording import Staging
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+#: The trial of a plan's stages may take so long.
+_CONFIRM_SECONDS = 180.0
+
+
+def after_trial(trainer: Trainer, look: Look, plan: Plan) -> Constraints:
+    """The constraints, with what a trial of the plan found out; only what tracing didn't try is tried."""
+    constraints, findings = look.constraints, look.findings
+    refusal, what = None, str(plan.engine)
+    if plan.engine == "pipeline" and findings.staging is not None and findings.staging.untried is not None:
+        confirmed = confirm(trainer, findings.footprint, plan.cuts)
+        refusal = confirmed.staging.refusal
+        if refusal is None and confirmed.untried is None:
+            return replace(constraints, pipeline_notes=())
+    elif findings.footprint.training and _to_rehearse(plan, findings):
+        refusal = rehearse(trainer, findings.footprint, plan)
+        what = "zero_3" if plan.zero_stage == 3 else what
+    if refusal is None:
+        return constraints
+    # Sharded on several devices it was rehearsed already, but for what the plan does besides.
+    ruled_out = [what] if plan.engine != "fsdp" or plan.world_size == 1 else ["offload", "replicas"]
+    return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(ruled_out, refusal)})
+
+
+def _to_rehearse(plan: Plan, findings: Findings) -> bool:
+    """Whether there is something in a plan that planning hasn't tried."""
+    if plan.engine != "fsdp":
+        return plan.engine == "zero"
+    return plan.world_size == 1 or ((bool(plan.offload) or plan.replicas > 1) and findings.footprint.configures_model)
+
+
+def confirm(trainer: Trainer, footprint: Footprint, cuts: Sequence[str]) -> StagingFinding:
+    """Whether stages cut so compute what the whole module does, where they were only recorded so far: tried in a forked child.
+
+    Returns:
+        With a refusal where they don't, with ``untried`` where that can't be told.
+    """
+    try:
+        return run_forked(_confirm, trainer, footprint, tuple(cuts), timeout_seconds=_CONFIRM_SECONDS)
+    except ChildFailed as error:
+        log.debug("the plan's stages can't be tried", exc_info=True)
+        return StagingFinding(staging=Staging(), untried=f"it came to no end ({error.reason})")
+
+
+def _confirm(trainer: Trainer, footprint: Footprint, cuts: tuple[str, ...]) -> StagingFinding:
+    module = trainer.lightning_module
+    stage = stage_of(trainer)
+    batches = {STEPS[stage]: first_batch(module, trainer, stage)}
+    if stage == "fit" and (validation := validation_batch(module, trainer)) is not None:
+        batches[STEPS["validate"]] = validation
+    precision = precision_of(str(trainer.precision))
+    return confirm_stages(module, trainer, batches, stage, cuts, precision=precision, flops=footprint.flops)
+
+
+def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> str | None:
+    """Why a plan that shards or partitions can't run the training step, tried in a forked child; None if it can, or if that can't be told.
+
+    Args:
+        trainer: with module and data attached.
+        footprint: of its step.
+        plan: of engine ``"zero"``, or ``"fsdp"``.
+    """
+    if not backward_survives_fork():
+        return None
+    try:
+        return run_forked(_rehearse, trainer, footprint, plan, timeout_seconds=_CONFIRM_SECONDS)
+    except ChildFailed:
+        log.debug("the plan can't be rehearsed", exc_info=True)
+        return None
+
+
+def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> str | None:
+    module = trainer.lightning_module
+    first = first_batch(module, trainer, "fit")
+    if plan.engine == "fsdp":
+        return rehearse_fsdp(module, trainer, first, plan.shard, flops=footprint.flops, by_plan=bool(plan.offload) or plan.replicas > 1)
+    return rehearse_zero(module, trainer, first, plan, flops=footprint.flops)

@@ -1,0 +1,74 @@
+"""A trainer's loaders under a plan: made exact where the plan asks for it, and those that a batch came from.
+
+Knows what the ranks share of the order, not what they do with a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from lightning_autopar._lightning_compat import combined_mode
+from lightning_autopar.state.dealing import Dealing
+from lightning_autopar.state.loader import ExactLoader
+from lightning_autopar.state.track import fit_progress
+from lightning_autopar.strategies.assignment import Assignment
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def exact_loader(
+    dataloader: object, trainer: Trainer, assignment: Assignment, *, rank: int, broadcast: Callable[[Any], Any]
+) -> ExactLoader | None:
+    """The user's own order with this rank's samples of each batch, resumable at any batch; None where a loader stays as it is.
+
+    Args:
+        dataloader: as Lightning processed it.
+        trainer: whose loader it is.
+        assignment: the rank's.
+        rank: this rank.
+        broadcast: gives every rank the object that rank 0 called it with.
+    """
+    # Several ranks go through one order of the samples, be it that each has its part or that all have the same.
+    plan = assignment.plan
+    shares_order = plan.world_size > 1 and assignment.batch == "global"
+    if assignment.batch == "per_device" or isinstance(dataloader, ExactLoader):
+        return None
+    if not isinstance(dataloader, DataLoader) and not shares_order and not (assignment.elastic and trainer.training):
+        return None
+    return ExactLoader(
+        dataloader,
+        rank=plan.data_rank(rank),
+        world_size=plan.data_ranks,
+        dealing=Dealing(plan.dealing),
+        whole_batches=trainer.predicting,
+        sync=broadcast if shares_order and (trainer.training or not _in_sequence(dataloader)) else None,
+        progress=fit_progress(trainer) if trainer.training else None,
+        # Of several loaders nobody knows whether their samples draw; one rank loads all of them anyway.
+        load_all="samples" in assignment.data_draws or (assignment.elastic and plan.data_ranks == 1),
+        collate_all="collate" in assignment.data_draws,
+    )
+
+
+def current_loaders(trainer: Trainer, dataloader_idx: int) -> list[ExactLoader]:
+    """The loaders that the current batch came from; of several at once those that aren't exhausted."""
+    loop = trainer.fit_loop if trainer.training else trainer._active_loop
+    combined = getattr(loop, "_combined_loader", None)
+    if combined is None:
+        return []
+    together = combined_mode(combined) != "sequential"
+    loaders = combined.flattened if together else [combined.flattened[dataloader_idx]]
+    return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.has_share]
+
+
+def _in_sequence(loader: object) -> bool:
+    """Whether a loader's order is the same on every rank without a word between them: a collective that a rank can't miss."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.sampler) is SequentialSampler
+        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
+    )

@@ -1,0 +1,73 @@
+"""What a run goes on from after a failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_growth import GIB, assigned
+
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.strategies.decision import Decision
+from lightning_autopar.strategies.recovery import is_still_there, whence, with_more
+from lightning_autopar.strategies.shelf import Snapshot
+
+
+class Promised:
+    """An elastic run's promises, granted or not."""
+
+    def __init__(self, *, granted: bool = True, held: bool = True) -> None:
+        self.held_bytes = {"cuda:0": 10 * GIB} if held else {}
+        self.granted, self.asked = granted, list[dict[str, int]]()
+
+    def take(self, wants: dict[str, int], running: object) -> str | None:
+        assert running is None, "the generation that ran out is gone"
+        self.asked.append(wants)
+        return None if self.granted else "others have it"
+
+
+@pytest.mark.parametrize(
+    ("promises", "kind", "grown"),
+    [
+        (Promised(), "cuda", True),
+        (Promised(granted=False), "cuda", False),
+        (Promised(held=False), "cuda", False),
+        (Promised(), "cpu", False),
+    ],
+    ids=["granted", "refused", "no leases", "CPU device"],
+)
+def test_an_elastic_run_keeps_its_plan_where_it_is_promised_more(promises: Promised, kind: str, grown: bool) -> None:
+    decision = Decision(report=SimpleNamespace(), assignment=assigned(kind))  # type: ignore[arg-type]
+    found = with_more(decision, promises)  # type: ignore[arg-type]
+    assert (found is not None) == grown
+    if found is not None:
+        assert promises.asked == [{"cuda:0": int(12.5 * GIB)}]
+        assert found.assignment.needed_bytes == promises.asked[0]
+        assert found.assignment.plan == decision.assignment.plan
+
+
+@pytest.mark.parametrize(("spec", "there"), [("cpu:20GiB", True), ("cpu:9GiB", True), ("cpu:8GiB", False)])
+def test_a_plan_stays_where_its_devices_have_room_for_it(spec: str, there: bool) -> None:
+    decision = Decision(report=SimpleNamespace(), assignment=assigned())  # type: ignore[arg-type]
+    assert decision.assignment.reserved_bytes == {"cpu:0": 9 * GIB}
+    assert is_still_there(decision, parse_spec(spec)) is there
+
+
+def test_a_plan_whose_device_has_gone_does_not_stay() -> None:
+    decision = Decision(report=SimpleNamespace(), assignment=assigned())  # type: ignore[arg-type]
+    inventory = parse_spec("cpu:20GiB")
+    elsewhere = replace(inventory, devices=(replace(inventory.devices[0], id="cpu:1"),))
+    assert not is_still_there(decision, elsewhere)
+
+
+def test_where_a_run_goes_on_from_is_said() -> None:
+    snapshot = Snapshot(path=Path("step-7"), step=7, on_disk=True)
+    assert whence(None, None, of_survivor=False) == "from the beginning"
+    assert whence(snapshot, None, of_survivor=False) == "from the snapshot of step 7"
+    assert (
+        whence(snapshot, "it was late", of_survivor=True)
+        == "from the snapshot of step 7 (no worker that was left could save it: it was late)"
+    )
+    assert whence(snapshot, None, of_survivor=True) == "from step 7, where a worker that was left saved it"
