@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.memory.scratch_convolution import CannotMeasure, Scratch, convolution, convolution_backward, unmeasured
+from lightning_autopar.memory.scratch_product import half_product_bytes
 from lightning_autopar.memory.scratch_recurrent import recurrent_backward, recurrent_forward, recurrent_workspace
 
 __all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "Scratch", "ScratchOf", "cpu_scratch"]
@@ -286,6 +287,7 @@ CPU_SCRATCH: Mapping[Any, ScratchOf] = {
 #: What is said where convolutions couldn't be asked what they take.
 UNREAD = "what convolutions take inside of one operation is a guess, as a profiler runs in this process that would be disturbed"
 _MEASURED = (aten.convolution.default, aten.convolution_backward.default)
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
@@ -301,7 +303,18 @@ def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
 
         return tell
 
-    return {**CPU_SCRATCH, **{operation: telling(CPU_SCRATCH[operation]) for operation in _MEASURED}}
+    def packing(operation: Any, found: ScratchOf) -> ScratchOf:
+        def packed(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+            copies = found(args, kwargs, output) or Scratch(0)
+            try:
+                return _some(copies.scaled_bytes, copies.fixed_bytes + half_product_bytes(operation, args))
+            except CannotMeasure:  # a few buffers
+                return copies
+
+        return packed
+
+    measured = {operation: telling(CPU_SCRATCH[operation]) for operation in _MEASURED}
+    return {**CPU_SCRATCH, **measured, **{operation: packing(operation, CPU_SCRATCH[operation]) for operation in _PRODUCTS}}
 
 
 #: Outputs on a CPU that are larger than their fakes, by operation.

@@ -118,16 +118,27 @@ def _measured(function: Any, args: tuple[Any, ...], batched: Sequence[int], oper
 
 
 def _run(function: Any, args: tuple[Any, ...], batched: Sequence[int], rows: int) -> int:
-    """Bytes that it takes at its fullest moment beside what it returns, on so many samples.
+    """What it takes on so many samples. The values count for nothing; modes are left, which would make fakes or keep a ledger of it."""
+    with _disable_current_modes():
+        real = [_like(each, rows if place in batched else None) if isinstance(each, Tensor) else each for place, each in enumerate(args)]
+    return taken_beside(function, real)
 
-    The values count for nothing. Modes are left, which would make fakes or keep a ledger of it.
+
+def taken_beside(function: Any, args: Sequence[Any]) -> int:
+    """Bytes that an operation takes at its fullest moment beside what it returns, by running it.
+
+    Args:
+        function: the operation.
+        args: its arguments, real ones on the CPU.
+
+    Raises:
+        CannotMeasure: while a profiler runs.
     """
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        real = [_like(each, rows if place in batched else None) if isinstance(each, Tensor) else each for place, each in enumerate(args)]
         if torch.autograd._profiler_enabled():
             raise CannotMeasure("a profiler runs in this process")
         with without_noise(), Allocations(profile_memory=True) as profile:
-            output = function(*real)
+            output = function(*args)
         events = profile.kineto_results.events()
     level = peak = 0
     for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):

@@ -17,6 +17,7 @@ from lightning_autopar.memory import scratch_convolution
 from lightning_autopar.memory.scratch import CPU_HIDDEN, CPU_SCRATCH, UNREAD, cpu_scratch
 
 aten = torch.ops.aten
+SCRATCH = cpu_scratch({})
 R = torch.randn
 Call = tuple[Any, tuple[Any, ...]]
 
@@ -100,6 +101,10 @@ CALLS: dict[str, Callable[[], Call]] = {
     "booleans summed": lambda: (aten.sum.default, (torch.ones(128, 128, dtype=torch.bool),)),
     "squares": lambda: (aten.mse_loss.default, (R(64, 512), R(64, 512))),
     "cross entropy of logits": lambda: (aten.binary_cross_entropy_with_logits.default, (R(64, 512), torch.rand(64, 512))),
+    "in half precision": lambda: (aten.mm.default, (R(64, 96).bfloat16(), R(80, 96).bfloat16().t())),
+    "in half precision, turned": lambda: (aten.mm.default, (R(96, 64).bfloat16().t(), R(96, 80).bfloat16())),
+    "in half precision, with a bias": lambda: (aten.addmm.default, (R(80).bfloat16(), R(64, 96).bfloat16(), R(96, 80).bfloat16())),
+    "in half precision, several": lambda: (aten.bmm.default, (R(4, 64, 96).bfloat16(), R(4, 96, 80).bfloat16())),
     "a matrix of one column": lambda: (aten.mm.default, (R(512, 1).expand(512, 64), R(64, 32))),
 }
 
@@ -122,7 +127,7 @@ def measure(name: str) -> tuple[int, int]:
         level += size if begin < time < end else 0
         peak = max(peak, level)
     made = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
-    scratch = CPU_SCRATCH[function](args, {}, output) if function in CPU_SCRATCH else None
+    scratch = SCRATCH[function](args, {}, output) if function in SCRATCH else None
     return peak, sum(made.values()) + (sum(scratch) if scratch is not None else 0)
 
 
