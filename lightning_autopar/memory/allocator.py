@@ -10,7 +10,7 @@ driver would put them isn't known, and decides only between free blocks of equal
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from lightning_autopar.memory.allocator_options import MIB, AllocatorOptions
@@ -74,12 +74,11 @@ class CachingAllocator:
         self.peak_reserved_bytes = 0
         self.peak_allocated_bytes = 0
         self.retries = 0
-        self._small = Pool(is_small=True, least_rest_bytes=0)
-        self._large = Pool(is_small=False, least_rest_bytes=SMALL_BYTES)
+        self._small = Pool(is_small=True)
+        self._large = Pool(is_small=False)
         self._address = 0
         self._collects = limit_bytes is not None and self.options.garbage_collection_threshold > 0
         self._rounds_by_power = any(number > 1 for number in self.options.roundup_power2_divisions)
-        self._plain = not (self._collects or self.options.expandable_segments or self.options.max_split_bytes is not None)
 
     # -- what the caller does --------------------------------------------------------------------------------------------------------------
 
@@ -96,22 +95,8 @@ class CachingAllocator:
         assert size_bytes > 0, "an empty tensor has no block"
         size = self.rounded(size_bytes) if self._rounds_by_power else (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
-        if not self._plain:
-            block = self._take_free(pool, size, stream) or self._from_device(pool, size, stream)
-            self._split(block, size)
-        else:
-            # _take_free and _split written out, for the settings that most have: a replay comes by tens of thousands of times.
-            entries = pool.free.get(stream)
-            place = bisect_left(entries, (size,)) if entries else 0
-            if entries and place < len(entries):
-                block = entries.pop(place)[2]
-            else:
-                block = self._from_device(pool, size, stream)
-                entries = pool.free.setdefault(stream, [])
-            rest_bytes = block.size_bytes - size
-            if rest_bytes > pool.least_rest_bytes:
-                rest = block.cut(size)
-                insort(entries, (rest_bytes, rest.address, rest))
+        block = self._take_free(pool, size, stream) or self._from_device(pool, size, stream)
+        self._split(block, size)
         block.allocated = True
         allocated = self.allocated_bytes = self.allocated_bytes + block.size_bytes
         if allocated > self.peak_allocated_bytes:
@@ -138,34 +123,10 @@ class CachingAllocator:
         """Take a block back into the cache, together with its free neighbours."""
         assert block.allocated, "a block is freed once"
         block.allocated = False
-        size = block.size_bytes
-        self.allocated_bytes -= size
-        if not self._plain:
-            block.merge(block.prev)
-            block.merge(block.next)
-            block.pool.insert(block)
-            return
-        # Block.merge and Pool.insert written out, where all blocks have memory behind them.
-        entries = block.pool.free.get(block.stream)
-        if entries is None:
-            entries = block.pool.free[block.stream] = []
-        before, after = block.prev, block.next
-        if before is not None and not before.allocated:
-            del entries[bisect_left(entries, (before.size_bytes, before.address))]
-            size += before.size_bytes
-            block.address, block.prev = before.address, before.prev
-            if before.prev is None:
-                block.pool.heads[before.address] = block
-            else:
-                before.prev.next = block
-        if after is not None and not after.allocated:
-            del entries[bisect_left(entries, (after.size_bytes, after.address))]
-            size += after.size_bytes
-            block.next = after.next
-            if after.next is not None:
-                after.next.prev = block
-        block.size_bytes = size
-        insort(entries, (size, block.address, block))
+        self.allocated_bytes -= block.size_bytes
+        block.merge(block.prev)
+        block.merge(block.next)
+        block.pool.insert(block)
 
     def release_cached(self) -> None:
         """Give every unused segment back to the device (``torch.cuda.empty_cache``); of expandable ones every unused page."""

@@ -66,7 +66,6 @@ class Pool:
 
     Args:
         is_small: which of the two.
-        least_rest_bytes: what is left of a block is split off where it is more than this, by torch's settings.
 
     Attributes:
         heads: the first block of each segment, by address.
@@ -75,11 +74,10 @@ class Pool:
         searches: how often a free block was looked for; each block remembers at what count it became free.
     """
 
-    __slots__ = ("free", "heads", "is_small", "least_rest_bytes", "searches", "unmapped")
+    __slots__ = ("free", "heads", "is_small", "searches", "unmapped")
 
-    def __init__(self, *, is_small: bool, least_rest_bytes: int) -> None:
+    def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
-        self.least_rest_bytes = least_rest_bytes
         self.heads: dict[int, Block] = {}
         self.free: dict[int, list[tuple[int, int, Block]]] = {}
         self.unmapped: dict[int, list[tuple[int, Block]]] = {}

@@ -1,11 +1,16 @@
-"""One device while a step is played on it: what it holds, by name and category, in torch's allocator. Knows no plan and no tape."""
+"""One device while a step is played on it: what it holds, by name and category, in torch's allocator. Knows no plan and no tape.
+
+What is asked of it is written down, and reaches the allocator when it is settled: orders one after the other are played in one loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from itertools import count, islice
 from typing import Literal
 
 from lightning_autopar.memory.allocator import CachingAllocator
+from lightning_autopar.memory.best_fit import BestFit
 from lightning_autopar.memory.free_blocks import Block
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "input", "communication", "workspace"]
@@ -17,105 +22,128 @@ class Machine:
     """What is held, each thing under a key of the caller's.
 
     Args:
-        allocator: of the device.
+        allocator: of the device. A :class:`~lightning_autopar.memory.best_fit.BestFit` takes orders in bulk, so that it isn't known what
+            kind of thing took the room: for whoever wants to know only whether there is enough.
 
     Attributes:
         allocator: as given.
-        fullest: bytes by category when most was allocated, as torch counts them.
+        counts: whether the categories of what is held are of interest.
+        held: as the how manieth each thing was allocated, by key, in the order in which they came; 0 where it takes no bytes. Without what
+            goes together.
+        numbers: counts allocations.
+        orders: what the allocator isn't told yet, as :meth:`~lightning_autopar.memory.best_fit.BestFit.play` takes it.
+        labels: the categories of what these allocate or make something else of, if those count.
+        fullest: bytes by category when most was allocated, as torch counts them; empty where they don't count.
     """
 
-    def __init__(self, allocator: CachingAllocator) -> None:
+    def __init__(self, allocator: CachingAllocator | BestFit) -> None:
         self.allocator = allocator
+        self.counts = not isinstance(allocator, BestFit)
+        self.held: dict[Hashable, int] = {}
+        self.numbers = count(1)
+        self.orders: list[int] = []
+        self.labels: list[Category] = []
         self.fullest: dict[Category, int] = {}
-        self._held: dict[Hashable, tuple[Block | None, Category]] = {}
+        #: The streams of what isn't the computation's, by number.
+        self._elsewhere: dict[int, int] = {}
+        #: What of :meth:`hold_all` is to be freed.
+        self._together: dict[Hashable, list[int]] = {}
+        self._blocks: dict[int, tuple[Block, Category]] = {}
+        self._allocations = count(1)
         self._by_category: dict[Category, int] = {}
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._held
+        return key in self.held
 
     def hold(self, key: Hashable, size_bytes: int, category: Category, stream: int = COMPUTE) -> None:
-        """Allocate something. Nothing is allocated for 0 bytes.
-
-        Raises:
-            OutOfDeviceMemory: if there is no room.
-        """
-        assert key not in self._held, f"{key} is held already"
+        """Allocate something. Nothing is allocated for 0 bytes."""
+        assert key not in self.held, f"{key} is held already"
         if size_bytes <= 0:
-            self._held[key] = None, category
+            self.held[key] = 0
             return
-        allocator = self.allocator
-        peak_bytes = allocator.peak_allocated_bytes
-        block = allocator.allocate(size_bytes, stream)
-        self._held[key] = block, category
-        self._by_category[category] = self._by_category.get(category, 0) + block.size_bytes
-        if allocator.peak_allocated_bytes > peak_bytes:
-            self.fullest = self._by_category.copy()
+        number = self.held[key] = next(self.numbers)
+        if stream == COMPUTE:
+            self.orders.append(size_bytes)
+        else:
+            self._elsewhere[number] = stream
+            self.orders += 0, stream, size_bytes, 0, COMPUTE
+        if self.counts:
+            self.labels.append(category)
 
     def drop(self, key: Hashable) -> bool:
-        """Free it, if it is held; whether it was."""
-        held = self._held.pop(key, None)
-        if held is None:
+        """Free it, if it is held; whether it was. It goes back to the stream that it was allocated on."""
+        number = self.held.pop(key, None)
+        if number is None:
             return False
-        block, category = held
-        if block is not None:
-            self._by_category[category] -= block.size_bytes
-            self.allocator.free(block)
+        if number in self._elsewhere:
+            self.orders += 0, self._elsewhere.pop(number), -number, 0, COMPUTE
+        elif number:
+            self.orders.append(-number)
         return True
+
+    def hold_all(self, key: Hashable, sizes_bytes: Sequence[int], category: Category) -> None:
+        """Allocate things that go together, one after the other."""
+        assert key not in self._together, f"{key} are held already"
+        there = [size_bytes for size_bytes in sizes_bytes if size_bytes > 0]
+        self._together[key] = [-number for number in islice(self.numbers, len(there))]
+        self.orders += there
+        if self.counts:
+            self.labels += [category] * len(there)
+
+    def drop_all(self, key: Hashable) -> None:
+        """Free them in the order in which they came, if they are held."""
+        self.orders += self._together.pop(key, ())
 
     def become(self, key: Hashable, category: Category) -> None:
         """What is held under the key counts as something else from now on."""
-        block, before = self._held[key]
-        self._held[key] = block, category
-        if block is not None:
-            self._by_category[before] -= block.size_bytes
-            self._by_category[category] = self._by_category.get(category, 0) + block.size_bytes
+        if self.counts and self.held[key]:
+            self.orders += 0, -self.held[key]
+            self.labels.append(category)
 
     def rename(self, key: Hashable, new: Hashable) -> None:
         """Call it something else."""
-        assert new not in self._held, f"{new} is held already"
-        self._held[new] = self._held.pop(key)
+        assert new not in self.held, f"{new} is held already"
+        self.held[new] = self.held.pop(key)
 
     def keys(self) -> list[Hashable]:
         """Everything that is held, in the order in which it came."""
-        return list(self._held)
+        return list(self.held)
 
-
-class Uncounted(Machine):
-    """A machine that doesn't say what kind of thing took the room: for whoever wants to know only whether there is enough."""
-
-    def __init__(self, allocator: CachingAllocator) -> None:
-        super().__init__(allocator)
-        self._blocks: dict[Hashable, Block | None] = {}
-        self._allocate, self._free = allocator.allocate, allocator.free
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._blocks
-
-    def hold(self, key: Hashable, size_bytes: int, category: Category, stream: int = COMPUTE) -> None:
-        """Allocate something. Nothing is allocated for 0 bytes.
+    def settle(self) -> None:
+        """Have the allocator follow what it wasn't told yet.
 
         Raises:
             OutOfDeviceMemory: if there is no room.
         """
-        assert key not in self._blocks, f"{key} is held already"
-        self._blocks[key] = self._allocate(size_bytes, stream) if size_bytes > 0 else None
+        orders, self.orders = self.orders, []
+        labels, self.labels = self.labels, []
+        if isinstance(self.allocator, BestFit):
+            self.allocator.play(orders)
+        else:
+            self._follow(self.allocator, orders, labels)
 
-    def drop(self, key: Hashable) -> bool:
-        """Free it, if it is held; whether it was."""
-        if key not in self._blocks:
-            return False
-        if (block := self._blocks.pop(key)) is not None:
-            self._free(block)
-        return True
-
-    def become(self, key: Hashable, category: Category) -> None:
-        """What is held under the key counts as something else from now on: to no purpose here."""
-
-    def rename(self, key: Hashable, new: Hashable) -> None:
-        """Call it something else."""
-        assert new not in self._blocks, f"{new} is held already"
-        self._blocks[new] = self._blocks.pop(key)
-
-    def keys(self) -> list[Hashable]:
-        """Everything that is held, in the order in which it came."""
-        return list(self._blocks)
+    def _follow(self, allocator: CachingAllocator, orders: list[int], labels: list[Category]) -> None:
+        """One order after the other, with what is held by category. After a 0, a number below 0 counts as something else from there on."""
+        blocks, by_category = self._blocks, self._by_category
+        numbers, categories = iter(orders), iter(labels)
+        stream = COMPUTE
+        for number in numbers:
+            if number > 0:
+                peak_bytes = allocator.peak_allocated_bytes
+                block, category = allocator.allocate(number, stream), next(categories)
+                blocks[next(self._allocations)] = block, category
+                by_category[category] = by_category.get(category, 0) + block.size_bytes
+                if allocator.peak_allocated_bytes > peak_bytes:
+                    self.fullest = by_category.copy()
+            elif number < 0:
+                block, category = blocks.pop(-number)
+                by_category[category] -= block.size_bytes
+                allocator.free(block)
+            elif (changed := next(numbers)) < 0:
+                block, before = blocks[-changed]
+                category = next(categories)
+                blocks[-changed] = block, category
+                by_category[before] -= block.size_bytes
+                by_category[category] = by_category.get(category, 0) + block.size_bytes
+            else:
+                stream = changed

@@ -29,6 +29,8 @@ CATEGORY: dict[Kind, Category] = {
 #: ``bucket_cap_mb``).
 FIRST_BUCKET_BYTES = MIB
 BUCKET_BYTES = 25 * MIB
+#: So many numbers of orders wait for the allocator at most, but for a part's: if there is no room, what follows needn't be worked out.
+_MOST_WAITING = 2000
 
 
 class Whole:
@@ -56,7 +58,11 @@ class Whole:
         self._pins: dict[Hashable, int] = {}
         self._unpinned_late: set[Hashable] = set()
         self._gone: set[Hashable] = set()
-        self._sizes: dict[tuple[int, Kind, bool, int, bool], int] = {}
+        #: What is known of sizes here: of storages that grow by micro-batch, and of the optimizer's.
+        self._shares: list[dict[int, int]] = [{} for _ in rows]
+        self._updated: dict[int, int] = {}
+        self._lasting: list[Change] | None = None
+        self._lives_on: frozenset[int] | None = None
 
     # -- what engines change ---------------------------------------------------------------------------------------------------------------
 
@@ -67,7 +73,7 @@ class Whole:
                 self.machine.hold(change.storage, change.size_bytes, CATEGORY[change.kind])
 
     def keeps(self, change: Change) -> bool:
-        """Whether what is there before a step is this engine's to hold as the tape has it."""
+        """Whether what is there before a step is this engine's to hold as the tape has it; asked for one change of each kind."""
         return True
 
     def enter(self, part: Part) -> None:
@@ -88,7 +94,7 @@ class Whole:
         self.machine.drop(change.storage)
 
     def size_of(self, change: Change, *, updating: bool) -> int:
-        """Bytes of a storage here; ``updating``: it belongs to the optimizer."""
+        """Bytes of a storage here; ``updating``: it belongs to the optimizer. Else it is asked of what grows alone, once for each size."""
         if not change.grows or not self.footprint.batch_size:
             return change.size_bytes
         rows = sum(self.rows) if change.kind == "input" else self.rows[self.micro]
@@ -119,6 +125,7 @@ class Whole:
                 self.play(part)
         self.update()
         self.depart()
+        self.machine.settle()
 
     def arrive(self) -> None:
         """What the step begins with: the batch, and what the step before didn't leave as the tape has it."""
@@ -126,11 +133,17 @@ class Whole:
         self._gone.clear()
         self._pins.clear()
         self._unpinned_late.clear()
-        for change in self.script.before:
-            missing = change.storage not in self.machine and self.keeps(change)
-            late = self.steps == 0 and (change.kind == "optimizer" or change.storage in self.script.replaced)
-            if missing and not late:
-                self.machine.hold(change.storage, self.size_of(change, updating=change.kind == "optimizer"), CATEGORY[change.kind])
+        if self._lasting is None:
+            samples = {change.kind: change for change in self.script.before}
+            kinds = {kind for kind, change in samples.items() if self.keeps(change)}
+            self._lasting = [change for change in self.script.before if change.kind in kinds]
+        held, first = self.machine.held, self.steps == 0
+        for change in self._lasting:
+            if change.storage in held:
+                continue
+            updating = change.kind == "optimizer"
+            if not (first and (updating or change.storage in self.script.replaced)):
+                self.machine.hold(change.storage, self.size_of(change, updating=updating), CATEGORY[change.kind])
 
     def update(self) -> None:
         """The optimizer's part; at first it makes its state."""
@@ -138,8 +151,8 @@ class Whole:
         self.enter(self.script.update)
         if self.steps == 0:
             for change in self.script.before:
-                if change.kind == "optimizer" and change.storage not in self.machine and change.storage not in self.script.replaced:
-                    self.machine.hold(change.storage, self.size_of(change, updating=True), "optimizer")
+                if change.kind == "optimizer" and change.storage not in self.machine.held and change.storage not in self.script.replaced:
+                    self.machine.hold(change.storage, self._updated_size(change), "optimizer")
         self._apply(self.script.update.changes, updating=True)
 
     def depart(self) -> None:
@@ -157,6 +170,8 @@ class Whole:
 
     def play(self, part: Part) -> None:
         """One part of forward or backward."""
+        if len(self.machine.orders) > _MOST_WAITING:
+            self.machine.settle()
         again = part.index in self.recompute and part.mark in ("forward", "leave", "backward")
         self._end_backward()
         if again and part.mark == "leave":
@@ -178,33 +193,62 @@ class Whole:
             if index in self.recompute:
                 self._unpin(index)
 
+    def _updated_size(self, change: Change) -> int:
+        """What the optimizer has of a storage; it asks for many of few sizes."""
+        if change.grows:
+            return self.size_of(change, updating=True)
+        size = self._updated.get(change.size_bytes)
+        if size is None:
+            size = self._updated[change.size_bytes] = self.size_of(change, updating=True)
+        return size
+
     def _apply(self, changes: Sequence[Change], *, updating: bool, saves: bool = True) -> None:
         """Play changes; ``saves``: what is used no more is kept for backward."""
-        machine, micro, before = self.machine, self.micro, self._before
-        hold, sizes = machine.hold, self._sizes
+        machine, before, pins = self.machine, self._before, self._pins
+        # Machine.hold and Machine.drop written out: they come by tens of thousands of times.
+        held, order, counts = machine.held, machine.orders.append, machine.counts
+        numbers, label = machine.numbers, machine.labels.append
+        shares, offset = self._shares[self.micro], self.micro * self.script.storages
+        size: int | None
         for change in changes:
             action, storage, size_bytes, kind, grows = change
-            key = storage if micro == 0 or storage in before else self.key(storage)
+            key = storage if not offset or storage in before else storage + offset
             if action == "allocate":
-                asked = size_bytes, kind, grows, micro, updating
-                size = sizes.get(asked)
-                if size is None:
-                    size = sizes[asked] = self.size_of(change, updating=updating)
-                hold(key, size, CATEGORY[kind])
+                if updating:
+                    size = self._updated_size(change)
+                elif not grows:
+                    size = size_bytes
+                elif kind == "input":
+                    size = self.size_of(change, updating=False)
+                else:
+                    size = shares.get(size_bytes)
+                    if size is None:
+                        size = shares[size_bytes] = self.size_of(change, updating=False)
+                if size > 0:
+                    held[key] = next(numbers)
+                    order(size)
+                    if counts:
+                        label(CATEGORY[kind])
+                else:
+                    held[key] = 0
                 if kind == "gradients":
                     self.complete(key, change)
             elif action == "free":
                 if kind == "gradients":
-                    if micro == 0 or updating:  # between micro-batches gradients stay
+                    if not offset or updating:  # between micro-batches gradients stay
                         self.clear(change)
-                elif self._pins.get(key):
+                elif key in pins:
                     self._unpinned_late.add(key)
-                elif not machine.drop(key):
-                    self._gone.add(key)
+                else:
+                    number = held.pop(key, None)
+                    if number:
+                        order(-number)
+                    elif number is None:
+                        self._gone.add(key)
             elif action == "unsaved":
-                if not saves and not self._pins.get(key):
+                if not saves and key not in pins:
                     machine.drop(key)
-            elif key not in machine:
+            elif key not in held:
                 continue
             elif action == "become":
                 if kind == "gradients":
@@ -212,16 +256,18 @@ class Whole:
                 else:
                     machine.become(key, CATEGORY[kind])
             else:
-                hold((key, "resized"), self.size_of(change, updating=updating), CATEGORY[kind])
+                machine.hold((key, "resized"), self.size_of(change, updating=updating), CATEGORY[kind])
                 machine.drop(key)
                 machine.rename((key, "resized"), key)
 
     def _leave_micro_batch(self) -> None:
         """What a micro-batch leaves that isn't a gradient goes before the next."""
         self._end_backward()
-        lives_on = {change.storage for part in self.script.parts for change in part.changes if change.kind == "gradients"}
+        if self._lives_on is None:
+            changes = (change for part in self.script.parts for change in part.changes)
+            self._lives_on = frozenset(change.storage for change in changes if change.kind == "gradients")
         for key in self.machine.keys():  # noqa: SIM118
-            if isinstance(key, int) and key not in self._before and key % self.script.storages not in lives_on:
+            if isinstance(key, int) and key not in self._before and key % self.script.storages not in self._lives_on:
                 self.machine.drop(key)
 
     # -- recomputation (strategies/recompute.py: torch's non-reentrant checkpointing) ------------------------------------------------------
@@ -242,8 +288,11 @@ class Whole:
     def _unpin(self, index: int) -> None:
         for storage in self._forwards[index].inputs:
             key = self.key(storage)
-            left = self._pins[key] = max(0, self._pins.get(key, 0) - 1)
-            if not left and key in self._unpinned_late:
+            if self._pins.get(key, 0) > 1:
+                self._pins[key] -= 1
+                continue
+            self._pins.pop(key, None)
+            if key in self._unpinned_late:
                 self._unpinned_late.discard(key)
                 self.machine.drop(key)
 
@@ -251,7 +300,7 @@ class Whole:
         """What its forward would have saved is gone when it ends."""
         for change in self._made_in(index):
             key = self.key(change.storage)
-            if not self._pins.get(key):
+            if key not in self._pins:
                 self.machine.drop(key)
 
     def _run_again(self, index: int) -> None:

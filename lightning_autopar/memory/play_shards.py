@@ -48,6 +48,18 @@ def split_parameter(rows: int, row_bytes: int, learns: bool, rank: int, world_si
     )
 
 
+class _Sizes:
+    """A unit's: of what is gathered, of the buffer for that, of that in which gradients are reduced, of their shard, of each gradient."""
+
+    def __init__(self, parameters: Sequence[_Parameter], widths: Widths) -> None:
+        learning = [parameter for parameter in parameters if parameter.learns]
+        self.whole_bytes = [parameter.padded_bytes for parameter in parameters]
+        self.flat_bytes = sum(self.whole_bytes)
+        self.reduced_bytes = round(widths.reduced * sum(parameter.padded_bytes for parameter in learning))
+        self.shard_bytes = round(widths.stored * sum(parameter.padded_shard_bytes for parameter in learning))
+        self.gradients = frozenset(parameter.whole_bytes for parameter in learning)
+
+
 class Shards(Whole):
     """A rank of FSDP2.
 
@@ -83,11 +95,21 @@ class Shards(Whole):
         self.reshard = reshard
         self.widths = widths
         self.parameters: dict[int, list[_Parameter]] = {unit: [] for unit in (*units, ROOT)}
+        known: dict[tuple[int, int, bool], _Parameter] = {}  # most blocks have the same
         for index, part in _in_order(footprint):
             unit = index if index in self.parameters else ROOT
-            self.parameters[unit] += [split_parameter(*row, rank, world_size) for row in _rows(part)]
+            for row in _rows(part):
+                if row not in known:
+                    known[row] = split_parameter(*row, rank, world_size)
+                self.parameters[unit].append(known[row])
         everything = [parameter for unit in self.parameters.values() for parameter in unit]
         self._shard_bytes = {parameter.whole_bytes: parameter.shard_bytes for parameter in everything if parameter.whole_bytes}
+        self._sizes = {unit: _Sizes(parameters, widths) for unit, parameters in self.parameters.items()}
+        #: The unit that ran before each block, and before what follows the last.
+        self._previous = {
+            after: max((unit for unit in self.parameters if unit != ROOT and unit < after), default=ROOT)
+            for after in (*self.parameters, len(footprint.blocks))
+        }
         self._gathered: set[int] = set()
         self._whole_gradients: dict[int, list[Hashable]] = {unit: [] for unit in self.parameters}
         self._running = ROOT
@@ -101,12 +123,10 @@ class Shards(Whole):
         """Each unit's parameters come to the device whole, and are split there (``fully_shard``), the root's last; then the buffers."""
         machine = self.machine
         for unit, parameters in self.parameters.items():
-            for number, parameter in enumerate(parameters):
-                machine.hold(("moving", number), parameter.whole_bytes, "communication")
-            for number, parameter in enumerate(parameters):
-                machine.hold(("shard", unit, number), round(parameter.padded_shard_bytes * self.widths.stored), "parameters")
-            for number in range(len(parameters)):
-                machine.drop(("moving", number))
+            machine.hold_all("moving", [parameter.whole_bytes for parameter in parameters], "communication")
+            shards = [round(parameter.padded_shard_bytes * self.widths.stored) for parameter in parameters]
+            machine.hold_all(("shards", unit), shards, "parameters")
+            machine.drop_all("moving")
         for change in self.script.before:
             if change.kind == "buffers":
                 machine.hold(change.storage, change.size_bytes, CATEGORY[change.kind])
@@ -153,8 +173,7 @@ class Shards(Whole):
     def complete(self, key: Hashable, change: Change) -> None:
         """Whole gradients wait for the end of their unit's backward."""
         self.machine.become(key, "communication")
-        own = {parameter.whole_bytes for parameter in self.parameters[self._running] if parameter.learns}
-        self._whole_gradients[self._running if change.size_bytes in own else ROOT].append(key)
+        self._whole_gradients[self._running if change.size_bytes in self._sizes[self._running].gradients else ROOT].append(key)
 
     def clear(self, change: Change) -> None:
         """All shards of gradients go at once: they are views of the reduced buffers."""
@@ -173,17 +192,15 @@ class Shards(Whole):
             return self._ahead.pop(unit)
         self._gathers += 1
         flat = ("flat", self._gathers)
-        self.machine.hold(flat, sum(parameter.padded_bytes for parameter in self.parameters[unit]), "communication", GATHER)
+        self.machine.hold(flat, self._sizes[unit].flat_bytes, "communication", GATHER)
         return flat
 
     def _copy_out(self, unit: int) -> None:
-        for number, parameter in enumerate(self.parameters[unit]):
-            self.machine.hold(("whole", unit, number), parameter.padded_bytes, "communication")
+        self.machine.hold_all(("whole", unit), self._sizes[unit].whole_bytes, "communication")
         self._gathered.add(unit)
 
     def _release(self, unit: int) -> None:
-        for number in range(len(self.parameters[unit])):
-            self.machine.drop(("whole", unit, number))
+        self.machine.drop_all(("whole", unit))
         self._gathered.discard(unit)
 
     def _gather_forward(self, unit: int) -> None:
@@ -204,8 +221,8 @@ class Shards(Whole):
 
     def _prefetch(self, after: int) -> None:
         """Begin to gather the unit that ran before this one."""
-        before = max((unit for unit in self.parameters if unit != ROOT and unit < after), default=ROOT)
-        if before not in {ROOT, *self._gathered, *self._ahead} and self.parameters[before]:
+        before = self._previous[after]
+        if before != ROOT and before not in self._gathered and before not in self._ahead and self.parameters[before]:
             self._ahead[before] = self._fill(before)
 
     def _gather_backward(self, unit: int) -> None:
@@ -226,18 +243,15 @@ class Shards(Whole):
         gradients, self._whole_gradients[unit] = self._whole_gradients[unit], []
         if not gradients:
             return
-        learning = [parameter for parameter in self.parameters[unit] if parameter.learns]
         self._reducing = ("reducing", unit)
-        reduced = self.widths.reduced * sum(parameter.padded_bytes for parameter in learning)
-        machine.hold(self._reducing, round(reduced), "communication")
+        machine.hold(self._reducing, self._sizes[unit].reduced_bytes, "communication")
         for key in gradients:
             machine.drop(key)
         shard = ("gradient", unit)
         self._reduced.add(unit)
         added = shard in machine  # to what an earlier micro-batch left there
         key = (shard, "added") if added else shard
-        shards = self.widths.stored * sum(parameter.padded_shard_bytes for parameter in learning)
-        machine.hold(key, round(shards), "gradients", REDUCE)
+        machine.hold(key, self._sizes[unit].shard_bytes, "gradients", REDUCE)
         if added:
             machine.drop(key)
 

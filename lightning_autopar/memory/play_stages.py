@@ -135,6 +135,7 @@ class Stages(Whole):
         self.micro = 0
         self.update()
         self.depart()
+        self.machine.settle()
 
     def _receive(self, what: str, stage: int, micro: int, sizes: Sequence[Size], share: float) -> None:
         """What a neighbour sends of a micro-batch."""

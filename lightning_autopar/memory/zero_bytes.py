@@ -59,10 +59,10 @@ def zero_bytes(
     assert plan.zero_stage is not None
     zero = _Zero(footprint, plan, precision, on_cpu, settings or settings_of(footprint, plan, on_cpu=on_cpu))
     micro = share / plan.micro_batches
-    moments = list(zero.step(micro))
+    moments = [zero.fullest(micro)]
     if on_cpu:  # A GPU that lacks the room makes the flat buffer on the host.
         moments.append(zero.start())
-    fullest = max(moments, key=lambda held: held.parameters + held.gradients + held.activations + held.temporary + held.communication)
+    fullest = max(moments, key=_total)
     return zero.with_states(fullest, round(footprint.input_bytes * share))
 
 
@@ -94,6 +94,10 @@ class _Moment(NamedTuple):
     temporary: int = 0
     communication: int = 0
     occasion: Occasion = "step"
+
+
+def _total(held: _Moment) -> int:
+    return held.parameters + held.gradients + held.activations + held.temporary + held.communication
 
 
 class _Zero:
@@ -187,8 +191,9 @@ class _Zero:
         again = (self.parameters if self.settings.converts else self.trainable) * self.element
         return _Moment(parameters=again if self.stage < 3 else 0, occasion="start")
 
-    def step(self, share: float) -> Iterator[_Moment]:
-        """The moments of a step, beside the states."""
+    def fullest(self, share: float) -> _Moment:
+        """The first of the fullest moments of a step, beside the states. There are hundreds: only those fuller than all before are made."""
+        most, fullest = -1, _Moment()
         bucket = self.settings.reduce_bucket_elements
         flushed = 0  # elements of gradients that have been reduced
         filled = 0  # elements that wait for their reduction
@@ -207,13 +212,16 @@ class _Zero:
                 gathered += self.layers[number].leaf * _CAST_BYTES
             if phase != "forward" and self.settings.converts:
                 buckets = size
+            gradients = kept + self._own(flushed) + (waiting + beside) * self.element
             for level, more in ((leg.begin, self._gathering(number)), (leg.most, gathered)):
-                yield _Moment(
-                    gradients=kept + self._own(flushed) + (waiting + beside) * self.element,
-                    activations=level if phase == "forward" else 0,
-                    temporary=level if phase != "forward" else 0,
-                    communication=buckets + more,
-                )
+                if gradients + level + buckets + more > most:
+                    most = gradients + level + buckets + more
+                    fullest = _Moment(
+                        gradients=gradients,
+                        activations=level if phase == "forward" else 0,
+                        temporary=level if phase != "forward" else 0,
+                        communication=buckets + more,
+                    )
             if phase != "backward":
                 continue
             done = 0
@@ -223,12 +231,14 @@ class _Zero:
                 if filled and filled + elements > bucket:
                     flushed += filled
                     progress = done / sum(layer.gradients)
-                    yield _Moment(
+                    moment = _Moment(
                         gradients=kept + self._own(flushed) + (waiting + beside) * self.element,
                         # What has just arrived still lies where backward made it.
                         temporary=min(leg.most, round(leg.without * (1 - progress) + leg.end * progress) + elements * self.element),
                         communication=buckets + self.gathered(phase, number, position) + self._flat(filled, several),
                     )
+                    if _total(moment) > most:
+                        most, fullest = _total(moment), moment
                     filled = beside = several = 0
                 buckets = size  # they are made for the first gradient
                 filled += elements
@@ -237,8 +247,8 @@ class _Zero:
                 done += elements
                 waiting = max(0, waiting - elements)
         flat = buckets + self._flat(filled, several)
-        yield _Moment(gradients=kept + self._own(self.trainable) + beside * self.element, communication=flat)
-        yield from self._update(kept)
+        last = _Moment(gradients=kept + self._own(self.trainable) + beside * self.element, communication=flat)
+        return max((fullest, last, *self._update(kept)), key=_total)
 
     def _flat(self, elements: int, gradients: int) -> int:
         """Copies through which a bucket of so many gradients is reduced.

@@ -6,10 +6,8 @@ devices need none of it: their allocator gives back what is freed.
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
@@ -175,33 +173,18 @@ class Finalists:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
             self._events += 2 * len(self.footprint.tape) * candidate.plan.micro_batches
-            with _no_collection():
-                self._played[key] = replay(
-                    self.footprint,
-                    candidate.plan,
-                    rank,
-                    limit_bytes=limit,
-                    options=self.constraints.allocator,
-                    rows=None if self.constraints.split_batch else self.footprint.batch_size,
-                    workspace_bytes=workspace_bytes,
-                    script=script_of(self.footprint.tape),
-                    by_category=False,
-                )
+            self._played[key] = replay(
+                self.footprint,
+                candidate.plan,
+                rank,
+                limit_bytes=limit,
+                options=self.constraints.allocator,
+                rows=None if self.constraints.split_batch else self.footprint.batch_size,
+                workspace_bytes=workspace_bytes,
+                script=script_of(self.footprint.tape),
+                by_category=False,
+            )
         return self._played[key]
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A replay makes ten thousands of small tuples, none in a cycle. They would set off collections that go through all that torch and
-    Lightning have made: a third of a replay's time.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _rounded(size: DeviceBytes, played: Replayed) -> DeviceBytes:

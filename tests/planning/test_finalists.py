@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_autopar.memory.allocator_options import AllocatorOptions
+from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, Moment
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.predict import predict
@@ -184,6 +188,23 @@ def test_the_best_is_looked_for_until_one_fits(gpt: Footprint) -> None:
         assert max(best.needs.values()) <= budget
         assert all(candidate.reason for candidate in found.candidates if candidate.replayed and candidate is not best)
     assert len(seen) > 1
+
+
+def test_a_search_sets_off_no_collection(gpt: Footprint) -> None:
+    """It goes on as it was afterwards, also where nothing fits."""
+    seen = []
+
+    def asked(footprint: Footprint, plan: Plan, inventory: Inventory) -> Mapping[str, DeviceBytes]:
+        seen.append(gc.isenabled())
+        return predict(footprint, plan, inventory)
+
+    assert gc.isenabled()
+    for margin in (0.0, 0.9999):
+        with suppress(NothingFits):
+            make_report(gpt, inventory(), Constraints(memory_margin=margin), predict=asked)
+        assert gc.isenabled()
+    assert seen
+    assert not any(seen)
 
 
 def test_replays_cost_little() -> None:
