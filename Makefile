@@ -5,6 +5,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do $$p
 VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Where a shell has set it, each of the hundred processes that tests start compiles this package anew, half a second of a core each.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow conformance chaos check docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
 
@@ -23,7 +25,7 @@ test: $(INSTALLED)
 	$(RUN)/python -m pytest --ignore tests/strategies --ignore tests/conformance; first=$$?; \
 	wait $$second; second=$$?; cat build/engine-tests.txt; exit $$((first > second ? first : second))
 
-# What takes most of a minute each and `make test` leaves out: benchmarks run from end to end, the second demo.
+# What takes most of a minute each and `make test` leaves out: benchmarks run from end to end, the second demo, scripts started anew each time.
 test-slow: export OMP_NUM_THREADS = 1
 test-slow: $(INSTALLED)
 	$(RUN)/python -m pytest --slow -m slow

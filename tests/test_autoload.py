@@ -15,14 +15,17 @@ import pytest
 
 import lightning_autopar
 from lightning_autopar import _autoload
+from tests.processes import lean_path
 
 PACKAGE = Path(lightning_autopar.__file__).parent
 
 
-def python(code: str, *options: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, *options: str, path: Path | None = None, arguments: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a fresh interpreter; ``path`` is searched for packages before the installed ones."""
     return subprocess.run(
-        [sys.executable, *options, "-c", textwrap.dedent(code)],
+        [sys.executable, *options, "-c", textwrap.dedent(code), *arguments],
         env={**os.environ, **environment, **({"PYTHONPATH": str(path)} if path else {})},
         cwd=path or sys.prefix,  # `python -c` searches the directory it runs in first
         capture_output=True,
@@ -39,6 +42,8 @@ def told(code: str, *options: str, path: Path | None = None, **environment: str)
     return json.loads(result.stdout.splitlines()[-1])
 
 
+#: Lightning's imports without those that nothing here needs.
+LEAN = {"PYTHONPATH": lean_path()}
 KNOWN = """
     import json
     from lightning.pytorch.strategies import StrategyRegistry
@@ -68,64 +73,78 @@ def hosts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class TestRealLightning:
-    def test_the_name_is_known_without_an_import(self) -> None:
-        assert told(KNOWN) is True
+#: What a user's program sees, one thing after the other: importing both takes seconds, which one process does for all of them.
+SEEN = """
+    import json, os, sys
+    import lightning.pytorch
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import StrategyRegistry
+    seen = {"known": "autopar" in StrategyRegistry}
+    seen["imported"] = sorted(name for name in sys.modules if name.startswith("lightning_autopar"))
+    seen["named"] = type(Trainer(strategy="autopar", logger=False).strategy).__module__
+    os.environ["PL_TRAINER_STRATEGY"] = "autopar"
+    seen["by the environment"] = type(Trainer(logger=False).strategy).__name__
+    del os.environ["PL_TRAINER_STRATEGY"]
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    seen["by files"] = []
+    for config in sys.argv[1:]:
+        cli = LightningCLI(BoringModel, args=["--config", config], run=False, save_config_callback=None)
+        seen["by files"].append(type(cli.trainer.strategy).__name__)
+    print(json.dumps(seen))
+"""
 
-    def test_our_code_is_not_imported_until_the_name_is_used(self) -> None:
-        code = """
-            import json, sys
-            import lightning.pytorch
-            print(json.dumps(sorted(name for name in sys.modules if name.startswith("lightning_autopar"))))
-        """
-        assert told(code) == ["lightning_autopar", "lightning_autopar._autoload"]
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What :data:`SEEN` says, where two CPU devices are given."""
+    folder = tmp_path_factory.mktemp("configs")
+    named, with_options = folder / "named.yaml", folder / "options.yaml"
+    named.write_text("trainer:\n  strategy: autopar\n  logger: false\n")
+    with_options.write_text(
+        "trainer:\n  logger: false\n  strategy:\n    class_path: lightning_autopar.AutoParallelStrategy\n"
+        "    init_args:\n      allow: [single, fsdp]\n      devices: 2xcpu:1GiB\n"
+    )
+    result = python(SEEN, arguments=(str(named), str(with_options)), **LEAN, AUTOPAR_DEVICES="cpu:1GiB")
+    assert result.returncode == 0, result.stderr
+    found: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+class TestRealLightning:
+    def test_the_name_is_known_without_an_import(self, seen: dict[str, object]) -> None:
+        assert seen["known"] is True
+
+    def test_our_code_is_not_imported_until_the_name_is_used(self, seen: dict[str, object]) -> None:
+        assert seen["imported"] == ["lightning_autopar", "lightning_autopar._autoload"]
 
     def test_off_switch(self) -> None:
-        assert told(KNOWN, LIGHTNING_AUTOPAR_AUTOLOAD="0") is False
+        assert told(KNOWN, **LEAN, LIGHTNING_AUTOPAR_AUTOLOAD="0") is False
 
     def test_an_import_makes_it_known_where_torch_loads_no_backends(self) -> None:
-        assert told(KNOWN, TORCH_DEVICE_BACKEND_AUTOLOAD="0") is False
-        assert told("import lightning_autopar\n" + textwrap.dedent(KNOWN), TORCH_DEVICE_BACKEND_AUTOLOAD="0") is True
-        assert told(textwrap.dedent(KNOWN).replace("print", "import lightning_autopar\nprint"), TORCH_DEVICE_BACKEND_AUTOLOAD="0") is True
-
-    def test_a_trainer_takes_the_name(self) -> None:
-        code = """
+        without = {**LEAN, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        later = """
             import json
-            from lightning.pytorch import Trainer
-            print(json.dumps(type(Trainer(strategy="autopar", logger=False).strategy).__module__))
+            from lightning.pytorch.strategies import StrategyRegistry
+            known = ["autopar" in StrategyRegistry]
+            import lightning_autopar
+            print(json.dumps([*known, "autopar" in StrategyRegistry]))
         """
-        assert told(code, AUTOPAR_DEVICES="cpu:1GiB") == "lightning_autopar.strategies.auto"
+        assert told(later, **without) == [False, True]
+        assert told("import lightning_autopar\n" + textwrap.dedent(KNOWN), **without) is True
 
-    def test_the_environment_names_it(self) -> None:
-        code = """
-            import json
-            from lightning.pytorch import Trainer
-            print(json.dumps(type(Trainer(logger=False).strategy).__name__))
-        """
-        assert told(code, AUTOPAR_DEVICES="cpu:1GiB", PL_TRAINER_STRATEGY="autopar") == "AutoParallelStrategy"
+    def test_a_trainer_takes_the_name(self, seen: dict[str, object]) -> None:
+        assert seen["named"] == "lightning_autopar.strategies.auto"
 
-    def test_lightning_cli_takes_the_name_and_the_class_path(self, tmp_path: Path) -> None:
-        named, with_options = tmp_path / "named.yaml", tmp_path / "options.yaml"
-        named.write_text("trainer:\n  strategy: autopar\n  logger: false\n")
-        with_options.write_text(
-            "trainer:\n  logger: false\n  strategy:\n    class_path: lightning_autopar.AutoParallelStrategy\n"
-            "    init_args:\n      allow: [single, fsdp]\n      devices: 2xcpu:1GiB\n"
-        )
-        code = """
-            import json, sys
-            from lightning.pytorch.cli import LightningCLI
-            from lightning.pytorch.demos.boring_classes import BoringModel
-            strategies = []
-            for config in {configs!r}:
-                cli = LightningCLI(BoringModel, args=["--config", config], run=False, save_config_callback=None)
-                strategies.append(type(cli.trainer.strategy).__name__)
-            print(json.dumps(strategies))
-        """
-        answer = told(code.format(configs=[str(named), str(with_options)]), AUTOPAR_DEVICES="cpu:1GiB")
-        assert answer == ["AutoParallelStrategy", "AutoParallelStrategy"]
+    def test_the_environment_names_it(self, seen: dict[str, object]) -> None:
+        assert seen["by the environment"] == "AutoParallelStrategy"
+
+    def test_lightning_cli_takes_the_name_and_the_class_path(self, seen: dict[str, object]) -> None:
+        assert seen["by files"] == ["AutoParallelStrategy", "AutoParallelStrategy"]
 
     def test_under_pytorch_lightning_the_name_says_what_to_do(self) -> None:
-        result = python("import pytorch_lightning as pl; pl.Trainer(strategy='autopar', accelerator='cpu', logger=False)")
+        code = "import pytorch_lightning as pl; pl.Trainer(strategy='autopar', accelerator='cpu', logger=False)"
+        result = python(code, **LEAN)
         assert result.returncode == 1
         assert "ValueError: strategy='autopar' belongs to lightning.pytorch" in result.stderr
         assert "from lightning.pytorch import Trainer" in result.stderr

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer import trainer as trainer_module
 
 from lightning_autopar.cli import main, run
+from tests.processes import lean_path
 
 _MODULE = """
 import sys, torch, lightning as L
@@ -229,6 +230,5 @@ def test_a_rerun_of_the_script_is_replaced_as_well(tmp_path: Path) -> None:
 
 def _as_a_program(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lightning_autopar", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=110, cwd=cwd, env={**os.environ, "AUTOPAR_DEVICES": ""}, check=False
-    )
+    environment = {**os.environ, "AUTOPAR_DEVICES": "", "PYTHONPATH": lean_path()}
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=cwd, env=environment, check=False)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_autopar.cli import main
+from tests.processes import lean_path
 
-ROOT = Path(__file__).parents[1]
 SCRIPT = """
 import sys
 if sys.argv[1] == "bad":
@@ -41,7 +41,7 @@ def test_a_sweep_from_its_file_to_its_result(tmp_path: Path) -> None:
     """Two runs, one of which fails before it comes to fit; then without that one, which leaves nothing to do."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "sweep.yaml").write_text('runs: [{command: "train.py {lr}", matrix: {lr: [0.1, bad]}}]')
-    env = {**os.environ, "AUTOPAR_DEVICES": "2xcpu:1GiB", "AUTOPAR_RUNS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "AUTOPAR_DEVICES": "2xcpu:1GiB", "AUTOPAR_RUNS": str(tmp_path), "PYTHONPATH": lean_path()}
     command = [sys.executable, "-m", "lightning_autopar", "sweep", "--json", "result.json", "sweep.yaml"]
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.returncode == 1, run.stderr

@@ -72,7 +72,7 @@ class Script:
         return self._process.exitcode
 
 
-@pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_killed_script_goes_on_at_its_next_start(tmp_path: Path, forked: bool) -> None:
     plain = fit_plainly(VARIANT, tmp_path / "plain")
     folder = tmp_path / "killed"

@@ -102,9 +102,12 @@ QUICK = {
 
 
 def is_quick(cell: Cell) -> bool:
-    """Whether every run of the tests has it: each module, and each feature on one of its modules, under each engine another."""
+    """Whether every run of the tests has it: each module, under one of the engines that split any batch, and where it can be refused or
+    warned of under all; and each feature on one of its modules, under each engine another."""
     if cell.engine in KINDS:
         return cell.id in QUICK
+    if cell in MODULE_CELLS and cell.engine in SPLITTING and expected(cell) == "parity":
+        return (list(ZOO).index(cell.case) + SPLITTING.index(cell.engine)) % 2 == 0
     feature = FEATURES.get(cell.feature)
     if feature is None or cell.feature == PLAIN.name or cell.engine == "pipeline":
         return True

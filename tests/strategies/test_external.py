@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lightning_autopar.plans import Plan
-from tests.processes import lean_path
+from tests.processes import ForkedScript, lean_path
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,7 +79,11 @@ def _start(command: list[str], **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=_environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _end(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str]:
+def _fork(script: Path, task: dict[str, Any], torchrun: tuple[str, ...] | None = None, **more: str) -> ForkedScript:
+    return ForkedScript(script, json.dumps(task), environment=_environment(**more), folder=script.parent, torchrun=torchrun)
+
+
+def _end(process: subprocess.Popen[str] | ForkedScript, seconds: float = 60) -> tuple[int, str]:
     """Wait for it; one that hangs is ended, with all that it started."""
     family = [psutil.Process(process.pid)]
     try:
@@ -89,6 +93,7 @@ def _end(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str]
             member.kill()
         output, _ = process.communicate()
         raise AssertionError(f"no end after {seconds:g} s\n{output}") from None
+    assert process.returncode is not None
     return process.returncode, output
 
 
@@ -97,8 +102,7 @@ def _task(script: Path, task: dict[str, Any]) -> list[str]:
 
 
 def _torchrun(script: Path, ranks: int, task: dict[str, Any], *, seconds: float = 60, **more: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *_task(script, task)]
-    return _end(_start(command, **more), seconds)
+    return _end(_fork(script, task, ("--standalone", "--nproc-per-node", str(ranks)), **more), seconds)
 
 
 def _results(output: str) -> list[Any]:
@@ -108,16 +112,17 @@ def _results(output: str) -> list[Any]:
 @pytest.fixture(scope="session")
 def plain(script: Path) -> list[float]:
     """What five fits of plain Lightning come to, three figures each."""
-    code, output = _end(_start([sys.executable, *_task(script, {"fits": 5})]))
+    code, output = _end(_fork(script, {"fits": 5}))
     assert code == 0, output
     values: list[float] = _results(output)[0][0]
     return values
 
 
 def test_torchrun_several_fits(script: Path, plain: list[float]) -> None:
-    """One after the other in the same processes, whose start is what takes time here."""
+    """One after the other in the same processes, which torchrun starts as it does; in the tests after this one it forks them."""
     engines = ["ddp", "ddp", "fsdp", "pipeline", "fsdp"]
-    code, output = _torchrun(script, 2, {"strategies": [{"allow": [engine]} for engine in engines]}, seconds=110)
+    task = _task(script, {"strategies": [{"allow": [engine]} for engine in engines]})
+    code, output = _end(_start([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *task]), 110)
     assert code == 0, output
     results = _results(output)
     assert [plans for _, _, plans in results] == [[[engine, 2] for engine in engines]] * 2
@@ -170,9 +175,9 @@ def test_slurm(script: Path, plain: list[float]) -> None:
         "NODEID": "0",
         "NODELIST": "127.0.0.1",
     }
-    command = [sys.executable, *_task(script, {"devices": 2, "strategy": {"allow": ["ddp"]}})]
+    task = {"devices": 2, "strategy": {"allow": ["ddp"]}}
     common = {f"SLURM_{name}": value for name, value in slurm.items()}
-    processes = [_start(command, **common, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
+    processes = [_fork(script, task, **common, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
     for code, output in [_end(process) for process in processes]:
         assert code == 0, output
         assert _results(output)[0][1] == ["ddp", 2]

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_autopar.strategies.store_gate import StoreGate
-from tests.processes import lean_path
+from tests.processes import ForkedScript
 
 SCRIPT = """
 import json, os, signal, sys, threading, warnings
@@ -105,16 +104,20 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _start(command: list[str], folder: Path, orders: dict[str, Any] | None = None, **more: str) -> subprocess.Popen[str]:
+def _start(
+    script: Path,
+    folder: Path,
+    task: dict[str, Any],
+    orders: dict[str, Any] | None = None,
+    torchrun: tuple[str, ...] | None = None,
+    **more: str,
+) -> ForkedScript:
     folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": lean_path(), "OMP_NUM_THREADS": "1", "AUTOPAR_RUNS": str(folder), **more}
-    environment["ORDERS"] = json.dumps(orders or {})
-    return subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOPAR_RUNS": str(folder), **more, "ORDERS": json.dumps(orders or {})}
+    return ForkedScript(script, json.dumps(task), environment=environment, folder=folder, torchrun=torchrun)
 
 
-def _end(process: subprocess.Popen[str]) -> tuple[int, str]:
+def _end(process: ForkedScript) -> tuple[int, str]:
     """Wait for it; one that hangs is ended, with all that it started."""
     family = psutil.Process(process.pid)
     try:
@@ -124,12 +127,12 @@ def _end(process: subprocess.Popen[str]) -> tuple[int, str]:
             member.kill()
         output, _ = process.communicate()
         raise AssertionError(f"no end after 100 s\n{output}") from None
+    assert process.returncode is not None
     return process.returncode, output
 
 
 def _torchrun(script: Path, folder: Path, ranks: int, orders: dict[str, Any] | None = None, *options: str, **task: Any) -> tuple[int, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
-    return _end(_start([*command, str(script), json.dumps(task)], folder, orders))
+    return _end(_start(script, folder, task, orders, ("--standalone", "--nproc-per-node", str(ranks), *options)))
 
 
 def _result(folder: Path) -> Result:
@@ -142,7 +145,7 @@ def _result(folder: Path) -> Result:
 @pytest.fixture(scope="module")
 def plain(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("plain")
-    code, output = _end(_start([sys.executable, str(script), json.dumps({"plain": True})], folder))
+    code, output = _end(_start(script, folder, {"plain": True}))
     assert code == 0, output
     return _result(folder)
 
@@ -198,13 +201,13 @@ def test_slurm_requeues_after_our_snapshot_and_one_process_goes_on(script: Path,
     slurm = {f"SLURM_{name}": value for name, value in zip(names, ("2", "2", "1", "4711", "train", "0", "127.0.0.1"), strict=True)}
     slurm["PATH"] = f"{tools}:{os.environ['PATH']}"
 
-    command, orders = [sys.executable, str(script), json.dumps({})], {"at": 6, "signal": "SIGUSR1", "by": 1}
-    ranks = [_start(command, folder, orders, **slurm, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
+    orders = {"at": 6, "signal": "SIGUSR1", "by": 1}
+    ranks = [_start(script, folder, {}, orders, **slurm, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
     for code, output in [_end(process) for process in ranks]:
         assert code == -15, output
     assert (folder / "requeued").read_text() == "requeue 4711\n"
     assert not list(folder.rglob("hpc_ckpt*"))
-    code, output = _end(_start(command, folder))
+    code, output = _end(_start(script, folder, {}))
     assert code == 0, output
     assert _assert_like(folder, plain) == 0, "it goes on in a forked worker; had it begun anew, the log would have more rows"
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
-from lightning_autopar.planning.run_picture import RunHistory
+from lightning_autopar.planning.run_history import RunHistory
 from lightning_autopar.strategies.boundary import Boundary
 from lightning_autopar.strategies.guard import Guard
 from lightning_autopar.strategies.saving import Moving
