@@ -34,7 +34,7 @@ from rich.table import Table  # noqa: E402
 from rows.hardware import host_slowness  # noqa: E402
 from rows.judged import judge, unbuilt  # noqa: E402
 from rows.pictures import Picture  # noqa: E402
-from rows.planned import Layout, has_first_flash, layout, narrow_products  # noqa: E402
+from rows.planned import Layout, has_apex_masters, has_first_flash, host_waits, layout, narrow_products  # noqa: E402
 from rows.question import Question, question, recompute  # noqa: E402
 from rows.row import Fields, NotBuilt, Row  # noqa: E402
 from rows.score import summarise  # noqa: E402
@@ -126,6 +126,11 @@ def grouped(rows: list[Row]) -> tuple[list[list[tuple[int, Asked]]], dict[int, d
                 # configurations: 1.0 each.
                 clips=fields.family in ("hf", "torchtitan", "litgpt", "composer", "nanotron"),
                 tensor_by_tensor=fields.is_old,
+                masters=has_apex_masters(fields),
+                # BingBertSquad's ``gradClipper.step`` (nvidia_run_squad_baseline.py, 091e430) comes before it asks whether to update.
+                clips_each="bingbert" in fields.text("framework"),
+                waits=host_waits(fields),
+                whole_stages=fields.family == "gpipe",
                 # torch 2.0 was the first for Python 3.11, which runs 1.25 times as fast as 3.10 (docs.python.org, "What's New In 3.11").
                 slow_python=1.25 if fields.is_old else 1.0,
                 # DeepSpeed's own default (``reduce_bucket_size``); Hugging Face's and ms-swift's configurations have Lightning's.

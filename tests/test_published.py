@@ -13,12 +13,15 @@ sys.path.insert(0, str(BENCHMARKS))
 import published  # noqa: E402
 from rows.hardware import host_slowness, inventory  # noqa: E402
 from rows.pictures import picture  # noqa: E402
-from rows.planned import has_first_flash, narrow_products  # noqa: E402
+from rows.planned import has_first_flash, host_waits, narrow_products  # noqa: E402
 from rows.question import transformer  # noqa: E402
 from rows.row import Fields, NotBuilt, number, whole  # noqa: E402
 from rows.score import kendall, summarise  # noqa: E402
+from rows.whole_stages import stage_activations  # noqa: E402
 
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint  # noqa: E402
 from lightning_autopar.memory.tape import MARKS  # noqa: E402
+from lightning_autopar.plans import Plan  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -285,9 +288,87 @@ def test_gradients_that_stay_lie_where_activations_were(rows):
     assert result["predicted"]["bytes"]["context"] - freed["predicted"]["bytes"]["context"] == 688 << 20
 
 
+def test_all_kernels_take_more_on_ampere_which_needs_cuda_11(rows):
+    kept = one(rows, "hf-bert-vanilla")
+    frameworks = ("HF trainer, torch 1.10", "HF trainer, torch 2.4")
+    found = published.run([small(kept, gpu_model="A100-40GB", gpu_memory_gib=40, framework=name) for name in frameworks])
+    older, newer = (result["predicted"]["bytes"]["context"] for result in found)
+    assert older - newer == 1188 << 20
+
+
 def test_gpt2_has_its_own_gelu_in_transformers(rows):
     gpt2 = one(rows, "hf-gpt2-ddp-nvlink")
     assert transformer(Fields(gpt2)).act == "new gelu"
     assert transformer(Fields(gpt2 | {"framework": "Composer"})).act == "gelu"
     assert transformer(Fields(one(rows, "hf-bert-vanilla"))).act == "gelu"
     assert published.run([small(gpt2)])[0]["built"]
+
+
+def test_under_apex_each_backward_is_followed_by_passes_over_the_masters_gradients(rows):
+    apex = one(rows, "ds-squad-16-4-pt")
+    assert apex["grad_accum"] > 1
+    with_masters, without = published.run([small(apex), small(apex, framework="plain PyTorch (BingBertSquad), torch 1.4")])
+    assert with_masters["predicted"]["seconds"]["optimizer"] > without["predicted"]["seconds"]["optimizer"]
+    # A gradient in fp32 beside each in 16 bits, from the first micro-batch to the update.
+    held, kept = (result["predicted"]["bytes"]["gradients"] for result in (with_masters, without))
+    assert held == 3 * kept > 0
+    once, other = published.run(
+        [small(apex, grad_accum=1, global_batch=4), small(apex, framework="plain PyTorch (BingBertSquad), torch 1.4", grad_accum=1)]
+    )
+    assert once["predicted"]["bytes"]["gradients"] == other["predicted"]["bytes"]["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "waits"),
+    [
+        ("apex-style PyTorch (BingBertSquad)", "both"),
+        ("plain PyTorch, apex O2", "backward"),
+        ("HF Trainer (Jan-2022), torch eager", "backward"),
+        ("ms-swift (HF Trainer + DeepSpeed)", "backward"),
+        ("HF Trainer 4.2 + DeepSpeed", ""),
+        ("HF Trainer 4.10", ""),
+        ("HF Trainer 4.11", "backward"),
+        ("HF Trainer run_clm.py, torch 1.8 nightly, DDP", ""),
+        ("plain PyTorch", ""),
+    ],
+)
+def test_who_reads_a_number_in_each_micro_batch_is_read_off_the_framework(framework, waits):
+    assert host_waits(Fields({"framework": framework, "precision": {"params": "fp16 + fp32 master"}})) == waits
+    assert host_waits(Fields({"framework": "Megatron-DeepSpeed", "optimizer": "Adam (apex FusedAdam)"})) == ""
+    if "apex" in framework:
+        assert host_waits(Fields({"framework": framework, "precision": {"params": "fp32"}})) == ""
+
+
+def test_a_host_that_waits_cant_run_ahead(rows):
+    waiting = one(rows, "hf-bert-adafactor")
+    frameworks = ("HF Trainer 4.17, torch 1.10", "HF Trainer 4.2, torch 1.10")
+    late, early = (result["predicted"]["seconds"] for result in published.run([waiting | {"framework": name} for name in frameworks]))
+    # Adafactor's many small operations can't be issued while the device is at its backward.
+    assert late["overhead"] > early["overhead"] == 0
+    assert late["step"] - early["step"] == pytest.approx(late["overhead"])
+
+
+def test_stages_that_are_checkpointed_whole_keep_inputs_of_all_micro_batches_and_all_of_one():
+    blocks = tuple(LayerFootprint(fqn=str(index), input_bytes=4 << index, activation_bytes=64 << index) for index in range(4))
+    outer = tuple(LayerFootprint(fqn="", activation_bytes=2**16 << index) for index in range(5))
+    sizes = ("parameter", "gradient", "optimizer", "activation", "temporary", "buffer", "input")
+    totals = {f"{name}_bytes": 0 for name in sizes}
+    footprint = Footprint(parameters=0, trainable_parameters=0, batch_size=2, flops=0, blocks=blocks, outer=outer, **totals)
+    plan = Plan(engine="pipeline", devices=("a", "b"), cuts=("2",), schedule="1f1b", micro_batches=2, recompute=("0", "1", "2", "3"))
+    first = 64 + 8 + 128 + 2**16 * (1 + 2 + 4)
+    second = 256 + 32 + 512 + 2**16 * (8 + 16)
+    assert stage_activations(footprint, plan) == (first // 2, second // 2 + 2 * (16 // 2))
+
+
+def test_gpipes_stages_hold_less_than_blocks_that_no_stage_recomputes(rows):
+    (result,) = published.run([one(rows, "torchgpipe-unet-speed-pipeline-8")])
+    assert result["predicted"]["fits"]
+
+
+def test_what_is_saved_outside_of_recomputed_blocks_goes_to_the_host_too(rows):
+    offloading = small(one(rows, "aws-fsdp-llama31"))
+    offloading["arch"]["vocab"] = 512
+    wider = copy.deepcopy(offloading)
+    wider["arch"]["vocab"] = 4096
+    less, more = (result["predicted"]["seconds"]["offload"] for result in published.run([offloading, wider]))
+    assert more > less > 0

@@ -13,21 +13,28 @@ from lightning_autopar.memory.predict import predict
 from lightning_autopar.memory.replay import REPLAYED_ENGINES, replay
 from lightning_autopar.memory.sharded import Widths
 from lightning_autopar.memory.work import Work
-from lightning_autopar.memory.zero_bytes import ZeroSettings
+from lightning_autopar.memory.zero_settings import ZeroSettings
+from lightning_autopar.planning.collectives import known_model
 from lightning_autopar.planning.data_sheet import DataSheet
 from lightning_autopar.planning.rates import Phase
 from lightning_autopar.planning.scaling import scaled
-from lightning_autopar.planning.timing import Wire, predict_seconds
+from lightning_autopar.planning.timing import Seconds, Wire, step_of
+from lightning_autopar.planning.timing_ranks import Run
 from lightning_autopar.plans import Plan
 from rows.kept_gradients import played
 from rows.planned import Layout
 from rows.question import Question
 from rows.shape import Shape
+from rows.whole_stages import stage_activations
 
 #: All of torch's kernels in the CUDA context, before the driver loaded them one by one: torch 1.3's first tensor on a Titan V took
 #: 1,008 MiB of the device where PyCUDA's took 320 (pytorch/pytorch#28394); ">1000 MB" before CUDA 11.7, some 300 since
 #: (pytorch/pytorch#107667).
 _ALL_KERNELS_BYTES = (1008 - 320) << 20
+#: The same built for CUDA 11, without which there is no Ampere: before its first tensor torch 1.7.1 took 1,486 MiB of an RTX 3090
+#: (pytorch/pytorch#49877, 1,644 with a tensor of 158) and torch 1.8.2 1,685 (pytorch/pytorch#55277); the mean, beside the 397 MiB of a
+#: context that loads kernels one by one, as the prediction has it for that card.
+_AMPERE_KERNELS_BYTES = ((1486 + 1685) // 2 - 397) << 20
 #: A tape of more events isn't replayed: it would take a minute.
 _MOST_EVENTS = 250_000
 
@@ -87,13 +94,17 @@ def foresee_bytes(footprint: Footprint, asked: Question, laid: Layout, inventory
         fullest = max(held, fullest, key=lambda one: one.allocated)
     if laid.inputs_on_host:
         fullest = replace(fullest, activations=max(0, fullest.activations - _inputs_kept(asked)))
+    if laid.masters and laid.accumulate > 1:  # the masters' gradients stay from the first micro-batch to the update
+        fullest = replace(fullest, gradients=fullest.gradients + 2 * footprint.gradient_bytes)
     if laid.buckets:
         fullest = replace(fullest, communication=fullest.communication + footprint.gradient_bytes)
     kept = _held_by_graph(asked) if laid.holds_loss else 0
     if kept:
         fullest = replace(fullest, activations=fullest.activations + kept)
     if laid.all_kernels:
-        fullest = replace(fullest, context=fullest.context + _ALL_KERNELS_BYTES)
+        model = known_model(inventory.devices[0])
+        ampere = model is not None and model.generation == "ampere"
+        fullest = replace(fullest, context=fullest.context + (_AMPERE_KERNELS_BYTES if ampere else _ALL_KERNELS_BYTES))
     return fullest, plan
 
 
@@ -109,6 +120,9 @@ def _fullest(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, in
         footprint = replace(footprint, moments=tuple(moments))
     held = predict(footprint, plan, inventory, precision=asked.precision, widths=widths, zero=zero)
     found = [_shared(one, asked, shares) for one in held.values()]
+    if laid.whole_stages and plan.recompute:
+        kept_by_stage = stage_activations(footprint, plan)
+        found = [replace(one, activations=kept_by_stage[rank % len(kept_by_stage)]) for rank, one in enumerate(found)]
     fullest = max(found, key=lambda held: held.reserved)
     if _can_replay(footprint, plan) and laid.keeps_gradients:
         # DDP's buckets come on top; they are as large as the gradients, and stay as they do.
@@ -216,6 +230,8 @@ def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: P
         plan = replace(plan, engine="zero", zero_stage=2, offload=("optimizer",))
     if laid.clips and not plan.offload:
         footprint = replace(footprint, optimizer_work=(*footprint.optimizer_work, *_clipping(footprint, laid)))
+    if laid.masters:
+        footprint = replace(footprint, optimizer_work=(*footprint.optimizer_work, *_unscaling(footprint, laid)))
     if laid.fused_update and plan.offload:
         footprint = replace(footprint, optimizer_work=(Work(kind="pointwise", name="_fused_adamw_", dtype="fp32"),))
     if laid.narrow:
@@ -223,10 +239,15 @@ def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: P
     wire = Wire(parameter_bytes=2, gradient_bytes=laid.reduce_bytes) if asked.wide_storage and laid.engine == "fsdp" else None
     # Adam's pass is bound by memory: 28 bytes an element in fp32, half of that where parameters and states are of 16 bits.
     rates = HostRates(laid.slow_host * (0.5 if asked.optimizer == "cpu kernel same" else 1.0), laid.slow_python)
-    seconds = predict_seconds(footprint, plan, inventory, precision=asked.precision, rates=rates, wire=wire, zero=ZeroSettings())
+    step = step_of(footprint, plan, inventory, precision=asked.precision, rates=rates, wire=wire, zero=ZeroSettings())
+    seconds = step.seconds()
+    if laid.waits and plan.engine != "pipeline":
+        seconds = replace(seconds, overhead=max(seconds.overhead, _waiting(step.run(0), footprint, laid, plan, rates, seconds)))
     if laid.inputs_on_host and not laid.copies_aside:
         # ``save_on_cpu`` copies each input down and up again in the stream that computes (torch/autograd/graph.py).
-        copied = 2 * laid.accumulate * rates.host_copy_seconds(inventory.devices[0], _inputs_kept(asked))
+        # Around the whole model (``offload_wrapper(model)``) that goes for what is saved outside of the blocks as well.
+        outside = sum(part.activation_bytes for part in footprint.outer) * asked.rows // max(1, footprint.batch_size)
+        copied = 2 * laid.accumulate * rates.host_copy_seconds(inventory.devices[0], _inputs_kept(asked) + outside)
         seconds = replace(seconds, offload=seconds.offload + copied)
     return {**seconds.to_dict(), "step": seconds.step}
 
@@ -255,6 +276,39 @@ class HostRates(DataSheet):
     def host_adam_seconds(self, elements: int, device: Device) -> float:
         """AdamW's update of so many fp32 elements."""
         return super().host_adam_seconds(elements, device) * self._slower
+
+
+def _waiting(run: Run, footprint: Footprint, laid: Layout, plan: Plan, rates: HostRates, seconds: Seconds) -> float:
+    """What the host adds where it waits for the device in each micro-batch: it can't run ahead from one to the next, nor to the update."""
+    parts = (*footprint.blocks, *footprint.outer)
+    forward = rates.issue_seconds(run.device, "forward") * sum(work.count for part in parts for work in part.work)
+    backward = rates.issue_seconds(run.device, "backward") * sum(work.count for part in parts for work in part.backward_work)
+    if plan.recompute:
+        backward += forward
+    there, back = sum(run.forward), sum(run.backwards())
+    if laid.waits == "both":
+        late = max(0.0, forward - there) + max(0.0, backward - back)
+    else:
+        late = max(0.0, forward + backward - there - back - seconds.communication / run.parts)
+    return run.parts * late + max(0.0, run.issued_update + run.beside - run.update)
+
+
+def _unscaling(footprint: Footprint, laid: Layout) -> tuple[Work, ...]:
+    """After each backward apex's amp reads gradients of 16 bits and writes them as the masters', in fp32, to which it adds those of the
+    micro-batches after the first (``amp/_process_optimizer.py``, ``post_backward_with_master_weights``): 6 and 10 bytes an element. A
+    clipper reads them for their norm, then reads and writes them.
+    """
+    tensors = sum(learns for part in (*footprint.blocks, *footprint.outer) for *_, learns in part.parameter_rows)
+    count, elements = max(1, tensors // 100), footprint.gradient_bytes // 2
+    each = elements // count
+    passes = [(6, 1), (10, laid.accumulate - 1)]
+    if laid.clips_each:
+        passes += [(4, laid.accumulate), (8, laid.accumulate)]
+    return tuple(
+        Work(kind="pointwise", name="unscale", dtype="fp32", count=count * times, moved_bytes=width * each, fixed_bytes=width * each)
+        for width, times in passes
+        if times
+    )
 
 
 def _clipping(footprint: Footprint, laid: Layout) -> tuple[Work, ...]:

@@ -49,6 +49,10 @@ class Layout:
         all_kernels: all of torch's kernels are loaded into the CUDA context.
         narrow: in which type of fewer than 16 bits the blocks' products run: ``"fp8"``, ``"fp4"``; empty for none.
         optimizer_shards: over how many ranks the optimizer's state is shared beside what the engine does (ZeRO-1 beside a pipeline).
+        masters: apex's amp keeps parameters in 16 bits and masters in fp32 (O2): after each backward the gradients are added up in fp32.
+        clips_each: gradients are clipped after each micro-batch, not once a step.
+        whole_stages: a pipeline's stages are recomputed whole, rather than block by block.
+        waits: when in each micro-batch the host waits for the device: after ``"backward"``, after ``"both"`` forward and backward, never.
     """
 
     engine: str
@@ -82,6 +86,10 @@ class Layout:
     slow_python: float = 1.0
     all_kernels: bool = False
     narrow: str = ""
+    masters: bool = False
+    clips_each: bool = False
+    whole_stages: bool = False
+    waits: str = ""
 
     def plan(self, footprint: Footprint, inventory: Inventory) -> Plan:
         """The plan for a footprint on these devices."""
@@ -162,6 +170,27 @@ def has_first_flash(fields: Fields) -> bool:
         return False
     fields.assume("the attention's version isn't published: FlashAttention's first, as of its torch")
     return True
+
+
+def has_apex_masters(fields: Fields) -> bool:
+    """Whether the run was under apex's amp with masters in fp32 (``opt_level="O2"``); an optimizer of apex's alone doesn't say so."""
+    stored = str(fields.precision.get("params") or "").casefold()
+    return "apex" in fields.text("framework") and "fp16" in stored and "master" in stored
+
+
+def host_waits(fields: Fields) -> str:
+    """When in each micro-batch the host reads a number off the device, before which it can't issue what comes next.
+
+    apex's amp reads whether gradients overflowed after each backward (``amp/handle.py``, ``scale_loss``); BingBertSquad's script the loss
+    before it as well (``nvidia_run_squad_baseline.py``, ``loss.item()``). transformers' Trainer asks after each backward whether the loss
+    is a number (``logging_nan_inf_filter``, by default since 4.11 of September 2021, huggingface/transformers#13619; torch was at 1.9).
+    """
+    said = fields.text("framework")
+    if has_apex_masters(fields):
+        return "both" if "bingbert" in said else "backward"
+    version, own = fields.torch_version, re.search(r"(?:trainer|transformers) (\d+)\.(\d+)", said)
+    older = (version is not None and version < (1, 9)) or (own is not None and (int(own[1]), int(own[2])) < (4, 11))
+    return "backward" if "hf trainer" in said and not older else ""
 
 
 def narrow_products(fields: Fields) -> str:
