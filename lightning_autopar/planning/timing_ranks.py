@@ -125,19 +125,20 @@ def run_of(
     idle = idle_share(device)
     on_cpu = device.kind == "cpu"
     each = share / parts
-    seconds: dict[tuple[int, str], Load] = {}
+    own_layers = [layout.layers[number] for number in own]
 
-    def load(index: int, phase: Phase) -> Load:
-        found = seconds.get((index, phase))
-        if found is None:
-            found = part_load(layout, index, each, device, rates, phase)
-            stream = pace * found.stream / idle
-            found = seconds[index, phase] = Load(stream + found.issue, 0.0) if on_cpu else Load(stream, found.issue)
-        return found
+    def loads(indices: list[int], phase: Phase) -> list[Load]:
+        """Of each layer. Blocks are mostly alike, so each kind is asked for once."""
+        found: dict[int, Load] = {}
+        for index in set(indices):
+            part = part_load(layout, index, each, device, rates, phase)
+            stream = pace * part.stream / idle
+            found[index] = Load(stream + part.issue, 0.0) if on_cpu else Load(stream, part.issue)
+        return [found[index] for index in indices]
 
-    forwards = [load(layout.layers[number].forward, "forward") for number in own]
-    backwards = [load(layout.layers[number].backward, "backward") for number in own]
-    repeated = [layout.layers[number].fqn in again for number in own]
+    forwards = loads([layer.forward for layer in own_layers], "forward")
+    backwards = loads([layer.backward for layer in own_layers], "backward")
+    repeated = [layer.fqn in again for layer in own_layers]
     second = tuple(load.stream if twice else 0.0 for load, twice in zip(forwards, repeated, strict=True))
     whole = update_load(layout, held, device, rates) if updates and layout.optimizer else Load(0.0, 0.0)
     update = whole.stream / idle + (whole.issue if on_cpu else 0.0)
