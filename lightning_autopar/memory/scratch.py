@@ -285,7 +285,7 @@ CPU_SCRATCH: Mapping[Any, ScratchOf] = {
     aten.baddbmm.default: _product(1),
 }
 #: What is said where convolutions couldn't be asked what they take.
-UNREAD = "what convolutions take inside of one operation is a guess, as a profiler runs in this process that would be disturbed"
+UNREAD = "what convolutions take inside of one operation is a guess: they are too large to run one for it, or a profiler runs here"
 _MEASURED = (aten.convolution.default, aten.convolution_backward.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
@@ -299,7 +299,7 @@ def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
                 return found(args, kwargs, output)
             except CannotMeasure:
                 notes[UNREAD] = None
-                return unmeasured(args)
+                return unmeasured(args, output)
 
         return tell
 

@@ -22,6 +22,9 @@ from lightning_autopar.memory.recorder import Allocations
 #: What is run for it has so many multiply-adds, and its tensors so many bytes, at most: some hundredths of a second, once a shape.
 _MOST_OPERATIONS = 1 << 28
 _MOST_BYTES = 1 << 28
+#: Of a single sample: some seconds. Nothing of it is run.
+_TOO_MANY_OPERATIONS = 1 << 34
+_TOO_MANY_BYTES = 1 << 31
 #: A single image goes to kernels of its own, and so may less than this many where nothing but channels is mixed (``use_mkldnn`` of
 #: ``ATen/native/Convolution.cpp``). From two on what is taken lies on a line.
 _MANY_ROWS = 16
@@ -43,7 +46,7 @@ class Scratch(NamedTuple):
 
 
 class CannotMeasure(RuntimeError):
-    """Somebody else is profiling, who would be disturbed."""
+    """It would take too long, or somebody else is profiling, who would be disturbed."""
 
 
 _known: dict[object, Scratch] = {}
@@ -53,7 +56,7 @@ def convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> S
     """Of ``aten.convolution``; its output is there already.
 
     Raises:
-        CannotMeasure: while a profiler runs.
+        CannotMeasure: while a profiler runs, or if a sample takes seconds.
     """
     image, weight, transposed = args[0], args[1], args[6]
     return _scratch(torch.ops.aten.convolution.default, args, (0,), _operations(image if transposed else output, weight))
@@ -63,15 +66,15 @@ def convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
     """Of ``aten.convolution_backward``; the gradients that it returns are there already.
 
     Raises:
-        CannotMeasure: while a profiler runs.
+        CannotMeasure: while a profiler runs, or if a sample takes seconds.
     """
     gradient, image, weight, transposed = *args[:3], args[7]
     return _scratch(torch.ops.aten.convolution_backward.default, args, (0, 1), 2 * _operations(image if transposed else gradient, weight))
 
 
-def unmeasured(args: tuple[Any, ...]) -> Scratch:
-    """A guess at either, where it can't be measured: a copy of every tensor that goes in, and one more of the largest."""
-    sizes = [_bytes(each) for each in args if isinstance(each, Tensor)]
+def unmeasured(args: tuple[Any, ...], output: Any) -> Scratch:
+    """A guess at either, where it can't be measured: a copy of every tensor that goes in or comes out, and one more of the largest."""
+    sizes = [_bytes(each) for each in (*args, *tree_leaves(output)) if isinstance(each, Tensor)]
     return Scratch(sum(sizes) + max(sizes, default=0))
 
 
@@ -106,7 +109,12 @@ def _measured(function: Any, args: tuple[Any, ...], batched: Sequence[int], oper
     """By running it, on all samples or on as many as don't take long."""
     rows = len(args[batched[0]])
     bytes_a_row = sum(_bytes(args[place]) for place in batched) // rows
+    if operations_a_row > _TOO_MANY_OPERATIONS or bytes_a_row > _TOO_MANY_BYTES:
+        raise CannotMeasure("a sample takes too long")
     affordable = min(_MOST_OPERATIONS // max(1, operations_a_row), _MOST_BYTES // max(1, bytes_a_row))
+    if not affordable:  # of images as large as that nearly everything grows with their number
+        count = min(rows, 2)
+        return Scratch(_run(function, args, batched, count) * rows // count)
     pointwise = max(args[batched[-1] + 1].shape[2:]) == 1
     least = max(_FEW_ROWS, 2 * torch.get_num_threads(), _MANY_ROWS if pointwise else 0)
     many = max(_FEW_ROWS, min(rows, max(least, affordable)))
