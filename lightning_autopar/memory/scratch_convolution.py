@@ -1,9 +1,9 @@
 """What convolutions take inside of one operation on a CPU: they are run once, on few samples, under the profiler. Knows shapes; no ledger.
 
 oneDNN has dozens of kernels, and chooses by instruction set, threads, layout and each of a convolution's numbers; which of them copy input,
-weight or output to a layout of their own, and which go through columns, no formula told for more than the shapes it was read from (torch
-2.13, 300 random convolutions: two fifths more than 2 % off, on AVX2 as on AVX-512). The kernels themselves tell it exactly. What a few
-samples take is carried on to the batch by the line through two numbers of them, where running the whole batch would take long.
+weight or output to a layout of their own, and which go through columns, no formula tells for more than the shapes it was read from. The
+kernels themselves tell it exactly. What a few samples take is carried on to the batch by the line through two numbers of them, where
+running the whole batch would take long (``benchmarks/convolutions.py`` says how well).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lightning_autopar.memory.recorder import Allocations
 #: What is run for it has so many multiply-adds, and its tensors so many bytes, at most: some hundredths of a second, once a shape.
 _MOST_OPERATIONS = 1 << 28
 _MOST_BYTES = 1 << 28
-#: Of a single sample: some seconds. Nothing of it is run.
-_TOO_MANY_OPERATIONS = 1 << 34
-_TOO_MANY_BYTES = 1 << 31
+#: Of a single sample: tenths of a second, some times over. Nothing of it is run.
+_TOO_MANY_OPERATIONS = 1 << 32
+_TOO_MANY_BYTES = 1 << 30
 #: A single image goes to kernels of its own, and so may less than this many where nothing but channels is mixed (``use_mkldnn`` of
 #: ``ATen/native/Convolution.cpp``). From two on what is taken lies on a line.
 _MANY_ROWS = 16
@@ -56,7 +56,7 @@ def convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> S
     """Of ``aten.convolution``; its output is there already.
 
     Raises:
-        CannotMeasure: while a profiler runs, or if a sample takes seconds.
+        CannotMeasure: while a profiler runs, or if a sample takes long.
     """
     image, weight, transposed = args[0], args[1], args[6]
     return _scratch(torch.ops.aten.convolution.default, args, (0,), _operations(image if transposed else output, weight))
@@ -66,7 +66,7 @@ def convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
     """Of ``aten.convolution_backward``; the gradients that it returns are there already.
 
     Raises:
-        CannotMeasure: while a profiler runs, or if a sample takes seconds.
+        CannotMeasure: while a profiler runs, or if a sample takes long.
     """
     gradient, image, weight, transposed = *args[:3], args[7]
     return _scratch(torch.ops.aten.convolution_backward.default, args, (0, 1), 2 * _operations(image if transposed else gradient, weight))
@@ -112,9 +112,6 @@ def _measured(function: Any, args: tuple[Any, ...], batched: Sequence[int], oper
     if operations_a_row > _TOO_MANY_OPERATIONS or bytes_a_row > _TOO_MANY_BYTES:
         raise CannotMeasure("a sample takes too long")
     affordable = min(_MOST_OPERATIONS // max(1, operations_a_row), _MOST_BYTES // max(1, bytes_a_row))
-    if not affordable:  # of images as large as that nearly everything grows with their number
-        count = min(rows, 2)
-        return Scratch(_run(function, args, batched, count) * rows // count)
     pointwise = max(args[batched[-1] + 1].shape[2:]) == 1
     least = max(_FEW_ROWS, 2 * torch.get_num_threads(), _MANY_ROWS if pointwise else 0)
     many = max(_FEW_ROWS, min(rows, max(least, affordable)))
