@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_autopar.memory.dependence import Input
 from lightning_autopar.memory.kinds import dtype_name
 from lightning_autopar.memory.operations import Operation
+from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.work import Work
 
 #: Which tensors of a call depend on the batch → which entry of the shape grows with it.
@@ -85,8 +86,8 @@ class _Arguments:
         a table goes with its source.
         """
         known = self.known
-        written = [_bytes(item.tensor) for item in self.made]
-        read = [min(_bytes(item.tensor), item.storage_bytes) for item in self.inputs]
+        written = [tensor_bytes(item.tensor) for item in self.made]
+        read = [min(tensor_bytes(item.tensor), item.storage_bytes) for item in self.inputs]
         unread = known.unread | {"self"} if self.named.get("beta", 1) == 0 else known.unread
         again = known.again if self.named.get("training", self.named.get("train", True)) else {}
         # A fused optimizer's gradients are unscaled in place, where there is a scale; steps are numbers.
@@ -279,7 +280,3 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

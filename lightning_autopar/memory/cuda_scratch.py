@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.memory.scratch import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, Scratch, ScratchOf
+from lightning_autopar.memory.storages import tensor_bytes
 
 aten = torch.ops.aten
 
 _FLOAT = 4
 _INDEX = 8
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _up(size: int, multiple: int) -> int:
@@ -69,7 +66,7 @@ def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
     image, weight, groups = args[0], args[1], args[8]
     if _without_copy(image, weight, groups):
         return None
-    return Scratch(_bytes(image) + _bytes(output), _bytes(weight))
+    return Scratch(tensor_bytes(image) + tensor_bytes(output), tensor_bytes(weight))
 
 
 def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
@@ -77,7 +74,7 @@ def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output:
     gradient, image, weight, groups = args[0], args[1], args[2], args[9]
     if _without_copy(image, weight, groups):
         return None
-    return Scratch(_bytes(image) + _bytes(gradient), _bytes(weight))
+    return Scratch(tensor_bytes(image) + tensor_bytes(gradient), tensor_bytes(weight))
 
 
 def _without_copy(image: Tensor, weight: Tensor, groups: int) -> bool:
@@ -117,12 +114,12 @@ def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sc
 
 def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
     """``sort_cuda_kernel`` (Sort.cpp): values and indices once more, before and after a pass."""
-    return Scratch(_bytes(output[0]) + _bytes(output[1]))
+    return Scratch(tensor_bytes(output[0]) + tensor_bytes(output[1]))
 
 
 def _fourier(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
     """The workspace of cuFFT's plan (``_exec_fft``, SpectralOps.cpp): as much as it makes, an estimate; powers of two may need none."""
-    return Scratch(_bytes(output))
+    return Scratch(tensor_bytes(output))
 
 
 def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
@@ -131,12 +128,15 @@ def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sc
     So it was printed for four layers of 320 (https://github.com/pytorch/pytorch/issues/2895: LSTM 17,730,560 bytes for 12,139,520 of
     weights, GRU 13,169,920 for 9,104,640). The copy of the input is torch's (``_cudnn_rnn``, RNN.cpp).
     """
-    return Scratch(_bytes(args[0]) if args[10] else 0, sum(_bytes(weight) for weight in args[1]) * 3 // 2)
+    weights = sum(tensor_bytes(weight) for weight in args[1])
+    return Scratch(tensor_bytes(args[0]) if args[10] else 0, weights * 3 // 2)
 
 
 def _recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
     """As :func:`_recurrent`; batch first, input and output's gradient are copied."""
-    return Scratch(_bytes(args[0]) + _bytes(args[6]) if args[14] else 0, sum(_bytes(weight) for weight in args[1]) * 3 // 2)
+    return Scratch(
+        tensor_bytes(args[0]) + tensor_bytes(args[6]) if args[14] else 0, sum(tensor_bytes(weight) for weight in args[1]) * 3 // 2
+    )
 
 
 def _statistics(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tensor: Tensor) -> int | None:

@@ -13,6 +13,7 @@ from lightning_autopar.memory.attribution import Account, Places, account
 from lightning_autopar.memory.blocks import BlockWatcher, Record
 from lightning_autopar.memory.footprint import LayerFootprint, Moment
 from lightning_autopar.memory.parts import parts_of
+from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tally import OPTIMIZER, collected
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.tracker import MemoryTracker
@@ -200,7 +201,7 @@ def _held(own: Collection[tuple[Tensor, bool]], bytes_of: BytesOf, holding: Mapp
         parameter_bytes=sum(size[0] for size in sizes),
         gradient_bytes=sum(size[1] for size in sizes),
         optimizer_bytes=sum(size[2] for size in sizes),
-        buffer_bytes=sum(_bytes(tensor) for tensor, is_parameter in own if not is_parameter),
+        buffer_bytes=sum(tensor_bytes(tensor) for tensor, is_parameter in own if not is_parameter),
         parameter_rows=tuple(_rows(parameter) for parameter in parameters),
         parameter_modules=tuple(holding[id(parameter)] for parameter in parameters),
     )
@@ -209,8 +210,4 @@ def _held(own: Collection[tuple[Tensor, bool]], bytes_of: BytesOf, holding: Mapp
 def _rows(parameter: Tensor) -> tuple[int, int, bool]:
     """Rows, bytes of a row, and whether it learns."""
     rows = parameter.shape[0] if parameter.dim() else 1
-    return rows, _bytes(parameter) // max(1, rows), parameter.requires_grad
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return rows, tensor_bytes(parameter) // max(1, rows), parameter.requires_grad

@@ -73,7 +73,7 @@ class Recording:
     host_bytes: int = 0
 
 
-class Allocations(profiler.profile):
+class _Allocations(profiler.profile):
     """The profiler for memory events and marks alone: it records the scope of ``record_function``, not that of every operation.
 
     It leaves torch's global word of a running profiler unsaid, so that it can tell somebody else's, which takes this one's place.
@@ -109,7 +109,7 @@ class Recorder:
             return False
         self._notes = []
         _count_in_every_thread(True)
-        self._profile = Allocations(profile_memory=True)
+        self._profile = _Allocations(profile_memory=True)
         self._profile.__enter__()
         self.note(**kinds)
         return True

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_autopar.memory.scratch_convolution import CannotMeasure, Scratch, convolution, convolution_backward, unmeasured
 from lightning_autopar.memory.scratch_product import half_product_bytes
 from lightning_autopar.memory.scratch_recurrent import recurrent_backward, recurrent_forward, recurrent_workspace
+from lightning_autopar.memory.storages import tensor_bytes
 
 __all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "Scratch", "ScratchOf", "cpu_scratch"]
 
@@ -30,15 +31,11 @@ HiddenOf = Callable[[tuple[Any, ...], dict[str, Any], Any, Tensor], int | None]
 _TILE_ELEMENTS = 60 * 60
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _copied(tensor: Tensor | None) -> int:
     """Bytes of what ``contiguous()`` makes of it."""
     if tensor is None or tensor.layout is not torch.strided or tensor.is_contiguous():
         return 0
-    return _bytes(tensor)
+    return tensor_bytes(tensor)
 
 
 def _tile(tensor: Tensor) -> int:
@@ -71,12 +68,12 @@ def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
 
 def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
     """New running statistics, while the old ones are there."""
-    return Scratch(0, 2 * _bytes(args[3])) if args[3] is not None and args[5] else None
+    return Scratch(0, 2 * tensor_bytes(args[3])) if args[3] is not None and args[5] else None
 
 
 def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
     """``Normalization.cpp``: where gradient and input are laid out alike, a second tensor for the input's gradient."""
-    return Scratch(_bytes(args[1])) if args[0].stride() == args[1].stride() else None
+    return Scratch(tensor_bytes(args[1])) if args[0].stride() == args[1].stride() else None
 
 
 def _group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
@@ -120,7 +117,7 @@ def _copied_rows(tensor: Tensor) -> int:
     _, heads, length, width = tensor.shape
     dense = length * heads * width, width, heads * width, 1
     alike = all(size == 1 or stride == wanted for size, stride, wanted in zip(tensor.shape, tensor.stride(), dense, strict=True))
-    return 0 if alike else _bytes(tensor)
+    return 0 if alike else tensor_bytes(tensor)
 
 
 # -- losses --------------------------------------------------------------------------------------------------------------------------------
@@ -130,18 +127,18 @@ def _loss(elements: int) -> ScratchOf:
     """A loss before it is reduced, and what it is made of: so many tensors of the input's size."""
 
     def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
-        return Scratch(elements * _bytes(args[0])) if output.numel() < args[0].numel() else None
+        return Scratch(elements * tensor_bytes(args[0])) if output.numel() < args[0].numel() else None
 
     return scratch
 
 
 def _reduced_loss(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tensor: Tensor) -> int | None:
     """``Loss.cpp``: the loss's storage is made for all elements, and only then reduced to one; it stays as large."""
-    return _bytes(args[0]) if tensor.numel() < args[0].numel() else None
+    return tensor_bytes(args[0]) if tensor.numel() < args[0].numel() else None
 
 
 def _log_sum_exp(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
-    return Scratch(_bytes(args[0]) + 2 * _bytes(output))
+    return Scratch(tensor_bytes(args[0]) + 2 * tensor_bytes(output))
 
 
 # -- images --------------------------------------------------------------------------------------------------------------------------------
@@ -150,7 +147,7 @@ def _log_sum_exp(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
 def _upsample(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
     """``UpSampleKernel.cpp``: images of several channels are interpolated channels last, and copied to and fro."""
     image = args[0]
-    return Scratch(_bytes(image) + _bytes(output)) if image.is_contiguous() and image.shape[1] > 1 else None
+    return Scratch(tensor_bytes(image) + tensor_bytes(output)) if image.is_contiguous() and image.shape[1] > 1 else None
 
 
 def _upsample_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
@@ -158,12 +155,12 @@ def _upsample_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: An
     if gradient.is_contiguous():
         return None
     dense = gradient.is_contiguous(memory_format=torch.channels_last)
-    return _some((0 if dense else _bytes(gradient)) + (_bytes(output) if gradient.stride(1) == 1 else 0))
+    return _some((0 if dense else tensor_bytes(gradient)) + (tensor_bytes(output) if gradient.stride(1) == 1 else 0))
 
 
 def _roll(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
     """A dimension after the other."""
-    return _some(min(len(args[1]) - 1, 2) * _bytes(output))
+    return _some(min(len(args[1]) - 1, 2) * tensor_bytes(output))
 
 
 # -- the rest ------------------------------------------------------------------------------------------------------------------------------
@@ -172,7 +169,7 @@ def _roll(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch
 def _gelu_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
     """By oneDNN where the input is contiguous: copies of both if the gradient isn't."""
     copied = args[1].is_contiguous() and not args[0].is_contiguous()
-    return Scratch(_bytes(args[0]) + _bytes(args[1])) if copied else None
+    return Scratch(tensor_bytes(args[0]) + tensor_bytes(args[1])) if copied else None
 
 
 def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.memory.noise import without_noise
-from lightning_autopar.memory.recorder import Allocations
+from lightning_autopar.memory.recorder import Recorder
+from lightning_autopar.memory.storages import tensor_bytes
 
 #: What is run for it has so many multiply-adds, and its tensors so many bytes, at most: some hundredths of a second, once a shape.
 _MOST_OPERATIONS = 1 << 28
@@ -74,7 +75,7 @@ def convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
 
 def unmeasured(args: tuple[Any, ...], output: Any) -> Scratch:
     """A guess at either, where it can't be measured: a copy of every tensor that goes in or comes out, and one more of the largest."""
-    sizes = [_bytes(each) for each in (*args, *tree_leaves(output)) if isinstance(each, Tensor)]
+    sizes = [tensor_bytes(each) for each in (*args, *tree_leaves(output)) if isinstance(each, Tensor)]
     return Scratch(sum(sizes) + max(sizes, default=0))
 
 
@@ -108,7 +109,7 @@ def _scratch(function: Any, args: tuple[Any, ...], batched: Sequence[int], opera
 def _measured(function: Any, args: tuple[Any, ...], batched: Sequence[int], operations_a_row: int) -> Scratch:
     """By running it, on all samples or on as many as don't take long."""
     rows = len(args[batched[0]])
-    bytes_a_row = sum(_bytes(args[place]) for place in batched) // rows
+    bytes_a_row = sum(tensor_bytes(args[place]) for place in batched) // rows
     if operations_a_row > _TOO_MANY_OPERATIONS or bytes_a_row > _TOO_MANY_BYTES:
         raise CannotMeasure("a sample takes too long")
     affordable = min(_MOST_OPERATIONS // max(1, operations_a_row), _MOST_BYTES // max(1, bytes_a_row))
@@ -140,17 +141,15 @@ def taken_beside(function: Any, args: Sequence[Any]) -> int:
         CannotMeasure: while a profiler runs.
     """
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        if torch.autograd._profiler_enabled():
-            raise CannotMeasure("a profiler runs in this process")
-        with without_noise(), Allocations(profile_memory=True) as profile:
+        recorder = Recorder()
+        with without_noise():
+            if not recorder.start():
+                raise CannotMeasure("a profiler runs in this process")
             output = function(*args)
-        events = profile.kineto_results.events()
-    level = peak = 0
-    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        level += size
-        peak = max(peak, level)
+            recording = recorder.stop()
+    assert recording is not None, "nobody begins to profile meanwhile"
     made = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
-    return max(0, peak - sum(made.values()))
+    return max(0, recording.peak_bytes - sum(made.values()))
 
 
 def _like(tensor: Tensor, rows: int | None) -> Tensor:
@@ -166,7 +165,3 @@ def _told(value: Any) -> object:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     return tuple(value) if isinstance(value, list) else value
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 #: A module up to this size is run for real, once, where fakes won't do.
 _SMALL_BYTES = 200 << 20
 _MARGIN_REAL = 0.1
-#: Kernels that nobody has looked into.
+#: Where convolutions couldn't be asked what they take.
 _MARGIN_UNREAD = 0.2
 #: What a guess that decides about shapes is taken to be worth at least.
 _MARGIN_SHAPED = 0.05

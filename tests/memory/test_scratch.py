@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_autopar._fork import run_forked
 from lightning_autopar.memory import scratch_convolution
 from lightning_autopar.memory.scratch import CPU_HIDDEN, CPU_SCRATCH, UNREAD, cpu_scratch
+from lightning_autopar.memory.scratch_product import half_product_bytes
 
 aten = torch.ops.aten
 SCRATCH = cpu_scratch({})
@@ -216,6 +217,34 @@ def test_what_takes_long_for_a_single_image_is_a_guess_that_is_said() -> None:
     whole, found, notes = run_forked(guessed, timeout_seconds=100)
     assert list(notes) == [UNREAD]
     assert sum(found) > sum(whole)
+
+
+def test_a_fork_of_a_process_whose_threads_have_worked_can_ask() -> None:
+    """OpenMP's threads don't survive a fork; a plan is made in one."""
+
+    def asked() -> int:
+        function, args = CALLS["3 × 3, backward"]()
+        return sum(SCRATCH[function](args, {}, function(*args)) or ())
+
+    def in_a_fork_of_it() -> list[int]:
+        torch.set_num_threads(2)
+        return [asked(), run_forked(asked, timeout_seconds=60)]
+
+    here, in_the_fork = run_forked(in_a_fork_of_it, timeout_seconds=100)
+    assert here == in_the_fork > 0
+
+
+def test_of_many_products_few_are_run() -> None:
+    """A thread works on one at a time; all of these would take a gigabyte, and minutes."""
+
+    def asked() -> list[int]:
+        return [
+            half_product_bytes(aten.bmm.default, tuple(torch.empty(count, 256, 256, dtype=torch.bfloat16, device="meta") for _ in "ab"))
+            for count in (2 * torch.get_num_threads(), 8192)
+        ]
+
+    few, many = run_forked(asked, timeout_seconds=20)
+    assert few == many
 
 
 def test_where_somebody_profiles_it_is_a_guess_that_is_said() -> None:
