@@ -5,10 +5,17 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do $$p
 VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# torch's CUDA build on stub libraries (tests/nullgpu): GPUs where there are none.
+CUDA_VENV := .venv-cuda
+CUDA_INSTALLED := $(CUDA_VENV)/.installed
+# Other people's packages (tests/packages), which want torchvision: there is one for torch's CUDA build alone, so it runs on the stub libraries.
+PACKAGES_VENV := .venv-packages
+PACKAGES_INSTALLED := $(PACKAGES_VENV)/.installed
+STUB := $(wildcard tests/nullgpu/*.py tests/nullgpu/src/* tests/nullgpu/compute/* tests/nullgpu/site/*)
 # Where a shell has set it, each of the hundred processes that tests start compiles this package anew, half a second of a core each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow conformance chaos check docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages chaos lightning-suite check docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -30,11 +37,43 @@ test-slow: export OMP_NUM_THREADS = 1
 test-slow: $(INSTALLED)
 	$(RUN)/python -m pytest --slow -m slow
 
+# What needs GPUs, on two stub ones; where there is a real one, on that. CUDA_TESTS names a part.
+CUDA_TESTS ?= tests
+ifeq ($(shell nvidia-smi --list-gpus 2>/dev/null | grep -c .),0)
+test-cuda: export NULLGPU_DEVICES = 2
+test-cuda: export NULLGPU_COMPUTE = 1
+test-cuda: export OMP_NUM_THREADS = 1
+test-cuda: $(CUDA_INSTALLED)
+	@state=$$(mktemp /dev/shm/nullgpu.XXXXXX); NULLGPU_STATE=$$state $(CUDA_VENV)/bin/python -m pytest -m gpu $(CUDA_TESTS); failed=$$?; \
+	rm -f $$state; exit $$failed
+else
+test-cuda: $(INSTALLED)
+	$(RUN)/python -m pytest -m gpu $(CUDA_TESTS)
+endif
+
+# The tests that need no GPU on torch's build for CUDA, which is what `pip install torch` gives most people, on a machine without a GPU.
+test-cuda-build: export OMP_NUM_THREADS = 1
+test-cuda-build: $(CUDA_INSTALLED)
+	env -u NULLGPU_DEVICES $(CUDA_VENV)/bin/python -m pytest -m "not gpu"
+
 # Every feature under every engine, half an hour or more; `make test` has a part of it. Writes docs/features.md.
 conformance: export OMP_NUM_THREADS = 1
 conformance: $(INSTALLED)
 	$(RUN)/python -m pytest tests/conformance --all-cells --deselect tests/conformance/test_conformance.py::test_the_page_shows_what_is_expected
 	$(RUN)/python -m tests.conformance.render
+
+# The same on GPUs: on stub ones, or on real ones where there are two. Writes docs/features_cuda.md from what was run.
+conformance-cuda: $(INSTALLED)
+	$(MAKE) test-cuda CUDA_TESTS="tests/conformance/test_cuda.py --all-cells"; failed=$$?; \
+	$(RUN)/python -m tests.conformance.render --cuda && exit $$failed
+
+# Other people's models under every plan against plain Lightning, an hour or more; nightly. Writes docs/packages.md. MEMBERS names some.
+packages: $(PACKAGES_INSTALLED)
+	$(PACKAGES_VENV)/bin/python -m tests.packages.matrix $(MEMBERS)
+
+# Lightning's own tests under autopar, 40 minutes; LIGHTNING names the folder `tests` of its repository. See tests/lightning_suite/README.md.
+lightning-suite: $(INSTALLED)
+	$(RUN)/python -m tests.lightning_suite.run $(LIGHTNING)
 
 check: $(INSTALLED)
 	$(RUN)/ruff check .
@@ -66,9 +105,21 @@ bench-pipeline: $(INSTALLED)
 	$(RUN)/python benchmarks/pipeline_speed.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CUDA_VENV) $(PACKAGES_VENV) build dist .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,hf,report,docs,bench]"
+	@touch $@
+
+# The project's own install needs its build backend, which pip fetches.
+$(CUDA_INSTALLED): pyproject.toml constraints.txt $(STUB)
+	$(PYTHON) tests/nullgpu/environment.py $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+$(PACKAGES_INSTALLED): tests/packages/requirements.txt constraints.txt $(STUB)
+	$(PYTHON) tests/nullgpu/environment.py $(PACKAGES_VENV)
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/packages/requirements.txt
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

@@ -19,11 +19,20 @@ for _name in (*_SETTINGS, "LIGHTNING_AUTOPAR_AUTOLOAD", "TORCH_DEVICE_BACKEND_AU
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.nullgpu.plugin import pytest_report_teststatus, pytest_runtest_setup  # noqa: E402, F401
+
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow tests, too, as `make test-slow` does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Only a run of tests on GPUs alone (``-m gpu``, or files named after them) sees any: all others are the same on every machine."""
+    chosen: str = config.option.markexpr
+    if not ("gpu" in chosen and "not gpu" not in chosen) and not all("gpu" in path.rpartition("/tests/")[2] for path in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,426 @@
+"""What one GPU shows first: do fits end and come back, do the caps hold, where do a step's seconds go.
+
+    python3 benchmarks/gpu_checks.py fits --json OUT [--seconds 120]
+    python3 benchmarks/gpu_checks.py caps --json OUT
+    python3 benchmarks/gpu_checks.py seconds --json OUT
+
+Each check runs in a fresh process under a time limit of its own, so that one that hangs or crashes is a result, and costs no other. Plain
+Lightning on the same GPU is what fits are compared with. Needs torch, lightning, transformers, peft and the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+# Nothing of earlier runs counts, and nobody else is told of these.
+os.environ.update(AUTOPAR_CACHE="off", AUTOPAR_WAIT="never", HF_HUB_OFFLINE="1")
+os.environ.setdefault("AUTOPAR_LEDGER", "off")
+
+_BEGUN = time.monotonic()
+GIB = 1 << 30
+#: What the runs of a check may differ by: GPUs add up in another order.
+_TOLERANCE = 1e-4
+#: Steps of a fit; and how many pairs of fits are timed, as far as the time goes.
+_STEPS, _TIMED_STEPS = 16, 30
+_LEAST_PAIRS, _MOST_PAIRS, _PAIRS_SECONDS = 3, 20, 40.0
+#: A check may take so long, whatever is left for all of them.
+_MOST_SECONDS = 60.0
+
+
+def _module(kind: str, *, hungry_bytes: int = 0) -> Any:
+    """A module of these: ``"wide"``, ``"conv"``, ``"llama"`` (of transformers), ``"lora"`` (of peft, on that).
+
+    Args:
+        kind: which.
+        hungry_bytes: taken besides in the middle of the run.
+    """
+    import lightning.pytorch as pl
+    import torch
+    from torch import nn
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _net(kind)
+            self.losses: list[Any] = []
+
+        def forward(self, batch: Any) -> Any:
+            if kind in ("llama", "lora"):
+                return self.net(input_ids=batch[0], labels=batch[0]).loss
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if hungry_bytes and self.global_step == _STEPS // 2:
+                torch.empty(hungry_bytes, dtype=torch.uint8, device=self.device)
+            loss = self(batch)
+            self.log("loss", loss)
+            self.losses.append(loss.detach())
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self(batch))
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> Any:
+            # AdamW would make as large a step of a gradient that is rounding alone as of any other.
+            return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], 1e-2, momentum=0.9)
+
+    return Module()
+
+
+def _net(kind: str) -> Any:
+    from torch import nn
+
+    if kind == "conv":
+        return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 3, 3, padding=1))
+    if kind == "wide":
+        return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 64}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
+    if kind == "llama":
+        return llama
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+
+def _data(kind: str, rows: int = 16 * _STEPS) -> Any:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    draw = torch.Generator().manual_seed(0)
+    if kind in ("llama", "lora"):
+        return DataLoader(TensorDataset(torch.randint(512, (rows, 32), generator=draw)), 16)
+    x = torch.randn(rows, *((3, 32, 32) if kind == "conv" else (256,)), generator=draw)
+    return DataLoader(TensorDataset(x, x if kind == "conv" else x.sum(1, keepdim=True) / 16), 16)
+
+
+def _fit(kind: str, strategy: Any, *, steps: int = _STEPS, hungry_bytes: int = 0, **options: Any) -> tuple[Any, Any]:
+    """(trainer, module) of a run on one GPU."""
+    import lightning.pytorch as pl
+
+    pl.seed_everything(1, verbose=False)
+    module = _module(kind, hungry_bytes=hungry_bytes)
+    usual = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    usual |= {"limit_val_batches": 2, "num_sanity_val_steps": 0}
+    trainer = pl.Trainer(accelerator="gpu", devices=1, strategy=strategy, max_steps=steps, **{**usual, **options})
+    trainer.fit(module, _data(kind, 16 * steps), _data(kind, 64))
+    return trainer, module
+
+
+def _difference(ours: Any, theirs: Any) -> float:
+    """The largest of two modules' weights, by the size of the weight."""
+    mine, others = ours.state_dict(), theirs.state_dict()
+    return max(
+        float((mine[name].cpu().float() - other.cpu().float()).abs().max() / (other.cpu().float().abs().max() + 1e-12))
+        for name, other in others.items()
+        if other.is_floating_point()
+    )
+
+
+def _strategy(**options: Any) -> Any:
+    from lightning_autopar import AutoParallelStrategy
+
+    return AutoParallelStrategy(calibrate="off", **options)
+
+
+def _plan(**options: Any) -> Any:
+    from lightning_autopar import Plan
+    from lightning_autopar.memory.inventory import probe
+
+    return Plan(engine="single", devices=(probe().devices[0].id,), **options)
+
+
+def _against_plain(kind: str, strategy: Any, **options: Any) -> dict[str, Any]:
+    """A fit under autopar beside plain Lightning's: what differs, and predicted beside measured memory."""
+    trainer, module = _fit(kind, strategy, **options)  # first, as no worker can be forked once this process has used the GPU
+    alike = {name: value for name, value in options.items() if name != "callbacks"}
+    _, plain = _fit(kind, "auto", **alike)
+    found: dict[str, Any] = {"difference": _difference(module, plain), "steps": trainer.global_step, "plan": strategy.plan.title()}
+    for device, measured in strategy.measured.items():
+        held = strategy.report.best_candidate.bytes[device]
+        found["memory"] = {
+            "predicted": {"allocated": held.allocated, "reserved": held.reserved, "context": held.context},
+            "measured": measured,
+        }
+    found["passed"] = found["difference"] <= _TOLERANCE and trainer.global_step == _STEPS
+    return found
+
+
+# -- do fits end and come back -----------------------------------------------------------------------------------------------------------
+
+
+def single() -> dict[str, Any]:
+    """One device, in the main process."""
+    return _against_plain("wide", _strategy())
+
+
+def half_precision() -> dict[str, Any]:
+    """bf16 under autocast."""
+    return _against_plain("wide", _strategy(), precision="bf16-mixed")
+
+
+def micro_batches() -> dict[str, Any]:
+    """A batch worked off in four parts."""
+    return _against_plain("wide", _strategy(plan=_plan(micro_batches=4)))
+
+
+def tied_llama() -> dict[str, Any]:
+    """A model of transformers with tied weights."""
+    return _against_plain("llama", _strategy())
+
+
+def lora() -> dict[str, Any]:
+    """The same with adapters of peft."""
+    return _against_plain("lora", _strategy())
+
+
+def asked_for_cuda_first() -> dict[str, Any]:
+    """``torch.cuda.is_available()`` before Lightning is imported; then a fit, and a test in the same process."""
+    import torch
+
+    assert torch.cuda.is_available()
+    trainer, module = _fit("wide", _strategy())
+    (value,) = trainer.test(module, _data("wide", 64), verbose=False)
+    return {"passed": trainer.global_step == _STEPS, "test": value}
+
+
+def elastic() -> dict[str, Any]:
+    """A worker process on the GPU, from which weights come back."""
+    from lightning_autopar import CheckpointMigrate
+
+    return _against_plain("wide", _strategy(), callbacks=[CheckpointMigrate()])
+
+
+def killed_worker() -> dict[str, Any]:
+    """That worker is killed in the middle: another one goes on from the last snapshot, to the same weights."""
+    import lightning.pytorch as pl
+
+    from lightning_autopar import CheckpointMigrate
+
+    marker = Path(tempfile.mkdtemp()) / "killed"
+
+    class Killer(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == _STEPS // 2 and os.environ.get("WORLD_SIZE") and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer, module = _fit("wide", _strategy(), callbacks=[CheckpointMigrate(snapshot_seconds=0.1), Killer()])
+    _, plain = _fit("wide", "auto")
+    difference = _difference(module, plain)
+    return {"passed": marker.exists() and trainer.global_step == _STEPS and difference <= _TOLERANCE, "difference": difference}
+
+
+# -- do the caps hold --------------------------------------------------------------------------------------------------------------------
+
+
+def _leased(**environment: str) -> None:
+    os.environ.update(AUTOPAR_LEDGER=tempfile.mkdtemp(), **environment)
+
+
+def within_the_lease() -> dict[str, Any]:
+    """What the allocator holds of the GPU, beside what the run leased."""
+    import torch
+
+    _leased()
+    strategy = _strategy()
+    trainer, _ = _fit("wide", strategy)
+    (device,) = strategy.plan.devices
+    leased = strategy.report.best_candidate.needs[device]
+    held = torch.cuda.max_memory_reserved()
+    return {"passed": trainer.global_step == _STEPS and held <= 1.1 * leased, "held_bytes": held, "leased_bytes": leased}
+
+
+def beyond_the_lease() -> dict[str, Any]:
+    """A step that takes far more than predicted ends in the run's own out-of-memory, although the GPU has that."""
+    import torch
+
+    from lightning_autopar.memory.inventory import probe
+
+    _leased()
+    free_bytes = probe().devices[0].free_bytes
+    hungry = min(free_bytes // 2, 16 * GIB)
+    try:
+        _fit("wide", _strategy(memory_limit=f"{4 * GIB}"), hungry_bytes=hungry)
+    except torch.OutOfMemoryError as error:
+        return {
+            "passed": True,
+            "taken_bytes": hungry,
+            "free_bytes": free_bytes,
+            "said": [str(error)[:300], *getattr(error, "__notes__", ())],
+        }
+    return {"passed": False, "taken_bytes": hungry, "free_bytes": free_bytes, "said": "it was given that"}
+
+
+def searching_kernels() -> dict[str, Any]:
+    """cuDNN tries algorithms that take workspace, which no prediction knows: on a GPU that nobody shares it goes through."""
+    _leased()
+    trainer, _ = _fit("conv", _strategy(), benchmark=True)
+    return {"passed": trainer.global_step == _STEPS}
+
+
+# -- where seconds go --------------------------------------------------------------------------------------------------------------------
+
+
+def overhead() -> dict[str, Any]:
+    """Seconds a step beside plain Lightning's, pair by pair, the GPU's part by CUDA events."""
+    pairs: list[dict[str, Any]] = []
+    while len(pairs) < _MOST_PAIRS and (len(pairs) < _LEAST_PAIRS or time.monotonic() - _BEGUN < _PAIRS_SECONDS):
+        number = len(pairs)
+        order: list[tuple[str, Callable[[], Any]]] = [("plain", lambda: "auto"), ("autopar", lambda: _strategy(plan=_plan()))]
+        taken = {name: _step_seconds(make()) for name, make in (order if number % 2 else order[::-1])}
+        pairs.append(taken)
+    ratios = sorted(pair["autopar"]["wall"] / pair["plain"]["wall"] for pair in pairs)
+    spread = (ratios[5], ratios[-6]) if len(ratios) == _MOST_PAIRS else None  # of twenty the 95 % interval of the median
+    return {"passed": True, "median_ratio": statistics.median(ratios), "interval": spread, "pairs": pairs}
+
+
+def _step_seconds(strategy: Any) -> dict[str, float]:
+    """The median step of a fit: on the clock, on the GPU, and of this process."""
+    import lightning.pytorch as pl
+    import torch
+
+    class Clock(pl.Callback):
+        def __init__(self) -> None:
+            self.at: list[tuple[float, float]] = []
+            self.events: list[Any] = []
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.at.append((time.perf_counter(), time.process_time()))
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+
+    clock = Clock()
+    _fit("wide", strategy, steps=_TIMED_STEPS, callbacks=[clock], limit_val_batches=0)
+    torch.cuda.synchronize()
+    walls = [after[0] - before[0] for before, after in zip(clock.at, clock.at[1:], strict=False)][5:]
+    cores = [after[1] - before[1] for before, after in zip(clock.at, clock.at[1:], strict=False)][5:]
+    gpu = [before.elapsed_time(after) / 1e3 for before, after in zip(clock.events, clock.events[1:], strict=False)][5:]
+    return {name: statistics.median(values) for name, values in (("wall", walls), ("cores", cores), ("gpu", gpu))}
+
+
+def waits() -> dict[str, Any]:
+    """How often torch says that the host waits for the GPU in a step, under plain Lightning and under autopar; with micro-batches, too."""
+    import lightning.pytorch as pl
+    import torch
+
+    class Debug(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                torch.cuda.set_sync_debug_mode("warn")
+
+        def on_train_end(self, *_: Any) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+    found = {}
+    kinds = {"plain": lambda: "auto", "single": _strategy, "micro_batches": lambda: _strategy(plan=_plan(micro_batches=4))}
+    for name, make in kinds.items():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            _fit("wide", make(), callbacks=[Debug()], limit_val_batches=0)
+        found[name] = sum("synchroniz" in str(each.message) for each in said) / (_STEPS - 4)
+    return {"passed": found["single"] <= found["plain"], "a_step": found}
+
+
+def profile() -> dict[str, Any]:
+    """Of some steps under autopar the operations that take the host longest, and those that take the GPU longest."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
+        _fit("llama", _strategy(plan=_plan()), limit_val_batches=0)
+    rows = taken.key_averages()
+
+    def top(by: str) -> list[tuple[str, int, float]]:
+        return [(row.key[:80], row.count, getattr(row, by) / 1e6) for row in sorted(rows, key=lambda row: -getattr(row, by))[:12]]
+
+    return {"passed": True, "host": top("self_cpu_time_total"), "gpu": top("self_device_time_total")}
+
+
+def calibration() -> dict[str, Any]:
+    """How long measuring this machine takes, and what it finds."""
+    os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp()
+    from lightning_autopar.memory.inventory import probe
+    from lightning_autopar.planning.calibrate_words import speeds
+    from lightning_autopar.strategies.calibration import calibrate
+
+    inventory, begun = probe(), time.monotonic()
+    found = calibrate(inventory, progress=False).calibration
+    taken = time.monotonic() - begun
+    told = {device.name: speeds(found, device).to_dict() for device in inventory.devices}
+    return {"passed": taken < 12 and not found.failures, "seconds": taken, "failures": dict(found.failures), "speeds": told}
+
+
+SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], ...]] = {
+    "fits": (single, half_precision, micro_batches, tied_llama, lora, asked_for_cuda_first, elastic, killed_worker),
+    "caps": (within_the_lease, beyond_the_lease, searching_kernels),
+    "seconds": (overhead, waits, calibration, profile),
+}
+
+
+def _run(section: str, name: str, seconds: float) -> dict[str, Any]:
+    """One check in a process of its own."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, str(Path(__file__).resolve()), section, "--check", name, "--json", str(out)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        try:
+            said, _ = process.communicate(timeout=seconds)
+            status = "ended" if process.returncode == 0 else f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, status = process.communicate()[0], f"stopped after {seconds:.0f} s"
+        found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"passed": False}
+    passed = bool(found.pop("passed")) and status == "ended"
+    tail = "" if passed else said[-1500:]
+    return {"check": name, "passed": passed, "status": status, "seconds": time.monotonic() - begun, "found": found, "said": tail}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=sorted(SECTIONS))
+    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for all checks together; what it doesn't suffice for is left out")
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    checks = {check.__name__: check for check in SECTIONS[arguments.section]}
+    if arguments.check:
+        warnings.simplefilter("ignore")
+        arguments.json.write_text(json.dumps(checks[arguments.check]()), encoding="utf-8")
+        sys.stdout.flush()
+        os._exit(0)  # a race of torch's own at exit, where a backward was the last thing, isn't looked for here
+    from machine import machine
+
+    until, rows, left_out = _BEGUN + arguments.seconds, [], list(checks)
+    report = {**machine(), "section": arguments.section, "checks": rows, "left_out": left_out}
+    for name in checks:
+        left = until - time.monotonic()
+        if left > 5:
+            rows.append(_run(arguments.section, name, min(left, _MOST_SECONDS)))
+            left_out.remove(name)
+            print(f"{name}: {'passed' if rows[-1]['passed'] else 'FAILED'} ({rows[-1]['status']}, {rows[-1]['seconds']:.1f} s)", flush=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0 if not left_out and all(row["passed"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""What takes seconds to import, and is imported once for all processes of :mod:`tests.fresh`."""
+
+import lightning.pytorch  # noqa: F401
+import transformers  # noqa: F401
+
+import lightning_autopar.strategies.auto  # noqa: F401
+import tests.conftest  # noqa: F401

@@ -1,0 +1,57 @@
+"""What a GPU is asked first: its parts are there, fit into nine minutes, and each leaves a result, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_all import MOST_SECONDS, OFFLOAD, PARTS, ROOT, Part, run_all
+from benchmarks.gpu_checks import SECTIONS, _run
+
+
+def test_the_parts_are_there_and_take_nine_minutes_at_most() -> None:
+    assert [part.name for part in PARTS] == ["stub", "fits", "tests", "caps", "seconds"]
+    for parts in (PARTS, OFFLOAD):
+        assert sum(part.seconds for part in parts) <= MOST_SECONDS - 5 * len(parts), "with each part's start and end"
+        for part in parts:
+            paths = [word for word in part.command if word.endswith(".py")]
+            assert paths
+            assert [path for path in paths if not (ROOT / path).is_file()] == []
+    assert {part.command[1] for part in PARTS if part.command[0].endswith("gpu_checks.py")} == set(SECTIONS)
+
+
+def test_the_script_asks_for_a_folder() -> None:
+    script = ROOT / "benchmarks" / "gpu_all.sh"
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "give the folder for the results" in done.stderr
+
+
+def test_each_part_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = "import json, sys; json.dump({'figure': 7}, open(sys.argv[1], 'w'))"
+    waits = "import threading; threading.Event().wait()"
+    parts = (
+        Part(name="good", command=("-c", figures, "{json}"), seconds=20),
+        Part(name="bad", command=("-c", "print('no GPU'); raise SystemExit(3)"), seconds=20),
+        Part(name="hangs", command=("-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {waits!r}])"), seconds=1),
+        Part(name="last", command=("-c", "pass"), seconds=20),
+    )
+    begun = time.monotonic()
+    assert not run_all(parts, tmp_path / "results")
+    assert time.monotonic() - begun < 30
+    found = [json.loads(path.read_text()) for path in sorted((tmp_path / "results").iterdir())]
+    assert [each["part"] for each in found] == ["good", "bad", "hangs", "last"]
+    assert [each["status"] for each in found] == ["passed", "failed with exit code 3", "stopped after 1 s", "passed"]
+    assert found[0]["found"] == {"figure": 7}
+    assert "no GPU" in found[1]["said"]
+    assert "hangs: stopped" in capsys.readouterr().out
+
+
+def test_a_check_that_crashes_costs_no_other() -> None:
+    row = _run("caps", "no such check", 30.0)
+    assert (row["passed"], row["status"]) == (False, "exit code 1")
+    assert "KeyError: 'no such check'" in row["said"]
