@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory, probe
 from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.candidates import Constraints, recomputable_order
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Candidate, NothingFits
@@ -29,6 +30,7 @@ from lightning_autopar.strategies.recompute import recomputed
 from memory.job import Batches, MakeOptimizer
 from memory.measure import RealPeak
 from memory.zoo_gpu import GpuModel, gpu_models
+from memory.zoo_unseen import judging_models, unseen_models
 
 STEPS = 4
 
@@ -38,9 +40,10 @@ class Task:
     """One row of the table.
 
     Args:
-        model: its name in the zoo.
+        model: its name in the GPU zoo, or among those that it lacks.
         precision: the Trainer's.
-        optimizer: ``"foreach"`` (what torch picks by itself on a GPU) or ``"fused"``.
+        optimizer: AdamW ``"foreach"`` (what torch picks by itself on a GPU), ``"fused"`` or in a ``"loop"``; ``"sgd"`` with momentum;
+            ``"adafactor"``.
         recompute: whether every block that can be recomputed is.
         small: sizes for a CPU.
     """
@@ -73,13 +76,24 @@ class Predicted:
 
 def adamw(kind: str, on_gpu: bool) -> MakeOptimizer:
     """The optimizer of that implementation; on a CPU torch picks no foreach by itself, so it is asked for."""
+    if kind == "sgd":
+        return lambda parameters: torch.optim.SGD(parameters, 1e-3, momentum=0.9)
+    if kind == "adafactor":
+        return lambda parameters: torch.optim.Adafactor(parameters)
+    if kind == "loop":
+        return lambda parameters: torch.optim.AdamW(parameters, 1e-4, foreach=False)
     if kind == "fused":
         return lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True)
     return lambda parameters: torch.optim.AdamW(parameters, 1e-4, **({} if on_gpu else {"foreach": True}))
 
 
 def _model(task: Task) -> GpuModel:
-    return next(model for model in gpu_models(small=task.small) if model.name == task.model)
+    return model_of(task.model, small=task.small)
+
+
+def model_of(name: str, *, small: bool) -> GpuModel:
+    """A model by its name, of any list."""
+    return next(model for model in (*gpu_models(small=small), *unseen_models(), *judging_models()) if model.name == name)
 
 
 def predict_both(task: Task, spec: str) -> tuple[Predicted, Predicted]:
@@ -96,7 +110,7 @@ def predict_both(task: Task, spec: str) -> tuple[Predicted, Predicted]:
     model = _model(task)
     module, batch = model.build(adamw(task.optimizer, on_gpu)), model.batch()
     begun = time.perf_counter()
-    footprint = trace(module, None, batch, precision=task.precision, target="cuda" if on_gpu else "cpu")
+    footprint = trace(module, None, batch, precision=task.precision, target=target_of(inventory.devices))
     seconds = time.perf_counter() - begun
     found = []
     for fqns in ((), recomputable_order(footprint)):

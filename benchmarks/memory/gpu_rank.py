@@ -19,15 +19,17 @@ from torch.utils._pytree import tree_map
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import probe
 from lightning_autopar.memory.predict import predict
+from lightning_autopar.memory.replay import replay
 from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.workspace import target_of, workspaces
 from lightning_autopar.planning.candidates import Constraints, shardable
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.plans import Plan
 from memory.fake_world import measure_fsdp_rank
-from memory.gpu_job import adamw, clean
+from memory.gpu_job import adamw, clean, model_of
 from memory.stage_rank import GPT, measure_stage
-from memory.zoo_gpu import gpu_models
+from memory.zoo_unseen import judging_models
 
 FSDP_RANKS, STAGES, MICRO_BATCHES = 8, 4, 8
 FSDP_MODELS = ("GPT-2", "Llama", "BERT", "ViT", "nn.Transformer", "MLP")
@@ -38,7 +40,7 @@ class RankTask:
     """One row.
 
     Args:
-        model: a model of the GPU zoo, or ``"GPT"`` for the pipeline.
+        model: a model of the GPU zoo or one that judges the replay, or ``"GPT"`` for the pipeline.
         engine: ``"fsdp"`` or ``"pipeline"``.
         precision: the Trainer's.
         setting: FSDP ``"reshard"`` or ``"keep"``; the pipeline's schedule.
@@ -69,7 +71,11 @@ def rank_tasks(small: bool) -> list[RankTask]:
         for setting in ("reshard", "keep")
         for model in FSDP_MODELS
     ]
-    return sharded + stages
+    judging = [
+        RankTask(model=model.name, engine="fsdp", precision="bf16-mixed", setting="reshard", rank=0, small=small)
+        for model in judging_models()
+    ]
+    return sharded + stages + judging
 
 
 def predict_rank(task: RankTask, spec: str) -> tuple[dict[str, int], Plan, float]:
@@ -84,11 +90,13 @@ def predict_rank(task: RankTask, spec: str) -> tuple[dict[str, int], Plan, float
     devices = tuple(device.id for device in inventory.devices)
     module, whole = _built(task)
     begun = time.perf_counter()
-    footprint = trace(module, None, whole, precision=task.precision, target="cpu" if inventory.devices[0].kind == "cpu" else "cuda")
+    footprint = trace(module, None, whole, precision=task.precision, target=target_of(inventory.devices))
     seconds = time.perf_counter() - begun
     plan = _plan(task, footprint, devices)
     if plan.engine == "pipeline":
         held = predict(footprint, plan, inventory, precision=task.precision)[devices[task.rank]].to_dict()
+        libraries = workspaces(footprint, inventory.devices[task.rank].name)
+        held["replayed"] = replay(footprint, plan, task.rank, workspaces=libraries).reserved_peak_bytes
     else:
         constraints = Constraints(allow=("fsdp",), pinned=plan, precision=task.precision, memory_margin=0.0)
         try:
@@ -113,7 +121,7 @@ def _built(task: RankTask) -> tuple[LightningModule, Any]:
         sizes = {} if task.small else {"width": 1024, "depth": 16, "words": 32000, "length": 1024, "heads": 16}
         model = GPT(**sizes)
         return model, torch.randint(0, model.words, (2 * MICRO_BATCHES, model.length))
-    found = next(model for model in gpu_models(small=task.small) if model.name == task.model)
+    found = model_of(task.model, small=task.small)
     share = found.batch()
     whole = tree_map(lambda leaf: torch.cat([leaf] * FSDP_RANKS) if isinstance(leaf, Tensor) else leaf, share)
     return found.build(adamw("foreach", not task.small)), whole
@@ -153,4 +161,6 @@ def rank_row(task: RankTask, predicted: dict[str, int], seconds: float, measured
     for name in ("allocated", "reserved"):
         if measured.get(name):
             found[f"{name}_error"] = (predicted[name] - (predicted["context"] if name == "reserved" else 0)) / measured[name] - 1
+    if "replayed" in predicted and measured.get("reserved"):
+        found["replayed_error"] = predicted["replayed"] / measured["reserved"] - 1
     return found

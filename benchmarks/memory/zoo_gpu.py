@@ -40,7 +40,9 @@ def gpu_models(*, small: bool) -> list[GpuModel]:
     return [*_language(small), *_encoders(small), *_sight(small), *_by_hand(small)]
 
 
-def _hf(name: str, model: str, config: str, batch: Callable[[], Any], *, checkpointing: bool = False, **settings: Any) -> GpuModel:
+def hugging_face_model(
+    name: str, model: str, config: str, batch: Callable[[], Any], *, checkpointing: bool = False, **settings: Any
+) -> GpuModel:
     def build(optimizer: MakeOptimizer) -> pl.LightningModule:
         net = hugging_face(model, config, checkpointing=checkpointing, **settings)
         return Learner(net, own_loss, optimizer)
@@ -48,7 +50,7 @@ def _hf(name: str, model: str, config: str, batch: Callable[[], Any], *, checkpo
     return GpuModel(name=name, build=build, batch=batch)
 
 
-def _tokens(rows: int, length: int, vocabulary: int, *, mask: bool = False) -> Callable[[], Any]:
+def token_batch(rows: int, length: int, vocabulary: int, *, mask: bool = False) -> Callable[[], Any]:
     def batch() -> dict[str, Tensor]:
         tokens = torch.randint(5, vocabulary, (rows, length))
         return {"input_ids": tokens, "labels": tokens.clone()} | ({"attention_mask": torch.ones_like(tokens)} if mask else {})
@@ -60,7 +62,7 @@ def _language(small: bool) -> list[GpuModel]:
     vocabulary = 1000 if small else 32000
     width, depth, heads = (64, 2, 4) if small else (768, 10, 12)
     rows, length = (2, 32) if small else (4, 1024)
-    tokens, masked = _tokens(rows, length, vocabulary), _tokens(rows, length, vocabulary, mask=True)
+    tokens, masked = token_batch(rows, length, vocabulary), token_batch(rows, length, vocabulary, mask=True)
     llama = {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -107,26 +109,26 @@ def _language(small: bool) -> list[GpuModel]:
     moe = {**llama, "num_hidden_layers": max(2, depth // 3), "num_local_experts": 4, "num_experts_per_tok": 2}
     gemma = {**llama, "head_dim": width // heads}
     return [
-        _hf("GPT-2", "GPT2LMHeadModel", "GPT2Config", tokens, **gpt2),
-        _hf("GPT-2, padded", "GPT2LMHeadModel", "GPT2Config", masked, **gpt2),
-        _hf("GPT-2, own checkpointing", "GPT2LMHeadModel", "GPT2Config", tokens, checkpointing=True, **gpt2),
-        _hf("Llama", "LlamaForCausalLM", "LlamaConfig", tokens, **llama),
-        _hf(
+        hugging_face_model("GPT-2", "GPT2LMHeadModel", "GPT2Config", tokens, **gpt2),
+        hugging_face_model("GPT-2, padded", "GPT2LMHeadModel", "GPT2Config", masked, **gpt2),
+        hugging_face_model("GPT-2, own checkpointing", "GPT2LMHeadModel", "GPT2Config", tokens, checkpointing=True, **gpt2),
+        hugging_face_model("Llama", "LlamaForCausalLM", "LlamaConfig", tokens, **llama),
+        hugging_face_model(
             "Llama, long",
             "LlamaForCausalLM",
             "LlamaConfig",
-            _tokens(1, 4 * length, vocabulary),
+            token_batch(1, 4 * length, vocabulary),
             **{**mha, "max_position_embeddings": 4 * length},
         ),
-        _hf("Mistral", "MistralForCausalLM", "MistralConfig", masked, **llama),
-        _hf("Qwen2", "Qwen2ForCausalLM", "Qwen2Config", tokens, **llama),
-        _hf("Gemma", "GemmaForCausalLM", "GemmaConfig", tokens, **gemma),
-        _hf("Phi", "PhiForCausalLM", "PhiConfig", tokens, **{**mha, "num_hidden_layers": depth}),
-        _hf("GPT-NeoX", "GPTNeoXForCausalLM", "GPTNeoXConfig", tokens, **neox),
-        _hf("OPT", "OPTForCausalLM", "OPTConfig", tokens, **opt),
-        _hf("Mixtral", "MixtralForCausalLM", "MixtralConfig", tokens, **moe),
-        _hf("T5", "T5ForConditionalGeneration", "T5Config", tokens, **t5),
-        _hf("BART", "BartForConditionalGeneration", "BartConfig", tokens, **bart),
+        hugging_face_model("Mistral", "MistralForCausalLM", "MistralConfig", masked, **llama),
+        hugging_face_model("Qwen2", "Qwen2ForCausalLM", "Qwen2Config", tokens, **llama),
+        hugging_face_model("Gemma", "GemmaForCausalLM", "GemmaConfig", tokens, **gemma),
+        hugging_face_model("Phi", "PhiForCausalLM", "PhiConfig", tokens, **{**mha, "num_hidden_layers": depth}),
+        hugging_face_model("GPT-NeoX", "GPTNeoXForCausalLM", "GPTNeoXConfig", tokens, **neox),
+        hugging_face_model("OPT", "OPTForCausalLM", "OPTConfig", tokens, **opt),
+        hugging_face_model("Mixtral", "MixtralForCausalLM", "MixtralConfig", tokens, **moe),
+        hugging_face_model("T5", "T5ForConditionalGeneration", "T5Config", tokens, **t5),
+        hugging_face_model("BART", "BartForConditionalGeneration", "BartConfig", tokens, **bart),
     ]
 
 
@@ -164,13 +166,13 @@ def _encoders(small: bool) -> list[GpuModel]:
         "classifier_proj_size": width,
     }
     return [
-        _hf("BERT", "BertForSequenceClassification", "BertConfig", sentences, **bert),
-        _hf(
+        hugging_face_model("BERT", "BertForSequenceClassification", "BertConfig", sentences, **bert),
+        hugging_face_model(
             "RoBERTa", "RobertaForSequenceClassification", "RobertaConfig", sentences, **{**bert, "max_position_embeddings": 2 * length + 2}
         ),
-        _hf("ELECTRA", "ElectraForSequenceClassification", "ElectraConfig", sentences, **bert, embedding_size=width),
-        _hf("DistilBERT", "DistilBertForSequenceClassification", "DistilBertConfig", sentences, **distil),
-        _hf("Wav2Vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", speech, **wav2vec2),
+        hugging_face_model("ELECTRA", "ElectraForSequenceClassification", "ElectraConfig", sentences, **bert, embedding_size=width),
+        hugging_face_model("DistilBERT", "DistilBertForSequenceClassification", "DistilBertConfig", sentences, **distil),
+        hugging_face_model("Wav2Vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", speech, **wav2vec2),
     ]
 
 
@@ -199,11 +201,11 @@ def _sight(small: bool) -> list[GpuModel]:
     swin = {"image_size": 224, "embed_dim": 96, "depths": layers, "num_heads": [3, 6, 12, 24], "num_labels": 10}
     resnet = {"hidden_sizes": [4 * size for size in widths], "depths": [2, 2, 3, 2], "num_labels": 10}
     return [
-        _hf("ViT", "ViTForImageClassification", "ViTConfig", images, **vit),
-        _hf("DeiT", "DeiTForImageClassification", "DeiTConfig", images, **vit),
-        _hf("ConvNeXt", "ConvNextForImageClassification", "ConvNextConfig", images, **convnext),
-        _hf("Swin", "SwinForImageClassification", "SwinConfig", _images(1, 224) if small else images, **swin),
-        _hf("ResNet, bottlenecks", "ResNetForImageClassification", "ResNetConfig", images, **resnet),
+        hugging_face_model("ViT", "ViTForImageClassification", "ViTConfig", images, **vit),
+        hugging_face_model("DeiT", "DeiTForImageClassification", "DeiTConfig", images, **vit),
+        hugging_face_model("ConvNeXt", "ConvNextForImageClassification", "ConvNextConfig", images, **convnext),
+        hugging_face_model("Swin", "SwinForImageClassification", "SwinConfig", _images(1, 224) if small else images, **swin),
+        hugging_face_model("ResNet, bottlenecks", "ResNetForImageClassification", "ResNetConfig", images, **resnet),
     ]
 
 

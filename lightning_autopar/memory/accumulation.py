@@ -1,4 +1,4 @@
-"""Where autograd adds gradients in place, and does not while a mode looks on. Knows torch's autograd; no ledger, no module."""
+"""What autograd writes in place, and does not while a mode looks on. Knows torch's autograd; no ledger, no module."""
 
 from __future__ import annotations
 
@@ -11,6 +11,44 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
+
+#: Operations of autograd's backward formulas on a tensor that the formula has just made: the one that a mode sees, and the one that runs
+#: where no mode looks on, which changes that tensor.
+_INTO_OWN = {
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.masked_scatter.default: aten.masked_scatter_.default,
+    aten.put.default: aten.put_.default,
+}
+#: The same of single formulas, where others' are out of place for real tensors, too.
+_INTO_OWN_BY_NODE = {
+    "BinaryCrossEntropyWithLogitsBackward0": {aten.sub.Tensor: aten.sub_.Tensor, aten.mul.Tensor: aten.mul_.Tensor},
+    "Atan2Backward0": {aten.masked_fill.Scalar: aten.masked_fill_.Scalar},
+}
+#: Every operation that :func:`in_place` may answer another for.
+WRITES = frozenset({aten.add.Tensor, *_INTO_OWN, *(function for functions in _INTO_OWN_BY_NODE.values() for function in functions)})
+
+
+def in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: Any, *, made_by_it: bool) -> Any:
+    """The operation that would have run in backward if no mode had looked on; the same one where there is no other.
+
+    Any mode makes tensors "subclass-like" (``aten/src/ATen/TensorSubclassLikeUtils.h``), for which formulas
+    (``torch/csrc/autograd/FunctionsManual.cpp``) and sums of gradients make a new tensor where otherwise they change one of their own.
+
+    Args:
+        function: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        node: autograd's node that runs, or has just run.
+        made_by_it: whether that node has made the first argument.
+    """
+    if function is aten.add.Tensor:
+        return aten.add_.Tensor if adds_in_place(function, args, kwargs, node, made_by_it=made_by_it) else function
+    if not made_by_it or torch.is_grad_enabled() or isinstance(node, BackwardCFunction):
+        return function
+    return _INTO_OWN.get(function) or _INTO_OWN_BY_NODE.get(node.name(), {}).get(function, function)
 
 
 def adds_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: Any, *, made_by_it: bool) -> bool:

@@ -158,6 +158,10 @@ class CachingAllocator:
                 block = block.next
             yield blocks
 
+    def layout(self) -> list[tuple[int, int, bool]]:
+        """Where its blocks lie, how large they are, and which are handed out."""
+        return [(block.address, block.size_bytes, block.allocated) for blocks in self.segments() for block in blocks]
+
     # -- free blocks -----------------------------------------------------------------------------------------------------------------------
 
     def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:

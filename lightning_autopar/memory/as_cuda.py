@@ -31,19 +31,20 @@ _COMPOSITE = "CompositeImplicitAutograd"
 
 
 @contextmanager
-def as_cuda(notes: dict[str, None]) -> Iterator[None]:
+def as_cuda(notes: dict[str, None], *, cudnn_head: int = 0) -> Iterator[None]:
     """While open, operations on CPU tensors keep and make what they would on CUDA. For fake tensors: few of CUDA's kernels run on a CPU.
 
     The whole process sees it. Not to be nested.
 
     Args:
         notes: gets a sentence for every choice that was met.
+        cudnn_head: the widest head of cuDNN's attention, where that is asked first; 0 where it comes last.
     """
     casts = Casts()
     with ExitStack() as stack:
         stack.enter_context(cuda_autocast(casts, notes))
         library = stack.enter_context(temporary_library())
-        library.impl("scaled_dot_product_attention", lambda *args, **kwargs: attention(notes, *args, **kwargs), _COMPOSITE)
+        library.impl("scaled_dot_product_attention", lambda *args, **kwargs: attention(notes, cudnn_head, *args, **kwargs), _COMPOSITE)
         library.impl("dropout", _dropout(notes), _COMPOSITE)
         library.impl("softmax.int", _softmax(aten._softmax.default), _COMPOSITE)
         library.impl("log_softmax.int", _softmax(aten._log_softmax.default), _COMPOSITE)

@@ -37,6 +37,8 @@ class Places:
         arrived: Collection[int],
         last_uses: Mapping[int, int],
         sources: Mapping[int, Sequence[tuple[int, Sequence[tuple[int, int]]]]] | None = None,
+        let_go: Mapping[int, int] | None = None,
+        reads: Mapping[int, int] | None = None,
     ) -> Tape:
         """The tape with the marks of the kept parts, and with what was found out after the fact.
 
@@ -46,12 +48,19 @@ class Places:
             last_uses: positions on the tape after which forward doesn't use a storage any more, by its number.
             sources: of what backward made, by the storage's number: positions on the tape after the operations that it comes from, each
                 with the gradients of activations that the operation has read, and their versions.
+            let_go: positions at which the code of blocks let go of what they had made, by the storage's number, in that order.
+            reads: positions at which nodes of backward had read for the last time what blocks saved for them, by the storage's number.
         """
         result = Tape(batches=tape.batches)
         last: tuple[Action, int] | None = None
         inside = False
-        unsaved, read = self._unsaved(tape, last_uses), self._read(arrived, sources or {})
+        unsaved, read = self._unsaved(tape, last_uses, let_go or {}), self._read(arrived, sources or {})
+        had_read: dict[int, list[int]] = {}
+        for number, position in (reads or {}).items():
+            had_read.setdefault(position, []).append(number)
         for position, (action, storage, size_bytes, kind) in enumerate(tape):
+            for number in had_read.get(position, ()):
+                result.add("read", number)
             for number in unsaved.get(position, ()):
                 result.add("unsaved", number)
             for number in read.get(position, ()):
@@ -59,7 +68,7 @@ class Places:
             if action not in MARKS:
                 if action not in NOTES:
                     result.add(action, storage, size_bytes, "fixed" if kind == "temporary" and storage in arrived else kind)
-                elif inside:
+                elif inside or action == "product":
                     result.add(action, storage)
                 continue
             if action == "forward":
@@ -84,9 +93,10 @@ class Places:
             seen.update(read)
         return found
 
-    def _unsaved(self, tape: Tape, last_uses: Mapping[int, int]) -> dict[int, list[int]]:
+    def _unsaved(self, tape: Tape, last_uses: Mapping[int, int], let_go: Mapping[int, int]) -> dict[int, list[int]]:
         """Storages that blocks make and leave behind, by the position at which their forward has done with them."""
         found: dict[int, list[int]] = {}
+        order = {number: place for place, number in enumerate(let_go, 1)}
         made: set[int] | None = None
         for action, storage, _, _ in tape:
             if action == "forward":
@@ -98,9 +108,36 @@ class Places:
             elif action in ("free", "output"):
                 made.discard(storage)
             elif action in MARKS:
-                for number in sorted(made & last_uses.keys()):
-                    found.setdefault(last_uses[number], []).append(number)
+                for number in sorted(made & last_uses.keys(), key=lambda number: (order.get(number, 0), number)):
+                    found.setdefault(max(last_uses[number], let_go.get(number, 0)), []).append(number)
                 made = None
+        for number, position in self._dead_ends(tape, last_uses).items():
+            found.setdefault(position, []).append(number)
+        return found
+
+    def _dead_ends(self, tape: Tape, last_uses: Mapping[int, int]) -> dict[int, int]:
+        """Storages that blocks return and that nothing uses afterwards, such as attention's weights that nobody asked for.
+
+        With the position of the mark at which Python lets go of them: ``outputs = block(…)`` holds them until the next block has run.
+        """
+        found: dict[int, int] = {}
+        returned: list[int] = []
+        returning: list[int] | None = None
+        for position, (action, storage, _, _) in enumerate(tape):
+            if action in MARKS:
+                if returning is not None or action not in ("forward", "leave"):
+                    found.update((number, position) for number in returned)
+                    returned = returning or []
+                returning = [] if action == "forward" and storage in self.blocks else None
+            elif action == "free":
+                returned = [number for number in returned if number != storage]
+            elif returning is None:
+                continue
+            elif action == "output" and last_uses.get(storage, position + 1) <= position:
+                returning.append(storage)
+            elif action == "input":  # it is kept by a later block that is recomputed, used or not
+                returned = [number for number in returned if number != storage]
+                found.pop(storage, None)
         return found
 
     def _mark(self, action: Action, index: int) -> tuple[Action, int]:
@@ -329,9 +366,10 @@ class _Reader:
             self._outputs[number] = self._part, self._storages[number]
 
     def let_go(self, number: int) -> None:
-        """A storage would be free from here on if nothing were saved."""
-        self._unsaved_bytes -= self._section[number]
+        """A storage would be free from here on if nothing were saved. An output is none any more: its block alone has a use for it."""
+        self._unsaved_bytes -= self._section.get(number, 0)
         self._let_go.add(number)
+        self._outputs.pop(number, None)
 
     def mark(self, action: Action, index: int) -> None:
         self._end_section()

@@ -7,23 +7,35 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_autopar._lightning_compat import combined_mode, loader_source, transfer_batch
+from lightning_autopar._lightning_compat import TrainerFn, combined_mode, loader_source, loaders_apart, transfer_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+#: What the user's code may raise while planning looks at it. Planning does so in a forked child, which gets no Ctrl-C: a KeyboardInterrupt
+#: comes from that code.
+RAISED = (Exception, KeyboardInterrupt, SystemExit)
+
+#: Of a loader so many batches are looked at, picked from so many of its order.
+_LOOKS = 6
+_LISTED = 20_000
 
 BatchKind = Literal["map", "iterable", "combined", "other"]
 
@@ -34,10 +46,14 @@ class FirstBatch:
 
     Args:
         batch: as the module's step gets it, on the CPU.
-        samples: what it was collated from; None where that isn't known (several loaders, a loader of ready batches).
+        samples: what it was collated from, a list or what the dataset's ``__getitems__`` gives; None where that isn't known (several
+            loaders, a loader of ready batches).
         collate: makes a batch of samples; None where they aren't known.
         batch_size: samples in it; of several loaders the smallest; 0 where it can't be told.
         draws: where random numbers were drawn in making it: ``"samples"`` (augmentation in the dataset), ``"collate"`` (masking, say).
+        loaders: the stage's.
+        seconds: what loading and collating it took; 0 where that isn't known.
+        cut: whether its parts are cut out of the whole batch's collation, rather than collated by themselves.
         kind: a loader over a map-style or iterable dataset, several loaders, or some other iterable.
     """
 
@@ -46,6 +62,9 @@ class FirstBatch:
     collate: Callable[[list[Any]], Any] | None = None
     batch_size: int = 0
     kind: BatchKind = "other"
+    loaders: tuple[Any, ...] = ()
+    seconds: float = 0.0
+    cut: bool = False
     draws: tuple[str, ...] = ()
     epoch_batches: int | None = None
 
@@ -67,14 +86,14 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
         for source in sources:
             source.prepare_data()
         for source in sources:
-            source.setup(stage=stage)
+            source.setup(stage=TrainerFn(stage))
     loader = loader_source(trainer, stage)
     if loader is None:
         raise ValueError(f"there is no data for the stage {stage!r}; pass loaders to the trainer or define the module's dataloader hook")
     combined = (
         loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle" if stage == "fit" else "sequential")
     )
-    loaders, structure = tree_flatten(combined.iterables)
+    loaders, shaped = loaders_apart(combined)
     if not loaders:
         raise ValueError(f"there is no loader for the stage {stage!r}: {combined.iterables!r}; give it one")
     if combined_mode(combined) == "sequential" or combined.iterables is loaders[0]:
@@ -82,13 +101,11 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     else:
         parts = [_draw(each) for each in loaders]
         sizes = [part.batch_size for part in parts if part.batch_size]
-        first = FirstBatch(
-            batch=tree_unflatten([part.batch for part in parts], structure), batch_size=min(sizes, default=0), kind="combined"
-        )
+        first = FirstBatch(batch=shaped([part.batch for part in parts]), batch_size=min(sizes, default=0), kind="combined")
     batch = transfer_batch(module, first.batch)
     size = first.batch_size or batch_size_of(batch)
     epoch_batches = _epoch_batches(loaders, combined_mode(combined), trainer.limit_train_batches) if stage == "fit" else None
-    return replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches)
+    return replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders))
 
 
 def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> int | None:
@@ -112,7 +129,7 @@ def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> 
 def _draw(loader: Any) -> FirstBatch:
     """The first batch of one loader, in this process."""
     if isinstance(loader, DataLoader):
-        if type(loader).__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None:
+        if type(loader).__iter__ is DataLoader.__iter__ and _order(loader) is not None:
             return _draw_by_hand(loader)
         loader = copy.copy(loader)
         # Workers would outlive the call, and pinning needs a GPU.
@@ -124,39 +141,124 @@ def _draw(loader: Any) -> FirstBatch:
 
 def _draw_by_hand(loader: DataLoader[Any]) -> FirstBatch:
     """Samples and their batch, as the loader's fetcher makes them (``torch.utils.data._utils.fetch``)."""
-    samples: list[Any]
-    before = _random_states()
     if isinstance(loader.dataset, IterableDataset):
-        samples = list(itertools.islice(iter(loader.dataset), loader.batch_size))
-        if loader.drop_last and len(samples) < (loader.batch_size or 0):
-            samples = []
-        kind: BatchKind = "iterable"
+        batch = _streamed(loader, iter(loader.dataset))
     else:
-        indices = list(next(iter(loader.batch_sampler), []))  # type: ignore[arg-type]
-        before = _random_states()
-        dataset: Any = loader.dataset
-        fetch = getattr(dataset, "__getitems__", None)
-        samples = (list(fetch(indices)) if fetch else [dataset[index] for index in indices]) if indices else []
-        kind = "map"
-    if not samples:
+        batch = _indexed(loader, list(next(iter(_order(loader)), [])))
+    if batch is None:
         raise ValueError(f"the loader over {type(loader.dataset).__name__} has no batch; give it data, or set drop_last=False")
+    return batch
+
+
+def _order(loader: DataLoader[Any]) -> Any:
+    """What gives a loader's batches of indices; None where nothing does."""
+    return (
+        loader.batch_sampler if loader.batch_sampler is not None else loader.sampler if isinstance(loader.sampler, BatchSampler) else None
+    )
+
+
+def _streamed(loader: DataLoader[Any], source: Iterator[Any]) -> FirstBatch | None:
+    """The next batch of a stream; None at its end."""
+    began = time.monotonic()
+    samples = list(itertools.islice(source, loader.batch_size))
+    if not samples or (loader.drop_last and len(samples) < (loader.batch_size or 0)):
+        return None
+    return FirstBatch(
+        batch=loader.collate_fn(fresh(samples)),
+        samples=samples,
+        collate=loader.collate_fn,
+        batch_size=len(samples),
+        kind="iterable",
+        seconds=time.monotonic() - began,
+    )
+
+
+def _indexed(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
+    """The batch of these samples; None of none."""
+    dataset, before, began = cast(Any, loader.dataset), _random_states(), time.monotonic()
+    fetch = getattr(dataset, "__getitems__", None)
+    if not indices:
+        return None
+    if loader.batch_sampler is None:  # a sampler of batches: the dataset loads a batch at a time
+        samples: Any = indices
+        collate: Callable[[Any], Any] = lambda own: loader.collate_fn(dataset[own])  # noqa: E731
+    else:
+        samples, collate = fetch(indices) if fetch else [dataset[index] for index in indices], loader.collate_fn
     loaded = _random_states()
-    batch = loader.collate_fn(samples)
+    batch = collate(fresh(samples))
     draws = [name for name, moved in (("samples", loaded != before), ("collate", _random_states() != loaded)) if moved]
     return FirstBatch(
         batch=batch,
         samples=samples,
-        collate=loader.collate_fn,
-        batch_size=len(samples),
-        kind=kind,
-        draws=tuple(draws) if kind == "map" else (),
+        collate=collate,
+        batch_size=len(indices),
+        kind="map",
+        draws=tuple(draws),
+        seconds=time.monotonic() - began,
     )
+
+
+def some_batches(loader: Any, seconds: float) -> list[FirstBatch]:
+    """Batches of a loader, within a time: its order's first and last one, and others between them, or a stream's first ones.
+
+    They aren't transferred. Of a loader whose samples aren't known there are none.
+    """
+    ends = time.monotonic() + seconds
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return []
+    if isinstance(loader.dataset, IterableDataset):
+        source = iter(loader.dataset)
+        streamed = (_streamed(loader, source) for _ in range(_LOOKS if loader.batch_size else 0))
+        return list(_until(ends, itertools.takewhile(lambda batch: batch is not None, streamed)))
+    if _order(loader) is None:
+        return []
+    listed = _drawn_anew(_order(loader)) or list(_until(ends - seconds / 2, itertools.islice(iter(_order(loader)), _LISTED)))
+    step = max(1, len(listed) // (_LOOKS - 1))
+    picked = [*listed[:1], *(listed[-1:] if len(listed) > 1 else []), *listed[step:-1:step]][:_LOOKS]
+    return [batch for batch in _until(ends, (_tried(loader, list(indices)) for indices in picked)) if batch is not None]
+
+
+def _tried(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
+    """As :func:`_indexed`; None where the user's code can't make the batch. The run may come to another one in its place."""
+    try:
+        return _indexed(loader, indices)
+    except Exception as error:
+        log.debug("a batch can't be looked at: %s", error)
+        return None
+
+
+def _drawn_anew(order: Any) -> list[list[int]]:
+    """Batches of torch's own samplers, without drawing a whole epoch's order: of a large dataset that takes seconds."""
+    if type(order) is not BatchSampler or type(order.sampler) not in (RandomSampler, SequentialSampler):
+        return []
+    sampler, size, generator = cast(Any, order.sampler), order.batch_size, torch.Generator().manual_seed(0)
+    count, total, shuffled = len(sampler), len(sampler.data_source), isinstance(sampler, RandomSampler)
+    sizes = [size] * min(_LOOKS - 1, count // size) + ([count % size] if count % size and not order.drop_last else [])
+    starts = [count - each if index == len(sizes) - 1 else index * (count // _LOOKS) for index, each in enumerate(sizes)]
+    if shuffled:
+        return [torch.randint(total, (each,), generator=generator).tolist() for each in sizes]
+    return [list(range(start, start + each)) for start, each in zip(starts, sizes, strict=True)]
+
+
+def _until(ends: float, values: Iterable[Any]) -> Iterator[Any]:
+    """The values up to a time, but at least one."""
+    for value in values:
+        yield value
+        if time.monotonic() > ends:
+            return
 
 
 def _random_states() -> tuple[bytes, object, object]:
     """The generators that a dataset may draw from in this process, as something to compare."""
     numpy_state = numpy.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), (numpy_state[1].tobytes(), *numpy_state[2:])  # type: ignore[index]
+
+
+def fresh(samples: Any) -> Any:
+    """Samples for a collate function, which may take from them, or add to them, what others still want to see."""
+    if not isinstance(samples, list):
+        return samples
+    return [copy.copy(sample) if isinstance(sample, (dict, list)) else sample for sample in samples]
 
 
 def batch_size_of(batch: Any) -> int:
@@ -173,6 +275,26 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return list(_tensors(batch, set()))
 
 
+def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a batch with each of its tensors put through a function, wherever they lie; other tensors' attributes come along."""
+    memo: dict[int, Any] = {}
+    kept = tensors_of(batch)  # their ids stay theirs
+    for tensor in kept:
+        memo[id(tensor)] = made = function(tensor)
+        if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and vars(tensor):
+            vars(made).update(copy.deepcopy(vars(tensor), memo))
+    try:
+        return copy.deepcopy(batch, memo)
+    except Exception as error:  # of an object of the user's that can't be copied, and is shared
+        log.debug("a batch can't be copied as a whole: %s", error)
+        return tree_map(lambda leaf: memo.get(id(leaf), leaf), batch)
+
+
+def copied(batch: Any) -> Any:
+    """A batch with tensors of its own, for a step that may write to them."""
+    return mapped(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -185,6 +307,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         children = value
     else:
-        children = getattr(value, "__dict__", {}).values()
+        children = [
+            *getattr(value, "__dict__", {}).values(),
+            *(getattr(value, name, None) for name in getattr(type(value), "__slots__", ())),
+        ]
     for child in children:
         yield from _tensors(child, seen)

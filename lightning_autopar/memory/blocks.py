@@ -26,11 +26,10 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
         The blocks by FQN, in the order of ``named_modules``.
     """
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    places = Counter(id(child) for _, child in module.named_modules(remove_duplicate=False))
 
     def shared(block: nn.Module) -> bool:
         own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
-        return any(owners[key] != count for key, count in own.items()) or any(places[id(child)] > 1 for child in block.modules())
+        return any(owners[key] != count for key, count in own.items())
 
     def eligible(block: nn.Module) -> bool:
         return any(parameter.dim() > 1 for parameter in block.parameters()) and not shared(block)

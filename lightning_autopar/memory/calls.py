@@ -78,6 +78,7 @@ class _Arguments:
             self.outputs.append(place if is_tensor else None)
             place += is_tensor
         self.moved = self._moved()
+        self.drawn = known.kind != "attention" and known.has_drawn(args, kwargs) and bool(made) and made[0].scaled
 
     def _moved(self) -> list[int]:
         """Bytes read or written of each tensor, by its place among inputs and outputs.
@@ -154,6 +155,7 @@ class _Arguments:
             flops=flops,
             moved_bytes=sum(size for _, size in parts),
             shape=shape,
+            drawn=self.drawn,
         )
         return Piece(work, parts, growth)
 

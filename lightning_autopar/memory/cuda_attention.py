@@ -1,8 +1,8 @@
 """The attention kernel that CUDA would pick, for tensors on a CPU. Knows torch's operations; nothing of modules or memory.
 
 After ``aten/src/ATen/native/transformers/attention.cpp`` and ``cuda/sdp_utils.cpp`` (torch 2.13), for GPUs from Ampere on. Older ones have
-no flash kernel and take the memory-efficient one, which keeps the same; from Hopper on torch may prefer cuDNN's
-(``check_prefer_cudnn_attention``), which keeps the same where there is no mask.
+no flash kernel and take the memory-efficient one, which keeps the same. On Hopper and data-centre Blackwell cuDNN's comes first from cuDNN
+9.15.1 on (``check_prefer_cudnn_attention``), which torch's wheels have from 2.10 on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from lightning_autopar.memory.composites import additive, attention_unfused
+
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -23,6 +25,7 @@ _MATH, _FLASH, _EFFICIENT, _CUDNN = (int(getattr(SDPBackend, name).value) for na
 #: torch's own order, where the user hasn't set one (``at::Context::sdp_priority_order``).
 _ORDER = (_FLASH, _EFFICIENT, _MATH, _CUDNN)
 _FLASH_HEAD = 256
+#: Of cuDNN, on GPUs on which it comes last.
 _CUDNN_HEAD = 128
 _NAMES = {
     _MATH: "attention runs unfused (no fused kernel takes it), and keeps its weights",
@@ -34,6 +37,7 @@ _NAMES = {
 
 def attention(
     notes: dict[str, None],
+    cudnn_head: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -48,6 +52,7 @@ def attention(
 
     Args:
         notes: gets a sentence that names the kernel.
+        cudnn_head: the widest head of cuDNN's kernel, on a GPU on which torch asks it first; 0 where it comes last.
         query: (batch, heads, length, width); any other number of dimensions goes the unfused way, as on CUDA.
         key: (batch, key heads, key length, width).
         value: (batch, key heads, key length, value width).
@@ -57,7 +62,7 @@ def attention(
         scale: of the scores.
         enable_gqa: whether a key's head may serve several heads of the query.
     """
-    kernel = _choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    kernel = _choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, cudnn_head)
     notes[_NAMES[kernel]] = None
     wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     output: Tensor
@@ -68,32 +73,33 @@ def attention(
         output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return output[..., :width] if width % 8 else output
     if kernel == _CUDNN:
-        mask = _additive(attn_mask, query.dtype)
+        mask = additive(attn_mask, query.dtype)
         return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
             query, key, value, mask, wants_gradient, dropout_p, is_causal, False, scale=scale
         )[0]
-    mask = _additive(attn_mask, query.dtype)
+    mask = additive(attn_mask, query.dtype)
     if kernel == _EFFICIENT:
         if mask is not None:
             mask = _aligned(mask).expand(query.size(0), query.size(1), query.size(2), key.size(2))
         return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
             query, key, value, mask, wants_gradient, dropout_p, is_causal, scale=scale
         )[0]
-    output = aten._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return output
+    return attention_unfused(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
-def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool) -> int:
+def _choose(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool, cudnn_head: int
+) -> int:
     """The first kernel in torch's order that takes these (``sdp::select_sdp_backend``)."""
     allowed = {
         _FLASH: torch.backends.cuda.flash_sdp_enabled() and _flash(query, key, value, mask, causal, gqa),
         _EFFICIENT: torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient(query, key, value),
-        _CUDNN: torch.backends.cuda.cudnn_sdp_enabled() and _cudnn(query, key, value, dropout, gqa),
+        _CUDNN: torch.backends.cuda.cudnn_sdp_enabled() and _cudnn(query, key, value, mask, dropout, gqa, cudnn_head or _CUDNN_HEAD),
         _MATH: torch.backends.cuda.math_sdp_enabled(),
     }
-    order = getattr(torch._C, "_get_sdp_priority_order", lambda: _ORDER)()
+    order = tuple(getattr(torch._C, "_get_sdp_priority_order", lambda: _ORDER)())
+    if cudnn_head and order[: len(_ORDER)] == _ORDER:  # what the user hasn't ordered otherwise
+        order = (_CUDNN, *order)
     return next((kernel for kernel in order if allowed.get(kernel)), _MATH)
 
 
@@ -124,18 +130,13 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.size(3) == key.size(3) and query.size(3) % alignment == 0 and value.size(3) % alignment == 0
 
 
-def _cudnn(query: Tensor, key: Tensor, value: Tensor, dropout: float, gqa: bool) -> bool:
-    """``sdp::can_use_cudnn_attention``, which comes last unless the user asks for it."""
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, gqa: bool, most: int) -> bool:
+    """``sdp::can_use_cudnn_attention``: no mask that learns, and a dropout of whole sixteenths."""
     if query.dtype not in _HALF or not _dense(query, key, value, gqa=gqa) or (dropout * 16) % 1:
         return False
-    return all(tensor.size(3) <= _CUDNN_HEAD and tensor.size(3) % 8 == 0 for tensor in (query, value)) and key.size(2) > 1
-
-
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as one to add (``convert_boolean_attn_mask``)."""
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    if mask is not None and mask.requires_grad:
+        return False
+    return all(tensor.size(3) <= most and tensor.size(3) % 8 == 0 for tensor in (query, value)) and key.size(2) > 1
 
 
 def _aligned(mask: Tensor) -> Tensor:

@@ -117,6 +117,12 @@ class Casts:
             self._known[value] = value.to(dtype)
         return self._known[value]
 
+    def cast_all(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
+        """Every argument in that dtype. The last one is cast first, as the compiler of torch's wheels has it (GCC, right to left)."""
+        named = [(name, self.cast(value, dtype)) for name, value in reversed(kwargs.items())]
+        placed = [self.cast(value, dtype) for value in reversed(args)]
+        return placed[::-1], dict(reversed(named))
+
 
 @contextmanager
 def cuda_autocast(casts: Casts, notes: dict[str, None]) -> Iterator[None]:
@@ -170,13 +176,13 @@ def _kernel(name: str, policy: Policy, casts: Casts, notes: dict[str, None]) -> 
     packet_name, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, packet_name)
     operation = getattr(packet, overload or "default")
-    cast = casts.cast
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         notes[_NOTE] = None
         dtype = torch.get_autocast_dtype("cpu")
         with below_autocast():
-            return operation(*[cast(value, dtype) for value in args], **{key: cast(value, dtype) for key, value in kwargs.items()})
+            placed, named = casts.cast_all(args, kwargs, dtype)
+            return operation(*placed, **named)
 
     def float32(*args: Any, **kwargs: Any) -> Any:
         notes[_NOTE] = None
@@ -184,7 +190,8 @@ def _kernel(name: str, policy: Policy, casts: Casts, notes: dict[str, None]) -> 
             notes["binary_cross_entropy runs under autocast, which CUDA refuses: use binary_cross_entropy_with_logits"] = None
         dtype = torch.float32
         with below_autocast():
-            return operation(*[cast(value, dtype) for value in args], **{key: cast(value, dtype) for key, value in kwargs.items()})
+            placed, named = casts.cast_all(args, kwargs, dtype)
+            return operation(*placed, **named)
 
     def by_dtype(*args: Any, **kwargs: Any) -> Any:
         notes[_NOTE] = None
@@ -211,7 +218,8 @@ def _kernel(name: str, policy: Policy, casts: Casts, notes: dict[str, None]) -> 
         wide = any(leaf.dtype is torch.float32 for leaf in found)
         dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
         with below_autocast():
-            return operation(*[cast(value, dtype) for value in args], **{key: cast(value, dtype) for key, value in kwargs.items()})
+            placed, named = casts.cast_all(args, kwargs, dtype)
+            return operation(*placed, **named)
 
     names = [argument.name for argument in operation._schema.arguments]
     keyword_only = {argument.name: argument.kwarg_only for argument in operation._schema.arguments}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar.memory.scratch import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, Scratch, ScratchOf
+from lightning_autopar.memory.cuda_reduction import reduction
+from lightning_autopar.memory.scratch import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, Rounds, Scratch, ScratchOf
 from lightning_autopar.memory.storages import tensor_bytes
 
 aten = torch.ops.aten
@@ -24,22 +25,41 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
-    """``mha_bwd`` (flash_api.cpp): the query's gradient in float32, rows padded to 128 and heads to 32, and one number a row.
+def _copied(tensor: Tensor) -> list[Scratch]:
+    """What ``contiguous()`` makes of it, if anything."""
+    return [] if tensor.is_contiguous() else [Scratch(tensor_bytes(tensor))]
 
-    With grouped heads also keys' and values' gradients of every head, before they are summed.
+
+def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``mha_bwd`` (flash_api.cpp): one number a row, and the query's gradient in float32, rows padded to 128 and heads to 32.
+
+    With grouped heads also keys' and values' gradients of every head, before they are summed. The output and its gradient are copied
+    where their rows don't lie one after the other, heads side by side (``_flash_attention_backward``, attention_backward.cu).
     """
-    query, key = args[1], args[2]
+    gradient, query, key, _, made = args[:5]
     batch, heads, length, width = query.shape
-    rows = _up(length, 128)
-    size = batch * heads * rows * (_up(width, 32) + 1) * _FLOAT
+    rows = batch * heads * _up(length, 128)
+    blocks = [*_copied(gradient.transpose(1, 2)), *_copied(made.transpose(1, 2))]
+    blocks += [Scratch(rows * _FLOAT), Scratch(rows * _up(width, 32) * _FLOAT)]
     if key.size(1) != heads:
-        size += 2 * batch * heads * key.size(2) * width * key.element_size()
-    return Scratch(size)
+        blocks += [Scratch(batch * heads * key.size(2) * width * key.element_size())] * 2
+    return Rounds([blocks])
+
+
+def _cudnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``run_cudnn_SDP_bprop`` (cudnn/MHA.cpp): the query's gradient in float32 and one number a row, the graph's workspace.
+
+    cuDNN's engine may take more. A gradient that isn't laid out as the output is copied.
+    """
+    gradient, query, made = args[0], args[1], args[4]
+    copied = [] if gradient.stride() == made.stride() else [Scratch(tensor_bytes(made))]
+    return Rounds([[*copied, Scratch((query.numel() + query.numel() // max(1, query.size(-1))) * _FLOAT)]])
 
 
 #: Wider values don't stay in registers (``kKeepOutputInRF``, mem_eff_attention/kernel_forward.h).
 _EFFICIENT_WIDTH = 128
+#: Up to this width a block has 64 queries, above it 128, and in float32 its counters are still one for 64 (kernel_backward.h).
+_EFFICIENT_NARROW = 64
 
 
 def _efficient_forward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
@@ -48,13 +68,37 @@ def _efficient_forward(args: tuple[Any, ...], kwargs: dict[str, Any], output: An
     return Scratch(made.numel() * _FLOAT) if made.size(-1) > _EFFICIENT_WIDTH and made.element_size() < _FLOAT else None
 
 
-def _efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
-    """``_efficient_attention_backward`` (attention_backward.cu): a copy of the query in float32, and one number a row.
+def _efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``_efficient_attention_backward`` (attention_backward.cu): a sum a row, and the kernel's workspace (``workspace_elements_gq``).
 
-    In half precision it is the query's gradient, else the product of the output and its gradient.
+    That is the query's gradient in float32, in whole blocks, with counters of them; for wide heads the keys' and values', too. Outside of
+    half precision the sum is made before, of the product of the output and its gradient.
     """
-    query = args[1]
-    return Scratch((query.numel() + query.numel() // max(1, query.size(-1))) * _FLOAT)
+    query, key, half = args[1], args[2], args[1].element_size() < _FLOAT
+    batch, heads, length, width = query.shape
+    block = _EFFICIENT_NARROW if width <= _EFFICIENT_NARROW else 2 * _EFFICIENT_NARROW
+    rows, columns = _up(length, block), _up(width, block)
+    counters = 4 * rows // (block if half else _EFFICIENT_NARROW)
+    wide = 2 * _up(key.size(2), block) * columns if width > _EFFICIENT_WIDTH else 0
+    sums, workspace = Scratch(batch * heads * length * _FLOAT), Scratch(batch * heads * (rows * columns + counters + wide) * _FLOAT)
+    product = [] if half else [[Scratch(query.numel() * _FLOAT), sums, sums]]
+    return Rounds([*product, [sums, workspace]])
+
+
+def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``_safe_softmax`` (transformers/attention.cpp): which scores are masked, a byte each, and which rows are so altogether."""
+    scores, dim = args[:2]
+    return Rounds([[*_copied(scores), Scratch(scores.numel()), Scratch(scores.numel() // max(1, scores.size(dim)))]])
+
+
+def _softmax_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``softmax_backward_cuda_out`` (SoftMax.cu): the product of the output and its gradient; and copies."""
+    return Rounds([[Scratch(tensor_bytes(args[0])), *_copied(args[0]), *_copied(args[1])]])
+
+
+def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``layer_norm_backward_cuda`` (layer_norm_kernel.cu): the gradient and the input are made contiguous."""
+    return Rounds([[*_copied(args[0]), *_copied(args[1])]])
 
 
 def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
@@ -69,12 +113,15 @@ def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
     return Scratch(tensor_bytes(image) + tensor_bytes(output), tensor_bytes(weight))
 
 
-def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
-    """As :func:`_convolution`, for the input's gradient and the weight's, one after the other."""
+def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """As :func:`_convolution`, for the input's gradient and the weight's, one after the other; then the bias's is summed."""
     gradient, image, weight, groups = args[0], args[1], args[2], args[9]
-    if _without_copy(image, weight, groups):
-        return None
-    return Scratch(tensor_bytes(image) + tensor_bytes(gradient), tensor_bytes(weight))
+    rounds = Rounds()
+    if not _without_copy(image, weight, groups):
+        rounds.append([Scratch(tensor_bytes(image) + tensor_bytes(gradient), tensor_bytes(weight))])
+    if args[10][2]:
+        rounds.append([reduction(gradient, [dim for dim in range(gradient.dim()) if dim != 1])])
+    return rounds
 
 
 def _without_copy(image: Tensor, weight: Tensor, groups: int) -> bool:
@@ -88,8 +135,8 @@ _FEW_INDICES = 3072
 _ROWS_A_THREAD = 10
 
 
-def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
-    """``embedding_backward_cuda_kernel``: sorted indices, where they were, what describes runs of equal ones, and sums.
+def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
+    """``embedding_backward_cuda_kernel``: sorted indices, where they were, how often each is there, runs of equal ones, and sums.
 
     The sums of runs are in float32, those of long ones in parts.
     """
@@ -99,22 +146,35 @@ def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: A
         return None
     segments = min(number, output.size(0))
     partial = number // _ROWS_A_THREAD + segments
-    width = gradient.size(-1)
-    return Scratch(4 * number * indices.element_size() + (5 * segments + partial) * indices.element_size() + partial * width * _FLOAT)
+    index = indices.element_size()
+    blocks = [*[Scratch(number * index)] * 3, *[Scratch(segments * index)] * 2, Scratch(partial * index)]
+    return Rounds([[*blocks, Scratch(partial * gradient.size(-1) * _FLOAT)]])
 
 
-def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
     """``index_put_with_sort_kernel`` (Indexing.cu): a linear index, sorted, and where each was."""
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if not accumulate:
         return None
     shapes = [index.shape for index in args[1] if isinstance(index, Tensor)]
-    return Scratch(4 * torch.Size(torch.broadcast_shapes(*shapes)).numel() * _INDEX) if shapes else None
+    return Rounds([[Scratch(torch.Size(torch.broadcast_shapes(*shapes)).numel() * _INDEX)] * 4]) if shapes else None
 
 
 def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
     """``sort_cuda_kernel`` (Sort.cpp): values and indices once more, before and after a pass."""
     return Scratch(tensor_bytes(output[0]) + tensor_bytes(output[1]))
+
+
+def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """A reduction: see :func:`reduction`. A sum of integers and booleans is in 64 bits: the input is cast first (ReduceOps.cpp)."""
+    dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    cast = not args[0].dtype.is_floating_point and args[0].dtype is not output.dtype
+    return Rounds([[*([Scratch(args[0].numel() * output.element_size())] if cast else []), reduction(args[0], dims)]])
+
+
+def _scanned(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+    """``cumsum`` of integers and booleans: cast first."""
+    return Scratch(tensor_bytes(output)) if args[0].dtype is not output.dtype else None
 
 
 def _fourier(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
@@ -159,7 +219,7 @@ def cuda_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
     """:data:`CUDA_SCRATCH`; ``notes`` gets a sentence for each estimate that is asked for."""
 
     def telling(found: ScratchOf, sentence: str) -> ScratchOf:
-        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | Rounds | None:
             scratch = found(args, kwargs, output)
             if scratch is not None:
                 notes[sentence] = None
@@ -181,18 +241,27 @@ _SHARED = (
     aten.logsumexp.default,
     aten._softmax.default,
     aten._log_softmax.default,
-    aten._softmax_backward_data.default,
     aten._log_softmax_backward_data.default,
-    aten._safe_softmax.default,
     aten.native_layer_norm.default,
+    aten.roll.default,
 )
 _SHARED_HIDDEN = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.binary_cross_entropy.default)
+
+_REDUCTIONS = (
+    ("sum", "default"), ("sum", "dim_IntList"), ("mean", "default"), ("mean", "dim"), ("amax", "default"), ("amin", "default"),
+    ("linalg_vector_norm", "default"), ("prod", "default"),
+)  # fmt: skip
 
 #: Scratch on CUDA, by operation.
 CUDA_SCRATCH: Mapping[Any, ScratchOf] = {
     **{operation: CPU_SCRATCH[operation] for operation in _SHARED},
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten._safe_softmax.default: _safe_softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    **dict.fromkeys((getattr(getattr(aten, name), overload) for name, overload in _REDUCTIONS), _reduced),
+    aten.cumsum.default: _scanned,
     aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.convolution.default: _convolution,

@@ -16,7 +16,9 @@ from torch.autograd.function import BackwardCFunction
 _TELLING_ELEMENTS = 1024
 
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
-_saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+_autograd: Any = torch._C._autograd
+_saving_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
 
 
 class Input(NamedTuple):
@@ -140,6 +142,11 @@ def recomputes() -> bool:
     Gradients are on then, and what is saved passes through hooks; or a node of Python runs it, where checkpointing is reentrant.
     """
     return torch.is_grad_enabled() and (_saving_hooks(False) is not None or isinstance(_current_node(), BackwardCFunction))
+
+
+def may_hook_saving() -> bool:
+    """Whether what is saved for backward may go through hooks: nobody's are there, and nobody has switched them off."""
+    return _saving_hooks(False) is None and bool(_autograd._saved_tensors_hooks_is_enabled())
 
 
 _NONE: tuple[set[int], set[int]] = (set(), set())

@@ -13,8 +13,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CellType, FunctionType
-from typing import Any, Literal
+from types import CellType, FunctionType, MethodType
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +25,18 @@ from torch.utils._device import _device_constructors
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_autopar.memory.as_cuda import as_cuda
+from lightning_autopar.memory.composites import composites_as_real
 from lightning_autopar.memory.dynamic import padded
 from lightning_autopar.memory.lean import LeanFakeMode
 from lightning_autopar.memory.replaced import replaced
 from lightning_autopar.memory.values import ShadowValues
+from lightning_autopar.memory.workspace import Target
 
 log = logging.getLogger(__name__)
 
 UNCOMPILED = "torch.compile was left out; a compiled step may keep less"
-Target = Literal["cpu", "cuda"]
+#: The widest head that cuDNN's attention takes where it is asked first (``check_cudnn_tensor_shapes``, sdp_utils.cpp).
+CUDNN_HEADS: dict[Target, int] = {"sm90": 256, "sm100": 128}
 
 
 def fake_mode() -> FakeTensorMode:
@@ -60,11 +63,13 @@ def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | No
     def to_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         if id(tensor) not in memo:
             wanted = dtype if dtype is not None and tensor.is_floating_point() and (cast_ids is None or id(tensor) in cast_ids) else None
-            memo[id(tensor)] = _fake(tensor, mode, wanted)
+            memo[id(tensor)] = fake = _fake(tensor, mode, wanted)
+            if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and vars(tensor):  # which a step may ask for
+                vars(fake).update({name: each for name, each in copy.deepcopy(vars(tensor), memo).items() if name not in vars(fake)})
             if shadow is not None and not isinstance(tensor, (nn.Parameter, FakeTensor)) and tensor.device.type != "meta":
                 shadow.put(memo[id(tensor)], tensor)
-        fake: Tensor = memo[id(tensor)]
-        return fake
+        found: Tensor = memo[id(tensor)]
+        return found
 
     memo: dict[int, Any] = {}
     modules = list(value.modules()) if isinstance(value, nn.Module) else []
@@ -113,9 +118,10 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
 
     Args:
         shadow: answers ``Tensor.numpy``; zeros where it doesn't know. None leaves it.
-        target: ``"cuda"`` makes the step use what torch uses there and not on a CPU, see :func:`.as_cuda.as_cuda`.
+        target: anything but ``"cpu"`` makes the step use what torch uses there and not on a CPU, see :func:`.as_cuda.as_cuda`.
     """
     with ExitStack() as stack:
+        stack.enter_context(composites_as_real())
         stack.enter_context(replaced(torch, "compile", functools.partial(_no_compile, {} if shadow is None else shadow.guesses)))
         if "torch._dynamo" in sys.modules:
             # Inductor can't compile for fakes that aren't its own.
@@ -139,8 +145,8 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
                 stack.enter_context(replaced(Tensor, name, _here(getattr(Tensor, name))))
             for name in ("cuda", "pin_memory"):
                 stack.enter_context(replaced(Tensor, name, lambda self, *args, **kwargs: self))
-        if target == "cuda":
-            stack.enter_context(as_cuda({} if shadow is None else shadow.guesses))
+        if target != "cpu":
+            stack.enter_context(as_cuda({} if shadow is None else shadow.guesses, cudnn_head=CUDNN_HEADS.get(target, 0)))
         yield
 
 
@@ -151,8 +157,9 @@ def _no_compile(notes: dict[str, None], model: Any = None, **_: Any) -> Any:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module, or a method of it, was given to ``torch.compile``."""
-    wrapped = any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
-    return wrapped or hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    functions = (value for value in vars(module).values() if isinstance(value, (FunctionType, MethodType)))
+    wrapped = any(hasattr(value, "_torchdynamo_orig_callable") for value in functions)
+    return wrapped or isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 @contextmanager

@@ -11,6 +11,27 @@ from lightning_autopar.memory.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
+class Conduct:
+    """What a training step does with the module's parameters besides calling the modules that hold them; see :mod:`.conduct`.
+
+    Args:
+        together: blocks of which the step uses parameters outside of a block's forward, those that are used together each time; and whether
+            it is with other tensors as well, or for the loss. Then the engine must have them whole for the whole step.
+        mixed: a parameter that a hook, or a step of manual optimization, uses together with tensors that aren't parameters: its FQN, and
+            the hook's name. None where there is none.
+        written: FQNs of parameters that the step or a hook writes to, but for the optimizer's step.
+        exchanged: FQNs of parameters in the place of which the step has put others.
+        shared: FQNs of parameters to which the step has given another one's values to share.
+    """
+
+    together: tuple[tuple[tuple[str, ...], bool], ...] = ()
+    mixed: tuple[str, str] | None = None
+    written: tuple[str, ...] = ()
+    exchanged: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerFootprint:
     """One repeated block of the module, at the traced batch. Every size in bytes, for the whole (unsplit) batch.
 
@@ -154,6 +175,7 @@ class Footprint:
         evaluation_bytes: the most that a validation step of the same run holds beside parameters, gradients, optimizer state and buffers;
             its batch included. None where there is none or it isn't known.
         evaluation_parts: the same while each part of the step runs, in the order of :meth:`parts`; empty where it isn't known.
+        conduct: what the step does with parameters by themselves; None where it wasn't traced.
         tied: groups of FQNs that share one parameter.
         training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
         automatic_optimization: the module's own flag.
@@ -191,6 +213,7 @@ class Footprint:
     tape: Tape | None = None
     evaluation_bytes: int | None = None
     evaluation_parts: tuple[int, ...] = ()
+    conduct: Conduct | None = None
     tied: tuple[tuple[str, ...], ...] = ()
     training: bool = True
     automatic_optimization: bool = True

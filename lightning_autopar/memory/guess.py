@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar.memory.batch import FirstBatch, tensors_of
+from lightning_autopar.memory.batch import RAISED, FirstBatch, tensors_of
 from lightning_autopar.memory.beside import by_callbacks
 from lightning_autopar.memory.blocks import batch_norms, find_blocks, tied_groups
 from lightning_autopar.memory.fake import as_if_real, drawing_nothing, fake_copy, fake_mode
@@ -67,7 +67,7 @@ def guess(
     try:
         # The copy has what configure_model makes of it.
         built, states, optimizers = _built(module, trainer, stage, dtype)
-    except Exception as error:
+    except RAISED as error:
         log.debug("the optimizers can't be built on fake tensors", exc_info=True)
         if training:
             assumptions.append(

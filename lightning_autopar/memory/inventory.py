@@ -48,6 +48,7 @@ class Device:
         node: which host it belongs to; 0 is this one.
         slowdown: how many times longer it takes than it would by itself, at least 1: what somebody knows beyond ``utilization``.
         error: what is wrong with it, as the driver says it; None where nothing is known to be. Nothing new should run on it.
+        part_of: of a MIG instance the id of its GPU; None of a whole device.
     """
 
     id: str
@@ -63,6 +64,7 @@ class Device:
     node: int = 0
     slowdown: float = 1.0
     error: str | None = None
+    part_of: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

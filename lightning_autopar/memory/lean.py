@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
@@ -44,6 +45,15 @@ class LeanFakeMode(FakeTensorMode):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._answers: dict[Any, Any] = {}
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Nothing is to be avoided, as all fakes are on the CPU.
+
+        Otherwise torch's build for CUDA pretends, from then on and to the whole process, that a machine without GPUs had eight
+        (``torch._C._ensureCUDADeviceGuardSet``), and the next backward pass starts a thread for each; see :mod:`lightning_autopar._fork`.
+        """
+        return False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -92,6 +102,16 @@ class LeanFakeMode(FakeTensorMode):
 def device_of(tensor: FakeTensor) -> torch.device:
     """What ``FakeTensor.__torch_dispatch__`` answers to ``prim.device``, which C++ asks twice an operation."""
     return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
+def another(tensor: Any) -> Any:
+    """Another fake on the same storage; what isn't a plain fake is given back as it is."""
+    if type(tensor) is not FakeTensor or tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
+        return tensor
+    with _disable_current_modes():
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        meta.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return FakeTensor(tensor.fake_mode, meta, tensor.fake_device)
 
 
 _known: dict[Any, _Known] = {}

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import count, islice
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_autopar.memory.allocator import CachingAllocator
-from lightning_autopar.memory.best_fit import BestFit
 from lightning_autopar.memory.free_blocks import Block
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "input", "communication", "workspace"]
@@ -22,23 +21,21 @@ class Machine:
     """What is held, each thing under a key of the caller's.
 
     Args:
-        allocator: of the device. A :class:`~lightning_autopar.memory.best_fit.BestFit` takes orders in bulk, so that it isn't known what
-            kind of thing took the room: for whoever wants to know only whether there is enough.
+        allocator: of the device.
 
     Attributes:
         allocator: as given.
-        counts: whether the categories of what is held are of interest.
         held: as the how manieth each thing was allocated, by key, in the order in which they came; 0 where it takes no bytes. Without what
             goes together.
         numbers: counts allocations.
-        orders: what the allocator isn't told yet, as :meth:`~lightning_autopar.memory.best_fit.BestFit.play` takes it.
-        labels: the categories of what these allocate or make something else of, if those count.
-        fullest: bytes by category when most was allocated, as torch counts them; empty where they don't count.
+        orders: what the allocator isn't told yet: a number above 0 allocates so many bytes, one below 0 frees what came as that one's
+            negative; a 0 before a number above it enters a stream, and before one below it what came so counts as something else.
+        labels: the categories of what these allocate or make something else of.
+        fullest: bytes by category when most was allocated, as torch counts them.
     """
 
-    def __init__(self, allocator: CachingAllocator | BestFit) -> None:
+    def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
-        self.counts = not isinstance(allocator, BestFit)
         self.held: dict[Hashable, int] = {}
         self.numbers = count(1)
         self.orders: list[int] = []
@@ -50,7 +47,7 @@ class Machine:
         self._together: dict[Hashable, list[int]] = {}
         self._blocks: dict[int, tuple[Block, Category]] = {}
         self._allocations = count(1)
-        self._by_category: dict[Category, int] = {}
+        self._by_category: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.held
@@ -67,8 +64,7 @@ class Machine:
         else:
             self._elsewhere[number] = stream
             self.orders += 0, stream, size_bytes, 0, COMPUTE
-        if self.counts:
-            self.labels.append(category)
+        self.labels.append(category)
 
     def drop(self, key: Hashable) -> bool:
         """Free it, if it is held; whether it was. It goes back to the stream that it was allocated on."""
@@ -87,8 +83,7 @@ class Machine:
         there = [size_bytes for size_bytes in sizes_bytes if size_bytes > 0]
         self._together[key] = [-number for number in islice(self.numbers, len(there))]
         self.orders += there
-        if self.counts:
-            self.labels += [category] * len(there)
+        self.labels += [category] * len(there)
 
     def drop_all(self, key: Hashable) -> None:
         """Free them in the order in which they came, if they are held."""
@@ -96,7 +91,7 @@ class Machine:
 
     def become(self, key: Hashable, category: Category) -> None:
         """What is held under the key counts as something else from now on."""
-        if self.counts and self.held[key]:
+        if self.held[key]:
             self.orders += 0, -self.held[key]
             self.labels.append(category)
 
@@ -117,33 +112,28 @@ class Machine:
         """
         orders, self.orders = self.orders, []
         labels, self.labels = self.labels, []
-        if isinstance(self.allocator, BestFit):
-            self.allocator.play(orders)
-        else:
-            self._follow(self.allocator, orders, labels)
-
-    def _follow(self, allocator: CachingAllocator, orders: list[int], labels: list[Category]) -> None:
-        """One order after the other, with what is held by category. After a 0, a number below 0 counts as something else from there on."""
-        blocks, by_category = self._blocks, self._by_category
+        allocator, blocks, by_category = self.allocator, self._blocks, self._by_category
+        # The loop that planning spends most of its time in.
+        allocate, free = allocator.allocate, allocator.free
         numbers, categories = iter(orders), iter(labels)
-        stream = COMPUTE
+        stream, peak_bytes = COMPUTE, allocator.peak_allocated_bytes
         for number in numbers:
             if number > 0:
-                peak_bytes = allocator.peak_allocated_bytes
-                block, category = allocator.allocate(number, stream), next(categories)
+                block, category = allocate(number, stream), next(categories)
                 blocks[next(self._allocations)] = block, category
-                by_category[category] = by_category.get(category, 0) + block.size_bytes
-                if allocator.peak_allocated_bytes > peak_bytes:
+                by_category[category] += block.size_bytes
+                if allocator.allocated_bytes > peak_bytes:
+                    peak_bytes = allocator.allocated_bytes
                     self.fullest = by_category.copy()
             elif number < 0:
                 block, category = blocks.pop(-number)
                 by_category[category] -= block.size_bytes
-                allocator.free(block)
+                free(block)
             elif (changed := next(numbers)) < 0:
                 block, before = blocks[-changed]
                 category = next(categories)
                 blocks[-changed] = block, category
                 by_category[before] -= block.size_bytes
-                by_category[category] = by_category.get(category, 0) + block.size_bytes
+                by_category[category] += block.size_bytes
             else:
                 stream = changed

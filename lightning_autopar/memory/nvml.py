@@ -2,7 +2,7 @@
 
 Knows the ``pynvml`` module of the package ``nvidia-ml-py``, old drivers and what may fail; nothing of plans. A device that
 can't be read, as one that is lost, is left out with a note, never guessed; one of which the driver says that something is wrong with it
-is there, with that as its ``error``. What happens to devices in between is :mod:`lightning_autopar.memory.nvml_events`'.
+is there, with that as its ``error``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class _Slot(NamedTuple):
     uuid: str
     name: str
     bus_id: str
-    mig: bool = False
+    part_of: str | None = None
+
+    @property
+    def mig(self) -> bool:
+        return self.part_of is not None
 
 
 class _Gpu(NamedTuple):
@@ -80,6 +84,15 @@ def read_devices(
         # Nobody's result depends on how the library ends.
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def read_links() -> tuple[Link, ...]:
+    """The links between all GPUs of this host, those included that CUDA doesn't show this process: each of several may be shown its own.
+
+    Raises:
+        NvmlUnavailable: as :func:`read_devices`.
+    """
+    return read_devices(environment={})[1]
 
 
 def _read(pynvml: Any, environment: Mapping[str, str]) -> tuple[tuple[Device, ...], tuple[Link, ...], tuple[str, ...]]:
@@ -157,7 +170,7 @@ def _mig_instances(pynvml: Any, gpu: _Slot, notes: list[str]) -> tuple[_Slot, ..
             if error.value != pynvml.NVML_ERROR_NOT_FOUND:
                 notes.append(f"MIG instance {number} of {gpu.uuid} can't be read ({error}) and is left out")
             continue
-        instances.append(_Slot(handle, uuid, name, gpu.bus_id, mig=True))
+        instances.append(_Slot(handle, uuid, name, gpu.bus_id, part_of=gpu.uuid))
     if not instances:
         notes.append(f"{gpu.uuid} has MIG on but no instance, so nothing can run on it")
     return tuple(instances)
@@ -191,6 +204,7 @@ def _device(pynvml: Any, slot: _Slot, index: int | None, notes: list[str]) -> De
         utilization=_utilization(pynvml, slot, alone=alone),
         processes=processes,
         error=_error(pynvml, slot),
+        part_of=slot.part_of,
     )
 
 

@@ -86,6 +86,8 @@ class Operation:
             return values.get("p") not in (0, 0.0, 1, 1.0)
         if "attention" in schema.name:
             return bool(values.get("dropout_p", 0.0))
+        if "dropout" in values and "train" in values:  # a recurrent layer's kernel, which may have none
+            return bool(values["dropout"] and values["train"])
         return values.get("train", values.get("training", True)) is not False
 
     def drawn_bytes(self, output: Tensor) -> int:

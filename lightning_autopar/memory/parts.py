@@ -13,6 +13,8 @@ from lightning_autopar.memory.tape import MARKS, Event, Kind, Tape
 
 _SCALED: frozenset[Kind] = frozenset({"input", "activations", "temporary"})
 _MADE: frozenset[Kind] = frozenset({"activations", "temporary", "fixed"})
+#: The actions that end a forward: a backward begins, or an optimizer steps without one.
+_TURNS = ("backward", "return", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ def _both(peaks: Peaks, more: Peaks) -> Peaks:
     return found
 
 
+def _ways() -> dict[tuple[bool, bool], Peaks]:
+    return {(given, lent): Peaks() for given in (False, True) for lent in (False, True)}
+
+
 class Crossing(NamedTuple):
     """A storage that enters a block: its size, the part that made it, and whether some part keeps it for backward."""
 
@@ -86,9 +92,12 @@ class Part:
         lent: made in its forward, and kept until the backward of another part, by the number of that part.
         forward: what its forward takes, tensors that it made alone.
         forward_given: the same with tensors that parts before it made and that aren't kept for backward.
+        again: as ``forward``, until the last tensor is there that its own backward wants: what it takes when it is recomputed.
         backward: what its backward takes, what its forward kept and gradients in the making included; complete gradients are not. By
             whether the gradient that reaches it, and whether what other parts have lent it, is counted.
         first: the same with the gradients that it completes.
+        backward_again: as ``backward``, where its forward has run again: what that made is gone as soon as its last node has read it.
+        first_again: likewise ``first``.
         crossing: of a block: what enters it and was made by another block or between blocks, storage by storage: what must be sent where
             a pipeline is cut here.
         anew: of a block: what enters it and was made before the first block (masks, rotary embeddings), kept for backward: what must be
@@ -102,10 +111,11 @@ class Part:
     lent: dict[int, Size] = field(default_factory=dict)
     forward: Peaks = field(default_factory=Peaks)
     forward_given: Peaks = field(default_factory=Peaks)
-    backward: dict[tuple[bool, bool], Peaks] = field(
-        default_factory=lambda: {(a, b): Peaks() for a in (False, True) for b in (False, True)}
-    )
-    first: dict[tuple[bool, bool], Peaks] = field(default_factory=lambda: {(a, b): Peaks() for a in (False, True) for b in (False, True)})
+    again: Peaks = field(default_factory=Peaks)
+    backward: dict[tuple[bool, bool], Peaks] = field(default_factory=_ways)
+    first: dict[tuple[bool, bool], Peaks] = field(default_factory=_ways)
+    backward_again: dict[tuple[bool, bool], Peaks] = field(default_factory=_ways)
+    first_again: dict[tuple[bool, bool], Peaks] = field(default_factory=_ways)
     crossing: list[Crossing] = field(default_factory=list)
     anew: Size = _NOTHING
     returns: Size = _NOTHING
@@ -150,7 +160,7 @@ class _Reader:
         self.parts = [Part() for _ in range(2 * blocks + 1)]
         events = list(tape)
         begin = max((index for index, event in enumerate(events) if event.action == "leave" and event.storage == -1), default=len(events))
-        turn = next((index for index in range(begin, len(events)) if events[index].action in ("backward", "return")), len(events))
+        turn = next((index for index in range(begin, len(events)) if events[index].action in _TURNS), len(events))
         end = next((index for index in range(turn, len(events)) if events[index].action == "optimizer"), len(events))
         self._before = {event.storage for event in events[:begin] if event.action == "allocate"}
         self._storages: dict[int, _Storage] = {}
@@ -192,11 +202,12 @@ class _Reader:
         # Bytes that grow and bytes that don't: of what this part made; of what isn't kept for backward, and of that what parts before made.
         own = own_fixed = loose = loose_fixed = given = given_fixed = 0
         seen: list[tuple[int, ...]] = []
+        wanted = 0  # so many of these come before backward's last tensor
         alive: dict[int, _Storage] = {}
         for action, storage, _, _ in events:
             if action in MARKS:
-                self._see_forward(part, seen)
-                part, seen = self._number(action, storage), []
+                self._see_forward(part, seen, wanted)
+                part, seen, wanted = self._number(action, storage), [], 0
                 own = own_fixed = 0
                 given, given_fixed = loose, loose_fixed
             elif action == "input" and (one := alive.get(storage)) is not None:
@@ -211,6 +222,8 @@ class _Reader:
                 if one.freed is None:
                     loose, loose_fixed = loose + scaled, loose_fixed + fixed
                 seen.append((own, own_fixed, given, given_fixed))
+                if one.freed == part:
+                    wanted = len(seen)
             elif action == "free" and storage in alive:
                 one = alive.pop(storage)
                 scaled, fixed = one.size.scaled, one.size.fixed
@@ -220,7 +233,7 @@ class _Reader:
                     own, own_fixed = own - scaled, own_fixed - fixed
                 else:
                     given, given_fixed = given - scaled, given_fixed - fixed
-        self._see_forward(part, seen)
+        self._see_forward(part, seen, wanted)
         for one in self._storages.values():
             if one.freed is None:
                 continue
@@ -230,18 +243,21 @@ class _Reader:
             else:
                 maker.lent[one.freed] = maker.lent.get(one.freed, _NOTHING) + one.size
 
-    def _see_forward(self, part: int, seen: list[tuple[int, ...]]) -> None:
+    def _see_forward(self, part: int, seen: list[tuple[int, ...]], wanted: int) -> None:
         """Peaks of a part's forward, by what it had made and was given at each moment, in pairs of bytes that grow and bytes that don't."""
         if not seen:
             return
-        known = self._peaks.get(key := tuple(seen))
+        known = self._peaks.get(key := ((wanted,), *seen))
         if known is None:  # most parts are alike
-            known = self._peaks[key] = [Peaks(), Peaks()]
-            for own, own_fixed, given, given_fixed in seen:
+            known = self._peaks[key] = [Peaks(), Peaks(), Peaks()]
+            for number, (own, own_fixed, given, given_fixed) in enumerate(seen):
                 known[0].see(Size(own, own_fixed))
                 known[1].see(Size(own + given, own_fixed + given_fixed))
+                if number < wanted:
+                    known[2].see(Size(own, own_fixed))
         one = self.parts[part]
-        one.forward, one.forward_given = (_both(peaks, more) for peaks, more in zip((one.forward, one.forward_given), known, strict=True))
+        peaks = (one.forward, one.forward_given, one.again)
+        one.forward, one.forward_given, one.again = (_both(before, more) for before, more in zip(peaks, known, strict=True))
 
     def _see_backward(self, part: int, seen: list[tuple[int, ...]]) -> None:
         """The same of a part's backward: what it holds itself, what was given and lent to it, and gradients that are complete."""
@@ -250,16 +266,19 @@ class _Reader:
         ways = list(self.parts[part].backward)
         known = self._peaks.get(key := tuple(seen))
         if known is None:
-            known = self._peaks[key] = [Peaks() for _ in (*ways, *ways)]
-            for own, own_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed in seen:
+            known = self._peaks[key] = [Peaks() for _ in range(4 * len(ways))]
+            for own, own_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed, read, read_fixed in seen:
                 for number, (with_given, with_lent) in enumerate(ways):
                     scaled = own + (given if with_given else 0) + (lent if with_lent else 0)
                     fixed = own_fixed + (given_fixed if with_given else 0) + (lent_fixed if with_lent else 0)
-                    known[number].see(Size(scaled, fixed))
-                    known[number + len(ways)].see(Size(scaled + done, fixed + done_fixed))
+                    sizes = Size(scaled, fixed), Size(scaled + done, fixed + done_fixed)
+                    gone = Size(read, read_fixed)
+                    for place, size in enumerate((*sizes, *(size - gone for size in sizes))):
+                        known[place * len(ways) + number].see(size)
         one = self.parts[part]
-        one.backward = {way: _both(one.backward[way], more) for way, more in zip(ways, known, strict=False)}
-        one.first = {way: _both(one.first[way], more) for way, more in zip(ways, known[len(ways) :], strict=True)}
+        for place, found in enumerate((one.backward, one.first, one.backward_again, one.first_again)):
+            more = known[place * len(ways) : (place + 1) * len(ways)]
+            found.update({way: _both(found[way], peaks) for way, peaks in zip(ways, more, strict=True)})
 
     def _backward(self, events: list[Event]) -> None:
         """Peaks of the backward."""
@@ -271,6 +290,8 @@ class _Reader:
                     lent_to[until] += size
         # Bytes that grow and bytes that don't.
         own = own_fixed = lent = lent_fixed = running = running_fixed = given = given_fixed = done = done_fixed = 0
+        read = read_fixed = 0
+        early: set[int] = set()
         made: dict[int, tuple[int, int, int]] = {}  # and the part
         pending, sums = self._pending(events)
         seen: list[tuple[int, ...]] = []
@@ -279,11 +300,12 @@ class _Reader:
                 self._see_backward(part, seen)
                 self.parts[part].returns = Size(running + given, running_fixed + given_fixed)
                 part, seen = self._number(action, storage), []
-                done = done_fixed = running = running_fixed = 0
+                done = done_fixed = running = running_fixed = read = read_fixed = 0
+                early.clear()
                 given, given_fixed = sum(one[0] for one in made.values()), sum(one[1] for one in made.values())
                 own, own_fixed = self.parts[part].inner.scaled, self.parts[part].inner.fixed
                 lent, lent_fixed = lent_to[part].scaled, lent_to[part].fixed
-                seen.append((own, own_fixed, given, given_fixed, lent, lent_fixed, 0, 0))
+                seen.append((own, own_fixed, given, given_fixed, lent, lent_fixed, 0, 0, 0, 0))
             elif action == "allocate" and (kind in _MADE or kind == "gradients"):
                 scaled, fixed = (0, 0) if storage in sums else (size_bytes, 0) if kind in _SCALED else (0, size_bytes)
                 if kind == "gradients":
@@ -293,7 +315,7 @@ class _Reader:
                     running, running_fixed = running + scaled, running_fixed + fixed
                 self.parts[part].active = True
                 held, held_fixed = own + running, own_fixed + running_fixed
-                seen.append((held, held_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed))
+                seen.append((held, held_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed, read, read_fixed))
                 if storage in pending:
                     del made[storage]
                     running, running_fixed = running - scaled, running_fixed - fixed
@@ -312,8 +334,13 @@ class _Reader:
                 if storage in self._storages and (kept := self._storages[storage]).freed == part:
                     if kept.made == part:
                         own, own_fixed = own - kept.size.scaled, own_fixed - kept.size.fixed
+                        if storage in early:
+                            read, read_fixed = read - kept.size.scaled, read_fixed - kept.size.fixed
                     else:
                         lent, lent_fixed = lent - kept.size.scaled, lent_fixed - kept.size.fixed
+            elif action == "read" and storage in self._storages and (kept := self._storages[storage]).freed == kept.made == part:
+                early.add(storage)
+                read, read_fixed = read + kept.size.scaled, read_fixed + kept.size.fixed
             elif action == "source" and storage in made:
                 self.parts[part].flow += Size(*made[storage][:2])
         self._see_backward(part, seen)

@@ -205,12 +205,13 @@ class _Stage:
             below -= before[number - begin]
             below -= kept_until[number]
             given, lent_too = number != last, number != begin
-            most = part.backward[given, lent_too].at(share)
-            most_first = part.first[given, lent_too].at(share)
-            if number in recomputed:
+            again = number in recomputed
+            most = (part.backward_again if again else part.backward)[given, lent_too].at(share)
+            most_first = (part.first_again if again else part.first)[given, lent_too].at(share)
+            if again:
                 kept = before[number - begin]
-                again = kept + kept_random + part.forward.at(share) + (inside if given else 0)
-                most, most_first = max(most + kept, again), max(most_first + kept, again)
+                running = kept + kept_random + part.again.at(share) + (inside if given else 0)
+                most, most_first = max(most + kept, running), max(most_first + kept, running)
             waiting = passing + below + sum(size_bytes for low, high, size_bytes in twice if low <= number < high)
             backward = max(backward, waiting + most)
             first = max(first, waiting + most_first + complete)

@@ -42,9 +42,13 @@ class Whole:
         footprint: whose step it is.
         rows: samples of each of its micro-batches; one number for a rank that takes its part of the batch at once.
         recompute: indices of the blocks that keep only what enters them.
+
+    Attributes:
+        workspaces: sizes of what libraries keep from the first product on, of the thread that runs forward, and of backward's.
     """
 
     def __init__(self, machine: Machine, script: Script, footprint: Footprint, rows: Sequence[int], recompute: frozenset[int]) -> None:
+        self.workspaces: Sequence[int] = ()
         self.machine = machine
         self.script = script
         self.footprint = footprint
@@ -58,6 +62,8 @@ class Whole:
         self._pins: dict[Hashable, int] = {}
         self._unpinned_late: set[Hashable] = set()
         self._gone: set[Hashable] = set()
+        #: Outputs of recomputed blocks that nothing uses, and that Python has not let go of yet.
+        self._held_by_name: set[Hashable] = set()
         #: What is known of sizes here: of storages that grow by micro-batch, and of the optimizer's.
         self._shares: list[dict[int, int]] = [{} for _ in rows]
         self._updated: dict[int, int] = {}
@@ -131,6 +137,7 @@ class Whole:
         """What the step begins with: the batch, and what the step before didn't leave as the tape has it."""
         self.micro = 0
         self._gone.clear()
+        self._held_by_name.clear()
         self._pins.clear()
         self._unpinned_late.clear()
         if self._lasting is None:
@@ -148,6 +155,8 @@ class Whole:
     def update(self) -> None:
         """The optimizer's part; at first it makes its state."""
         self._end_backward()
+        for thread in range(len(self.workspaces)):  # a stage need not have the step's first product
+            self._multiply(thread)
         self.enter(self.script.update)
         if self.steps == 0:
             for change in self.script.before:
@@ -184,7 +193,15 @@ class Whole:
             self._in_backward = part.index
             if again:
                 self._run_again(part.index)
-        self._apply(part.changes, updating=False, saves=not (again and part.mark == "forward"))
+        self._apply(part.changes, updating=False, saves=not (again and part.mark != "leave"))
+        for key in self._held_by_name.intersection(map(self.key, part.let_go)):
+            self._held_by_name.discard(key)
+            self.machine.drop(key)
+
+    def _multiply(self, thread: int) -> None:
+        """A thread's first product: libraries take their workspace, and keep it."""
+        if thread < len(self.workspaces) and ("workspace", thread) not in self.machine:
+            self.machine.hold(("workspace", thread), self.workspaces[thread], "workspace")
 
     def _end_backward(self) -> None:
         index, self._in_backward = self._in_backward, None
@@ -203,10 +220,10 @@ class Whole:
         return size
 
     def _apply(self, changes: Sequence[Change], *, updating: bool, saves: bool = True) -> None:
-        """Play changes; ``saves``: what is used no more is kept for backward."""
+        """Play changes; ``saves``: what is used no more is kept for backward, and what backward has read until its node ends."""
         machine, before, pins = self.machine, self._before, self._pins
         # Machine.hold and Machine.drop written out: they come by tens of thousands of times.
-        held, order, counts = machine.held, machine.orders.append, machine.counts
+        held, order = machine.held, machine.orders.append
         numbers, label = machine.numbers, machine.labels.append
         shares, offset = self._shares[self.micro], self.micro * self.script.storages
         size: int | None
@@ -227,8 +244,7 @@ class Whole:
                 if size > 0:
                     held[key] = next(numbers)
                     order(size)
-                    if counts:
-                        label(CATEGORY[kind])
+                    label(CATEGORY[kind])
                 else:
                     held[key] = 0
                 if kind == "gradients":
@@ -245,9 +261,11 @@ class Whole:
                         order(-number)
                     elif number is None:
                         self._gone.add(key)
-            elif action == "unsaved":
+            elif action == "unsaved" or action == "read":
                 if not saves and key not in pins:
                     machine.drop(key)
+            elif action == "product":
+                self._multiply(storage)
             elif key not in held:
                 continue
             elif action == "become":
@@ -273,9 +291,9 @@ class Whole:
     # -- recomputation (strategies/recompute.py: torch's non-reentrant checkpointing) ------------------------------------------------------
 
     def _made_in(self, index: int) -> list[Change]:
-        """What the block's last forward makes for itself: its output is the next block's to keep, and isn't computed a second time."""
+        """What the block's last forward makes for itself: an output that is used is the next block's to keep, and isn't computed again."""
         part = self._forwards[index]
-        passed_on = {*part.outputs, *part.inputs}
+        passed_on = {*part.outputs, *part.inputs}.difference(part.unused)
         made = {change.storage for change in part.changes if change.action == "allocate"} - passed_on
         return [change for change in part.changes if change.storage in made]
 
@@ -297,18 +315,26 @@ class Whole:
                 self.machine.drop(key)
 
     def _forget(self, index: int) -> None:
-        """What its forward would have saved is gone when it ends."""
+        """What its forward would have saved is gone when it ends, but for outputs that nothing uses: Python holds them a while."""
+        unused = {self.key(storage) for storage in self._forwards[index].unused}
+        self._held_by_name.update(unused)
         for change in self._made_in(index):
             key = self.key(change.storage)
-            if key not in self._pins:
+            if key not in self._pins and key not in unused:
                 self.machine.drop(key)
 
     def _run_again(self, index: int) -> None:
-        """Its forward once more, before its backward."""
+        """Its forward once more, before its backward; torch stops when the last tensor is there that backward wants (``early_stop``)."""
         changes = self._made_in(index)
         keys = {change.storage: self.key(change.storage) for change in changes}
         missing = {storage for storage, key in keys.items() if key not in self._gone and key not in self.machine}
-        self._apply([change for change in changes if change.storage in missing], updating=False)
+        changes = [change for change in changes if change.storage in missing]
+        passing = {change.storage for change in changes if change.action == "free"}
+        kept = (place for place, change in enumerate(changes) if change.action == "allocate" and change.storage not in passing)
+        end = max(kept, default=-1) + 1
+        made = {change.storage for change in changes[:end] if change.action == "allocate"}
+        left = [change for change in changes[end:] if change.action == "free" and change.storage in made]
+        self._apply([*changes[:end], *left], updating=False)
 
 
 class Buckets(Whole):

@@ -169,6 +169,20 @@ def _on_device(held: DeviceBytes, footprint: Footprint, plan: Plan, device: Devi
     held = replace(held, workspace=workspace_bytes(footprint, device.name))
     return replace(
         held,
-        context=context_bytes(device.name) + nccl_bytes(plan.world_size),
+        context=context_bytes(device.name) + nccl_bytes(*communicators(plan)),
         rounding=int(held.allocated * ROUNDING_SHARE) + ROUNDING_BYTES,
     )
+
+
+def communicators(plan: Plan) -> tuple[int, ...]:
+    """How many devices each of NCCL's communicators has that one device of the plan is in.
+
+    All ranks have one. DeepSpeed makes another of all ranks (``groups.py``, ``_clone_world_group``); a mesh of replicas and of what each
+    of them consists of has one for each dimension.
+    """
+    sizes = [plan.world_size]
+    if plan.engine == "zero":
+        sizes.append(plan.world_size)
+    elif plan.engine in ("fsdp", "pipeline") and plan.replicas > 1:
+        sizes += [plan.replicas, plan.devices_per_replica]
+    return tuple(sizes)

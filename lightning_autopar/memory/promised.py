@@ -56,7 +56,7 @@ def promised_bytes(device: Device, leases: Iterable[Lease]) -> int:
             total += lease.pending_bytes(device.id)
     for process in device.processes:
         used_bytes = process.used_bytes or 0
-        for owner in _owners(process.pid, owed) if used_bytes else ():
+        for owner in owners(process.pid, owed) if used_bytes else ():
             paid_bytes = min(owed[owner], used_bytes)
             owed[owner] -= paid_bytes
             used_bytes -= paid_bytes
@@ -77,12 +77,12 @@ def less_promised(inventory: Inventory, leases: Sequence[Lease]) -> Inventory:
     return replace(inventory, devices=devices)
 
 
-def _owners(pid: int, owners: Collection[int]) -> list[int]:
-    """Of these processes the one that the driver means and those that have started it, the nearest first; none where that can't be told."""
+def owners(pid: int, among: Collection[int]) -> list[int]:
+    """Of ``among`` the one that the driver means and those that have started it, the nearest first; none where that can't be told."""
     if not is_drivers(pid):
         return []
     try:
         process = psutil.Process(pid)
-        return [each for each in (pid, *(parent.pid for parent in process.parents())) if each in owners]
+        return [each for each in (pid, *(parent.pid for parent in process.parents())) if each in among]
     except psutil.Error:  # it has ended
         return []

@@ -1,7 +1,7 @@
 """Recorder: what this process's tensors take of the host's memory while it is open, allocation by allocation. Knows nothing of steps.
 
-A CPU device has no counter like ``torch.cuda.max_memory_allocated``. What it has are the profiler's memory events, with two flaws, both
-dealt with here (torch 2.13, c10/core/CPUAllocator.cpp):
+A CPU device has no counter like ``torch.cuda.max_memory_allocated``. The profiler's memory events stand in
+for it. They have three flaws, and this module deals with all of them (torch 2.13, c10/core/CPUAllocator.cpp):
 
 - A thread reports only if it carries the profiler's thread-local state. A tensor whose last reference goes in one of gloo's threads is
   freed unseen, so that a running sum of the events grows with each step of DDP or FSDP. The allocator's own total, which each event
@@ -161,7 +161,7 @@ _Note = Mapping[str, Mapping[int, int]] | bool
 
 def _events(profile: Any) -> list[_Event]:
     """Allocations of the CPU and marks, in order."""
-    found: list[tuple[int, int, _Event]] = []
+    found: list[tuple[int, _Event]] = []
 
     def collect(nodes: Any) -> None:
         pending = list(nodes)
@@ -170,14 +170,28 @@ def _events(profile: Any) -> list[_Event]:
             kind, fields = node.typed
             if kind == _EventType.Allocation:
                 if fields.device.type == "cpu":
-                    found.append((node.start_time_ns, len(found), (fields.ptr, fields.alloc_size, fields.total_allocated)))
+                    found.append((node.start_time_ns, (fields.ptr, fields.alloc_size, fields.total_allocated)))
             elif node.name == _MARK:
-                found.append((node.start_time_ns, len(found), None))
+                found.append((node.start_time_ns, None))
             pending.extend(node.children)
 
     collect(profile.kineto_results.experimental_event_tree())
     found.sort(key=lambda each: each[0])
-    return [event for _, _, event in found]
+    return _without_maps(event for _, event in found)
+
+
+def _without_maps(events: Iterable[_Event]) -> list[_Event]:
+    """Those of the allocator: a map's end tells of a total of 0 as well, where the allocator's wouldn't come to that."""
+    kept: list[_Event] = []
+    total: int | None = None
+    for event in events:
+        if event is not None:
+            _, size_bytes, after = event
+            if after == 0 and (total is None or total + size_bytes != 0):
+                continue
+            total = after
+        kept.append(event)
+    return kept
 
 
 def _worked_out(events: list[_Event], notes: Sequence[_Note]) -> Recording:

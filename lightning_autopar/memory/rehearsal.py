@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
+from lightning_autopar.memory.batch import RAISED
+from lightning_autopar.memory.replaced import replaced
 from lightning_autopar.memory.trainer_view import TrainerView
 
 if TYPE_CHECKING:
@@ -212,7 +214,7 @@ class Rehearsal:
             return None
         try:
             return getattr(self.module, name)(*args)
-        except Exception as error:
+        except RAISED as error:
             log.debug("%s failed while tracing", name, exc_info=True)
             self.notes[f"{name} was left out, as it failed while tracing ({_first_line(error)})"] = None
             return None
@@ -279,17 +281,14 @@ def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callab
         enter("optimizer" if automatic else "forward")
         return result
 
-    torch.autograd.backward = backward
     with ExitStack() as stack:
+        stack.enter_context(replaced(torch.autograd, "backward", backward))
         for optimizer in optimizers:
             before = optimizer.register_step_pre_hook(lambda *_: enter("optimizer"))
             after = optimizer.register_step_post_hook(lambda *_: enter("forward"))
             stack.callback(before.remove)
             stack.callback(after.remove)
-        try:
-            yield
-        finally:
-            torch.autograd.backward = original
+        yield
 
 
 @contextmanager

@@ -6,12 +6,11 @@ reserved depends on the order of allocations, and fragments are left by the step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_autopar.memory.allocator import CachingAllocator, OutOfDeviceMemory
 from lightning_autopar.memory.allocator_options import AllocatorOptions
-from lightning_autopar.memory.best_fit import BestFit, is_plain
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.machine import Category, Machine
 from lightning_autopar.memory.play import Buckets, Whole, parts_of
@@ -24,8 +23,9 @@ from lightning_autopar.plans import Engine, Plan
 
 #: The engines whose ranks can be played.
 REPLAYED_ENGINES: tuple[Engine, ...] = ("single", "ddp", "fsdp", "pipeline")
-#: The first step finds no optimizer state, and leaves the allocator as the later ones find it.
-_STEPS = 2
+#: The first step finds no optimizer state. The free blocks that a step leaves scattered may force a later step to reserve one more segment.
+#: So steps are played until one leaves the allocator as it found it, and at most so many.
+_MOST_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,11 @@ def replay(
     limit_bytes: int | None = None,
     options: AllocatorOptions | None = None,
     rows: int | None = None,
-    workspace_bytes: int = 0,
+    workspaces: Sequence[int] = (),
     script: Script | None = None,
     widths: Widths | None = None,
-    by_category: bool = True,
 ) -> Replayed:
-    """Play a rank's start and its first two steps to the allocator.
+    """Play a rank's start and its first steps to the allocator.
 
     Args:
         footprint: with its tape, at the traced batch.
@@ -71,10 +70,9 @@ def replay(
         limit_bytes: the most that may be reserved; None: no limit.
         options: the allocator's settings; torch's defaults unless given.
         rows: samples that the rank takes; by default its share of the traced batch.
-        workspace_bytes: what libraries take of the allocator beside the tape.
+        workspaces: what libraries take of the allocator beside the tape: forward's thread, then backward's.
         script: the footprint's tape as :func:`~lightning_autopar.memory.script.read_script` gives it, where it is at hand.
         widths: what FSDP2's mixed precision makes of parameters and gradients; as they were traced, unless given.
-        by_category: whether the peak is told apart by category, which takes twice the time.
 
     Raises:
         ValueError: if the footprint has no tape, or the plan can't be played.
@@ -89,22 +87,25 @@ def replay(
     assert 0 <= rank < plan.world_size, "a rank of the plan"
     if rows is None:
         rows = max(1, plan.rows(footprint.batch_size)[rank]) if footprint.batch_size else 0
-    plain = not by_category and is_plain(options or AllocatorOptions())
-    allocator = (BestFit if plain else CachingAllocator)(limit_bytes=limit_bytes, options=options)
+    allocator = CachingAllocator(limit_bytes=limit_bytes, options=options)
     machine = Machine(allocator)
     player = _player(machine, script or read_script(footprint.tape), footprint, plan, rank, rows, widths or Widths())
+    player.workspaces = workspaces
     missing = 0
     try:
         player.start()
-        machine.hold("workspace", workspace_bytes, "workspace")
-        for _ in range(_STEPS):
+        layout: object = None
+        for _ in range(_MOST_STEPS):
             player.step()
+            before, layout = layout, allocator.layout()
+            if layout == before:
+                break
     except OutOfDeviceMemory as error:
         missing = max(1, error.reserved_bytes + error.requested_bytes - error.limit_bytes)
     return Replayed(
         allocated_peak_bytes=allocator.peak_allocated_bytes,
         reserved_peak_bytes=allocator.peak_reserved_bytes,
-        by_category=machine.fullest if by_category else {},
+        by_category=machine.fullest,
         fits=not missing,
         retries=allocator.retries,
         missing_bytes=missing,

@@ -194,7 +194,7 @@ class Residuals:
         """By what to multiply a plan's predicted seconds, going by measured runs, with a sentence where it isn't 1."""
         if not self.times.records:
             return 1.0, ()
-        return self.times.factor(plan.engine, plan_shape(plan), [self.devices.get(device, "") for device in plan.devices])
+        return self.times.factor(plan_shape(plan), [self.devices.get(device, "") for device in plan.devices])
 
     def corrected(self, plan: Plan, sizes: Mapping[str, _Need]) -> tuple[Mapping[str, _Need], tuple[str, ...]]:
         """A prediction as it should have been, going by what was measured, with a sentence that says so.

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar.memory.scratch_convolution import CannotMeasure, Scratch, convolution, convolution_backward, unmeasured
+from lightning_autopar.memory.scratch_convolution import CannotMeasure, Rounds, Scratch, convolution, convolution_backward, unmeasured
 from lightning_autopar.memory.scratch_product import half_product_bytes
 from lightning_autopar.memory.scratch_recurrent import recurrent_backward, recurrent_forward, recurrent_workspace
 from lightning_autopar.memory.storages import tensor_bytes
 
-__all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "Scratch", "ScratchOf", "cpu_scratch"]
+__all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "Rounds", "Scratch", "ScratchOf", "cpu_scratch"]
 
 aten = torch.ops.aten
 
 #: (args, kwargs, output) of a call → its scratch; None for none.
-ScratchOf = Callable[[tuple[Any, ...], dict[str, Any], Any], Scratch | None]
+ScratchOf = Callable[[tuple[Any, ...], dict[str, Any], Any], Scratch | Rounds | None]
+_CpuScratchOf = Callable[[tuple[Any, ...], dict[str, Any], Any], Scratch | None]
 #: (args, kwargs, output, one tensor of the output) of a call → true bytes of that tensor's storage; None where its fake tells them.
 HiddenOf = Callable[[tuple[Any, ...], dict[str, Any], Any, Tensor], int | None]
 
@@ -48,7 +49,7 @@ def _some(size_bytes: int, fixed_bytes: int = 0) -> Scratch | None:
     return Scratch(size_bytes, fixed_bytes) if size_bytes or fixed_bytes else None
 
 
-def _contiguous(*places: int) -> ScratchOf:
+def _contiguous(*places: int) -> _CpuScratchOf:
     """A kernel that wants those arguments contiguous."""
 
     def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
@@ -123,7 +124,7 @@ def _copied_rows(tensor: Tensor) -> int:
 # -- losses --------------------------------------------------------------------------------------------------------------------------------
 
 
-def _loss(elements: int) -> ScratchOf:
+def _loss(elements: int) -> _CpuScratchOf:
     """A loss before it is reduced, and what it is made of: so many tensors of the input's size."""
 
     def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
@@ -211,7 +212,7 @@ def _matrix(tensor: Tensor) -> int:
     return 0 if readable or min(rows, columns) < 1 else rows * columns * tensor.element_size()
 
 
-def _product(first: int) -> ScratchOf:
+def _product(first: int) -> _CpuScratchOf:
     """Of matrices; with the place of the first one."""
 
     def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
@@ -237,7 +238,7 @@ _POINTWISE = (
 )  # fmt: skip
 
 #: Scratch on a CPU, by operation.
-CPU_SCRATCH: Mapping[Any, ScratchOf] = {
+CPU_SCRATCH: Mapping[Any, _CpuScratchOf] = {
     **dict.fromkeys(_overloads(*_POINTWISE), _promoted),
     aten.where.self: _where,
     aten.convolution.default: convolution,
@@ -290,7 +291,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm
 def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
     """:data:`CPU_SCRATCH`; ``notes`` gets :data:`UNREAD` where a convolution is met that can't be run to see what it takes."""
 
-    def telling(found: ScratchOf) -> ScratchOf:
+    def telling(found: _CpuScratchOf) -> _CpuScratchOf:
         def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
             try:
                 return found(args, kwargs, output)
@@ -300,7 +301,7 @@ def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
 
         return tell
 
-    def packing(operation: Any, found: ScratchOf) -> ScratchOf:
+    def packing(operation: Any, found: _CpuScratchOf) -> _CpuScratchOf:
         def packed(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
             copies = found(args, kwargs, output) or Scratch(0)
             try:

@@ -46,6 +46,13 @@ class Scratch(NamedTuple):
     fixed_bytes: int = 0
 
 
+class Rounds(list[list[Scratch]]):
+    """What a kernel allocates in several blocks: those of a round are there together, and gone when the next one begins.
+
+    Blocks matter to what the allocator reserves: two small ones fit into gaps in which one of both sizes together doesn't.
+    """
+
+
 class CannotMeasure(RuntimeError):
     """It would take too long, or somebody else is profiling, who would be disturbed."""
 

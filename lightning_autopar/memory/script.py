@@ -14,7 +14,8 @@ _FIXED_KINDS = frozenset(("parameters", "buffers", "optimizer", "gradients", "fi
 
 
 class Change(NamedTuple):
-    """A storage comes, goes, changes, or is kept for backward alone from here on (``"unsaved"``).
+    """A storage comes, goes, changes, is kept for backward alone from here on (``"unsaved"``), or by a node that has read it (``"read"``);
+    or a thread multiplies (``"product"``).
 
     ``grows``: whether its size is in proportion to the batch.
     """
@@ -36,6 +37,8 @@ class Part:
         changes: in order.
         inputs: storages that enter the block, of a ``"forward"``.
         outputs: storages that leave it.
+        unused: those that leave it and that nothing uses afterwards.
+        let_go: such storages of blocks before, of which Python lets go when the part is over.
     """
 
     mark: Action
@@ -43,6 +46,8 @@ class Part:
     changes: list[Change] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
+    unused: list[int] = field(default_factory=list)
+    let_go: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ def read_script(tape: Tape) -> Script:
     alive: dict[int, tuple[Kind, int]] = {}
     freed: dict[int, tuple[Kind, int]] = {}
     there: set[int] = set()
+    left: dict[int, Part] = {}
     # The changes of the part that is read.
     changes = before
     for action, storage, size_bytes, kind in events:
@@ -109,11 +115,19 @@ def read_script(tape: Tape) -> Script:
             changes = part.changes
             if action != "optimizer":
                 parts.append(part)
-        elif action == "unsaved":
+        elif action == "unsaved" and storage in left:
+            assert part is not None, "notes follow marks"
+            left[storage].unused.append(storage)
+            part.let_go.append(storage)
+        elif action == "unsaved" or action == "read":
             changes.append(Change(action, storage, 0, alive[storage][0], False))
+        elif action == "product":
+            changes.append(Change(action, storage, 0, "fixed", False))
         elif action == "input" or action == "output":
             assert part is not None, "notes follow marks"
             (part.inputs if action == "input" else part.outputs).append(storage)
+            if action == "output":
+                left[storage] = part
         elif action != "source":
             held_kind = kind if kind is not None else alive[storage][0]
             alive[storage] = held_kind, size_bytes if action == "resize" else alive[storage][1]

@@ -17,7 +17,8 @@ from typing import Any
 LEAST, MOST = 0.5, 2.0
 #: Two runs of the same step differ by as much: what a plan's own factor must differ from the module's by, to count.
 NOISE = 0.05
-#: So many modules must have run under an engine before it says something about others.
+#: So many modules must have run before they say something about another one: about all its plans alike, since a machine that was busy
+#: would make the engine that happened to run look slower than those that didn't.
 _LEAST_MODULES = 3
 #: Of one plan's runs the last ones count.
 _LAST = 5
@@ -31,7 +32,6 @@ class StepTime:
 
     Args:
         module: under which the cache keeps the module's residuals.
-        engine: of its plan.
         shape: of its plan, as :func:`lightning_autopar.memory.residuals.plan_shape` has it.
         devices: what each rank's device was.
         rates: by what it was predicted: :attr:`StepTimes.rates`.
@@ -41,7 +41,6 @@ class StepTime:
     """
 
     module: str
-    engine: str
     shape: str
     devices: tuple[str, ...]
     rates: str
@@ -69,7 +68,7 @@ class StepTime:
             record = cls(**{**data, "devices": tuple(data["devices"])})
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a record of a run's step time: {error}") from error
-        texts = (record.module, record.engine, record.shape, record.rates, record.day, *record.devices)
+        texts = (record.module, record.shape, record.rates, record.day, *record.devices)
         if not all(isinstance(text, str) for text in texts) or not all(_is_time(value) for value in (record.predicted, record.measured)):
             raise ValueError("not a record of a run's step time: its values are of other kinds")
         return record
@@ -89,11 +88,10 @@ class StepTimes:
     module: str = ""
     rates: str = "data sheet"
 
-    def factor(self, engine: str, shape: str, devices: Sequence[str]) -> tuple[float, tuple[str, ...]]:
+    def factor(self, shape: str, devices: Sequence[str]) -> tuple[float, tuple[str, ...]]:
         """By what to multiply a plan's predicted seconds, and a sentence about it where that is worth one.
 
         Args:
-            engine: of the plan.
             shape: of the plan.
             devices: what each rank's device is.
         """
@@ -104,9 +102,8 @@ class StepTimes:
         own = [record.ratio for record in ours if (record.shape, record.devices) == (shape, tuple(devices))][:_LAST]
         found, because = _shared(ours, lambda record: record.shape), "measured runs of this module"
         if found is None:
-            others = [record for record in known if record.engine == engine]
-            enough = len({record.module for record in others}) >= _LEAST_MODULES
-            found, because = (_shared(others, lambda record: record.module) if enough else None), f"measured runs under {engine}"
+            enough = len({record.module for record in known}) >= _LEAST_MODULES
+            found, because = (_shared(known, lambda record: record.module) if enough else None), "measured runs of other modules"
         if own and (found is None or abs(statistics.median(own) / found - 1) > NOISE):
             found, because = statistics.median(own), "measured runs of this plan"
         factor = 1.0 if found is None else min(MOST, max(LEAST, found))

@@ -155,7 +155,7 @@ def collected(counts: Mapping[Work, int], batches: int = 1) -> tuple[Work, ...]:
 
 def _order(work: Work) -> tuple[Any, ...]:
     growing = -1 if work.growing is None else work.growing
-    return work.kind, work.name, work.dtype, work.shape, work.flops, work.moved_bytes, work.fixed_bytes, growing, work.count
+    return work.kind, work.name, work.dtype, work.shape, work.flops, work.moved_bytes, work.fixed_bytes, growing, work.drawn, work.count
 
 
 def _shape(tensor: Tensor) -> Any:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["parameters", "buffers", "input", "optimizer", "gradients", "activations", "temporary", "fixed"]
 KINDS: tuple[Kind, ...] = ("parameters", "buffers", "input", "optimizer", "gradients", "activations", "temporary", "fixed")
 
 Action = Literal[
-    "allocate", "free", "become", "resize", "forward", "leave", "backward", "return", "optimizer", "input", "output", "unsaved", "source"
-]
-ACTIONS: tuple[Action, ...] = (
     "allocate",
     "free",
     "become",
@@ -27,9 +24,12 @@ ACTIONS: tuple[Action, ...] = (
     "output",
     "unsaved",
     "source",
-)
+    "product",
+    "read",
+]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 #: The actions that change nothing and mark nothing.
-NOTES = frozenset({"input", "output", "unsaved", "source"})
+NOTES = frozenset({"input", "output", "unsaved", "source", "product", "read"})
 #: The actions that say which part of the step runs from there on.
 MARKS = frozenset({"forward", "leave", "backward", "return", "optimizer"})
 
@@ -62,8 +62,13 @@ class Event(NamedTuple):
     Notes change nothing. Right after ``forward`` i an ``"input"`` for each storage of the block's arguments, made by whatever part;
     right before ``leave`` i an ``"output"`` for each storage of what the block returns, one that was passed through or belongs to a
     parameter included. An ``"unsaved"`` comes after the last operation of the forward that uses a storage which was made in it and is kept
-    for backward alone: where nothing is saved (recomputation), it is free from here on. Right after an operation of backward that makes
+    for backward alone, and after which the block's code let go of it: where nothing is saved (recomputation), it is free from here on. For
+    an output that nothing uses after its block, it comes when the next block's forward is over. A ``"read"`` comes where the last node of
+    backward that a block saved a storage for has read it: made again by recomputation, it is free from there on. The node itself frees it
+    when what it gives has been summed to the shapes of its inputs. Right after an operation of backward that makes
     a parameter's gradient a ``"source"`` for each gradient of activations that it reads and that none before it has read as it is now.
+    Right after the first product of matrices of the thread that runs forward (0) and of that which runs backward (1) a ``"product"``:
+    there libraries take their workspaces.
 
     Args:
         action: see above.

@@ -24,11 +24,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar.memory.batch import FirstBatch, batch_size_of, first_batch, tensors_of
+from lightning_autopar.memory.batch import RAISED, FirstBatch, batch_size_of, first_batch, tensors_of
 from lightning_autopar.memory.beside import by_callbacks, fill_history, keep_searching, loose
 from lightning_autopar.memory.blocks import BlockWatcher, batch_norms, find_blocks, tied_groups
+from lightning_autopar.memory.conduct import ConductWatch
 from lightning_autopar.memory.cuda_scratch import CUDA_HIDDEN, cuda_scratch
-from lightning_autopar.memory.fake import UNCOMPILED, Target, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
+from lightning_autopar.memory.fake import UNCOMPILED, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.guess import guess
 from lightning_autopar.memory.layers import forward_bytes, layers
@@ -39,6 +40,7 @@ from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Kind, Tape
 from lightning_autopar.memory.tracker import MemoryTracker, Phase
 from lightning_autopar.memory.values import ShadowValues
+from lightning_autopar.memory.workspace import Target
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -58,6 +60,13 @@ _MARGIN_SHAPED = 0.05
 _AGAIN_SECONDS = 4.0
 #: So many batches a manual optimization may take until every optimizer has stepped.
 _MOST_BATCHES = 8
+#: Optimizers that count in tensors of the host (``torch/optim``; ASGD's are on the device), and by which names.
+_COUNTS_ON_HOST = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+    if hasattr(torch.optim, name)
+)
+_NUMBERS = ("step", "mu_product")
 _RESIDENT: tuple[Kind, ...] = ("parameters", "buffers", "optimizer", "input")
 
 
@@ -81,7 +90,8 @@ def trace(
         batch: what :func:`first_batch` gave, or a batch as the step gets it.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         precision: the Trainer's ``precision``.
-        target: the kind of device that will run it; decides between kernels that keep different things (attention, dropout, optimizers).
+        target: the kind of device that will run it (:func:`.workspace.target_of`); decides
+            between kernels that keep different things (attention, dropout, optimizers).
         validation: for ``"fit"``, the first batch of the validation loader, to be traced as well; None where there is no validation.
 
     Raises:
@@ -94,13 +104,13 @@ def trace(
     tracing = _Tracing(module, trainer, first, stage, types, target, validation)
     try:
         return tracing.with_margin()
-    except Exception as error:
+    except RAISED as error:
         log.debug("the step can't be traced", exc_info=True)
         reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     if module_bytes(module) <= _SMALL_BYTES:
         try:
             return tracing.measure(fake=False, note=f"the step can't be traced ({reason}), and was run once for real on the CPU instead")
-        except Exception:
+        except RAISED:
             log.debug("the step can't be run on the CPU either", exc_info=True)
     return guess(module, trainer, first, stage=stage, dtype=types.true, reason=reason)
 
@@ -168,13 +178,14 @@ class _Tracing:
                 validation = fake_copy(validation, None, None, dtype=self.precision.true)
             return self._measure(module, batch, validation, shadow, note)
 
-    def _tracker(self, module: LightningModule, batch: Any, shadow: ShadowValues) -> MemoryTracker:
+    def _tracker(self, module: LightningModule, batch: Any, shadow: ShadowValues, conduct: ConductWatch | None = None) -> MemoryTracker:
         """A ledger that knows what is there before the step."""
         on_cpu = self.target == "cpu"
         tracker = MemoryTracker(
             batch_size=self.first.batch_size,
             scratch=(cpu_scratch if on_cpu else cuda_scratch)(shadow.guesses),
             hidden=CPU_HIDDEN if on_cpu else CUDA_HIDDEN,
+            see=None if conduct is None else conduct.see,
         )
         for parameter in module.parameters():
             tracker.mark(parameter, "parameters")
@@ -206,7 +217,8 @@ class _Tracing:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         parameters = list(module.parameters())
         trainable = [parameter for parameter in parameters if parameter.requires_grad] if training else []
-        tracker = self._tracker(module, batch, shadow)
+        conduct = ConductWatch(module) if training else None
+        tracker = self._tracker(module, batch, shadow, conduct)
         watcher = BlockWatcher(find_blocks(module), tracker)
 
         reached: set[int] = set()
@@ -220,6 +232,8 @@ class _Tracing:
         with ExitStack() as stack:
             stack.enter_context(announced(rehearsal.optimizers, automatic=module.automatic_optimization, enter=enter))
             stack.enter_context(tracker)
+            if conduct is not None:
+                stack.enter_context(conduct.watching(rehearsal))
             batches = self._train(rehearsal, batch, watcher, tracker) if training else 1
             if not training:
                 watcher.begin_step()
@@ -228,11 +242,10 @@ class _Tracing:
         for hook in hooks:
             hook.remove()
 
-        states = {
-            id(p): sum(tensor_bytes(v) for v in tree_leaves(dict(o.state.get(p, {}))) if isinstance(v, Tensor))
-            for o in rehearsal.optimizers
-            for p in parameters
-        }
+        states: dict[int, int] = dict.fromkeys(map(id, parameters), 0)
+        for parameter, value in self._states(rehearsal.optimizers):
+            if id(parameter) in states:
+                states[id(parameter)] += tensor_bytes(value)
         learns = {id(parameter) for parameter in trainable}
 
         def bytes_of(parameter: nn.Parameter) -> tuple[int, int, int]:
@@ -246,6 +259,7 @@ class _Tracing:
         gradient_bytes = sum(bytes_of(parameter)[1] for parameter in trainable)
         peak_bytes = max((moment.total_bytes for moment in found.moments), default=0)
         held_bytes, changes = by_callbacks(self.trainer, module, on_cpu=self.target == "cpu") if training else (0, [])
+        normed = tuple(batch_norms(module))  # the evaluation below leaves the module in eval mode, in which none counts
         evaluated: tuple[int | None, tuple[int, ...]] = None, ()
         if training and validation is not None:
             evaluated = self._evaluation_bytes(rehearsal, validation, shadow, watcher, [block.fqn for block in found.blocks])
@@ -272,12 +286,13 @@ class _Tracing:
             also_uses=found.also_uses,
             holders=found.holders,
             tape=found.tape,
+            conduct=None if conduct is None else conduct.found(),
             tied=tied_groups(module),
             training=training,
             automatic_optimization=module.automatic_optimization,
             optimizers=len(rehearsal.optimizers),
             optimizer_classes=_torchs_own(rehearsal.optimizers),
-            batch_norm=tuple(batch_norms(module)),
+            batch_norm=normed,
             random_draws=tuple(tracker.random_draws),
             unused_parameters=tuple(names[id(parameter)] for parameter in trainable if id(parameter) not in reached),
             configures_model=is_overridden("configure_model", self.module),
@@ -309,8 +324,7 @@ class _Tracing:
             nonlocal index
             watcher.begin_step()
             rehearsal.training_step(batch, index, first=first, last=last)
-            for value in _states(rehearsal.optimizers):
-                tracker.mark(value, "optimizer")
+            self._mark_states(rehearsal, tracker)
             index += 1
 
         step(first=True, last=True)
@@ -321,8 +335,7 @@ class _Tracing:
         if waiting:
             rehearsal.notes[f"an optimizer took no step in {index} batches; its state is unknown"] = None
         fill_history(rehearsal.optimizers)
-        for value in _states(rehearsal.optimizers):
-            tracker.mark(value, "optimizer")
+        self._mark_states(rehearsal, tracker)
         tracker.record()
         if not automatic:
             batches = index
@@ -334,6 +347,19 @@ class _Tracing:
             for position in range(batches):
                 step(first=position == 0, last=position == batches - 1)
         return batches
+
+    def _mark_states(self, rehearsal: Rehearsal, tracker: MemoryTracker) -> None:
+        for _, value in self._states(rehearsal.optimizers):
+            tracker.mark(value, "optimizer")
+        if self.target != "cpu":
+            for value in _on_host(rehearsal.optimizers):
+                tracker.forget(value)
+
+    def _states(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, Tensor]]:
+        """Every tensor in the optimizers' state that is on the device, with the parameter that it is of."""
+        host = set() if self.target == "cpu" else {id(value) for value in _on_host(optimizers)}
+        for parameter, state in itertools.chain.from_iterable(optimizer.state.items() for optimizer in optimizers):
+            yield from ((parameter, value) for value in tree_leaves(state) if isinstance(value, Tensor) and id(value) not in host)
 
     def _evaluation_bytes(
         self, rehearsal: Rehearsal, batch: Any, shadow: ShadowValues, watcher: BlockWatcher, blocks: Sequence[str]
@@ -353,7 +379,7 @@ class _Tracing:
             assert tracker.tape is not None
             most = _top_bytes(tracker.tape) - tracker.live["parameters"] - tracker.live["buffers"]
             return most, tuple(size + tracker.live["input"] for size in forward_bytes(tracker, watcher, blocks))
-        except Exception as error:
+        except RAISED as error:
             log.debug("the validation step can't be traced", exc_info=True)
             rehearsal.notes[f"the validation step can't be traced ({type(error).__name__}), and is taken to need less than training"] = None
             return None, ()
@@ -366,10 +392,13 @@ def _torchs_own(optimizers: Sequence[Any]) -> tuple[str, ...]:
     return tuple(kind.__name__ for kind in kinds) if own else ()
 
 
-def _states(optimizers: list[Any]) -> Iterator[Tensor]:
-    """Every tensor in the optimizers' state."""
-    for state in itertools.chain.from_iterable(optimizer.state.values() for optimizer in optimizers):
-        yield from (value for value in tree_leaves(state) if isinstance(value, Tensor))
+def _on_host(optimizers: Sequence[Any]) -> Iterator[Tensor]:
+    """Numbers in the state of torch's optimizers that are in the host's memory, unless those are fused or capturable."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(optimizer, _COUNTS_ON_HOST) and not group.get("fused") and not group.get("capturable"):
+                states = [optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state]
+                yield from (state[name] for state in states for name in _NUMBERS if isinstance(state.get(name), Tensor))
 
 
 def _top_bytes(tape: Tape) -> int:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import _get_sequence_nr
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_autopar.memory.accumulation import adds_in_place, references_of_one_holder
+from lightning_autopar.memory.accumulation import WRITES, in_place, references_of_one_holder
 from lightning_autopar.memory.calls import tensors_in
-from lightning_autopar.memory.dependence import Dependence, Input, recomputes
-from lightning_autopar.memory.lean import device_of
+from lightning_autopar.memory.dependence import Dependence, Input, may_hook_saving, recomputes
+from lightning_autopar.memory.lean import another, device_of
 from lightning_autopar.memory.operations import Operation, operation
-from lightning_autopar.memory.scratch import HiddenOf, Scratch, ScratchOf
+from lightning_autopar.memory.scratch import HiddenOf, Rounds, Scratch, ScratchOf
 from lightning_autopar.memory.storages import seen_storages, tensor_bytes
 from lightning_autopar.memory.tally import OPTIMIZER, Tally
 from lightning_autopar.memory.tape import KINDS, Action, Kind, Tape
@@ -36,10 +37,19 @@ _ACCUMULATE_GRAD = 2**64 - 1
 _CURRENT = -1
 _SCRATCH_KINDS: tuple[Kind, Kind] = ("temporary", "fixed")
 _DEVICE = torch.ops.prim.device.default
-_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+#: Makes its mask before its output, on every device (``Dropout.cpp``, ``cuda/Dropout.cu``).
+_DROPOUT = torch.ops.aten.native_dropout.default
+_DETACH = torch.ops.aten.detach.default
 _CAST = torch.ops.aten._to_copy.default
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def _running() -> int:
+    """The number of autograd's node that runs; -1 where none does."""
+    node = _current_node()
+    return -1 if node is None else int(node._sequence_nr())
 
 
 class Cell(weakref.ReferenceType[torch.UntypedStorage]):
@@ -51,6 +61,13 @@ class Cell(weakref.ReferenceType[torch.UntypedStorage]):
     number: int
     size_bytes: int
     kind: Kind
+
+
+class Name(weakref.ReferenceType[Tensor]):
+    """A tensor that the step's code holds, not autograd: one of those on a storage."""
+
+    __slots__ = ("number",)
+    number: int
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -70,12 +87,19 @@ class MemoryTracker(TorchDispatchMode):
         batch_size: samples in the batch; 0 where it has none.
         scratch: what kernels take while they run, by operation.
         hidden: true sizes of outputs whose fakes are empty, by operation.
+        see: is told of each operation after it has run: what it is, its arguments, its output.
     """
 
     def __init__(
-        self, *, batch_size: int = 0, scratch: Mapping[Any, ScratchOf] | None = None, hidden: Mapping[Any, HiddenOf] | None = None
+        self,
+        *,
+        batch_size: int = 0,
+        scratch: Mapping[Any, ScratchOf] | None = None,
+        hidden: Mapping[Any, HiddenOf] | None = None,
+        see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
         self.live: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self.total_bytes = 0
         self.random_draws: dict[str, None] = {}
@@ -89,8 +113,12 @@ class MemoryTracker(TorchDispatchMode):
         self.uses: dict[int, dict[int, None]] = {}
         #: Storages in which gradients of parameters have come.
         self.arrived: set[int] = set()
-        #: Position on the tape after the last operation of a block's forward that used a storage, by its number.
+        #: Position on the tape after the last operation of forward that used a storage, by its number.
         self.last_uses: dict[int, int] = {}
+        #: Position on the tape at which a block's code let go of what it had made, by the storage's number, in that order.
+        self.let_go: dict[int, int] = {}
+        #: Position on the tape at which the node of backward that frees what a block saved had read it, by the storage's number.
+        self.reads: dict[int, int] = {}
         #: Of what backward made: positions on the tape after operations, and the gradients that each of these read, with their versions.
         self.sources: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
         self._scratch = scratch or {}
@@ -104,7 +132,15 @@ class MemoryTracker(TorchDispatchMode):
         self._starts: list[int] = []
         self._started: list[int] = []
         self._repeating = -1
+        self._multiplied: set[Phase] = set()
         self._resize: Callable[..., Any] | None = None
+        #: While a block runs that is recorded: hands autograd other tensors than the block's code has.
+        self._saving: saved_tensors_hooks | None = None
+        self._names: dict[int, Name] = {}
+        #: Where the last node that a block saved a storage for has let go of it, and which, by its number.
+        self._read: dict[int, tuple[int, int]] = {}
+        #: The id of what a node gets, until autograd has made its own tensor of that (``SavedVariable::unpack``).
+        self._given = 0
 
     # -- what the caller says --------------------------------------------------------------------------------------------------------------
 
@@ -121,6 +157,11 @@ class MemoryTracker(TorchDispatchMode):
                 self.live[kind] += cell.size_bytes
                 cell.kind = kind
                 self._write("become", cell.number, cell.size_bytes, kind)
+
+    def forget(self, tensor: Tensor) -> None:
+        """The tensor isn't on the device, and counts no more."""
+        for cell in self._cells_of((tensor,)):
+            self._free(cell)
 
     def begin_step(self) -> None:
         """A batch starts."""
@@ -151,6 +192,9 @@ class MemoryTracker(TorchDispatchMode):
         self._write("forward", block)
         for cell in self._cells_of(inputs):
             self._write("input", cell.number)
+        if self.tape is not None and torch.is_grad_enabled() and may_hook_saving():
+            self._saving = saved_tensors_hooks(another, self._unpacked)
+            self._saving.__enter__()
 
     def repeat_block(self, block: int) -> None:
         """The forward of a block begins once more, inside of backward.
@@ -165,16 +209,49 @@ class MemoryTracker(TorchDispatchMode):
 
     def end_block(self, block: int, outputs: Iterable[Tensor]) -> None:
         """The forward of a block has ended, and these tensors leave it."""
+        self._save_as_ever()
         for cell in self._cells_of(outputs):
             self._write("output", cell.number)
         self._part = self._outer = 2 * block + 2
         self._begin(self._part)
         self._write("leave", block)
 
+    def _save_as_ever(self) -> None:
+        if self._saving is not None:
+            self._saving.__exit__()
+            self._saving = None
+
+    def _unpacked(self, saved: Any) -> Any:
+        """What a node gets of what was saved: a tensor that is gone when the node has run, as recomputed ones are, unlike what is saved."""
+        given = another(saved)
+        if given is not saved:
+            self._name((given,))
+            self._given = id(given)
+        return given
+
+    def _name(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            for cell in self._cells_of((tensor,)):
+                name = Name(tensor, self._let_go)
+                name.number = cell.number
+                self._names[id(name)] = name
+
+    def _let_go(self, name: Name) -> None:
+        """The step's code has let go of a tensor: without autograd its storage would last no longer, unless others are on it."""
+        del self._names[id(name)]
+        if self.tape is None:
+            return
+        if self.phase == "forward":
+            self.let_go.pop(name.number, None)
+            self.let_go[name.number] = len(self.tape)
+        elif self.phase == "backward":
+            self._read[name.number] = len(self.tape), _running()
+
     def record(self) -> None:
         """Start the tape: what is alive now, then all that happens."""
         self.tape = Tape()
-        self.tally, self.last_uses, self.sources = Tally(), {}, {}
+        self.tally, self.last_uses, self.let_go, self.reads, self.sources = Tally(), {}, {}, {}, {}
+        self._multiplied.clear()
         for uses in self.uses.values():
             uses.clear()
         for cell in sorted(self._cells.values(), key=lambda cell: cell.number):
@@ -216,6 +293,10 @@ class MemoryTracker(TorchDispatchMode):
         del self._cells[cell.key]
         self.live[cell.kind] -= cell.size_bytes
         self.total_bytes -= cell.size_bytes
+        if cell.number in self._read:
+            position, node = self._read.pop(cell.number)
+            if self.phase == "backward" and node >= 0 and node == _running():
+                self.reads[cell.number] = position
         self._write("free", cell.number, 0, cell.kind)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -274,10 +355,16 @@ class MemoryTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         known = operation(func)
         node = self._node() if self.phase == "backward" else -1
-        if func is _ADD and node >= 0 and self._adds_in_place(args, kwargs, node):
-            func = _ADD_IN_PLACE
+        if node >= 0 and func in WRITES:
+            own = any(cell.node == node for cell in self._cells_of(args[:1]))
+            func = in_place(func, args, kwargs, _current_node(), made_by_it=own)
             known = operation(func)
         output = func(*args, **kwargs)
+        if self._see is not None:
+            self._see(func, args, kwargs, output)
+        if self._given and func is _DETACH and id(args[0]) == self._given:
+            self._name((output,))
+            self._given = 0
         inputs = self._inputs(args, kwargs)
         before = self._number
         made = self._account(func, known, node, args, kwargs, inputs, output)
@@ -286,6 +373,9 @@ class MemoryTracker(TorchDispatchMode):
         scratch = self._scratch.get(func)
         if scratch is not None:
             self._add_scratch(scratch(args, kwargs, output))
+        if known.short_name in _PRODUCTS and self.phase not in self._multiplied:
+            self._multiplied.add(self.phase)
+            self._write("product", int(self.phase == "backward"))
         if known.draws and self.phase != "optimizer" and known.has_drawn(args, kwargs):
             self.random_draws[known.name] = None
             if self.phase == "forward" and made and made[0].scaled:
@@ -293,15 +383,13 @@ class MemoryTracker(TorchDispatchMode):
         if self.tape is not None and known.moves:
             part = OPTIMIZER if self.phase == "optimizer" else self._part
             self.tally.add(part, self.phase == "backward", func, known, args, kwargs, inputs, output, made)
-        if self._part % 2 and self.phase == "forward" and self.tape is not None:
+        if self.phase == "forward" and self.tape is not None:
             position = len(self.tape)
             self.last_uses.update((number, position) for item in inputs for number in item.storages)
             self.last_uses.update((number, position) for number in range(before, self._number))
+            if self._saving is not None:
+                self._name(tensors_in((output,)))
         return output
-
-    def _adds_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any], node: int) -> bool:
-        own = any(cell.node == node for cell in self._cells_of(args[:1]))
-        return adds_in_place(_ADD, args, kwargs, _current_node(), made_by_it=own)
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Input]:
         """The tensors that an operation reads; says which part uses which parameter."""
@@ -335,10 +423,15 @@ class MemoryTracker(TorchDispatchMode):
         if known.is_view:
             return []
         if inputs and output is inputs[0].tensor:
-            return inputs[:1]  # in place
+            for zeros in self._cells_of((output,)) if node >= 0 else ():
+                # A formula's own, made of nothing: what is written into them says more.
+                if zeros.node == node and zeros.kind == "fixed" and self._dependence.of_backward(node, inputs, output, 0):
+                    self.mark(output, "temporary")
+            return inputs[:1]
         hidden = self._hidden.get(function)
         made = []
-        for place, tensor in enumerate(tensors_in((output,))):
+        outputs = list(enumerate(tensors_in((output,))))
+        for place, tensor in reversed(outputs) if function is _DROPOUT else outputs:
             cell: Cell | None = None
             for storage in seen_storages(tensor):
                 cell = self._cells.get(storage._cdata)
@@ -355,7 +448,7 @@ class MemoryTracker(TorchDispatchMode):
                 cell = self._track(storage, kind, None if hidden is None else hidden(args, kwargs, output, tensor))
                 cell.node = node
             made.append(Input(tensor, False, 0) if cell is None else Input(tensor, cell.kind in _SCALED, cell.size_bytes, (cell.number,)))
-        return made
+        return made[::-1] if function is _DROPOUT else made
 
     def _note_sources(self, function: Any, inputs: list[Input], made: list[Input]) -> None:
         """Of an operation of backward: which gradients of activations it has read, each as it is now, until something is added to it."""
@@ -367,15 +460,16 @@ class MemoryTracker(TorchDispatchMode):
         if any(read for _, read in found):
             self.sources.update((number, found) for one in made for number in one.storages)
 
-    def _add_scratch(self, scratch: Scratch | None) -> None:
+    def _add_scratch(self, scratch: Scratch | Rounds | None) -> None:
         """Something that is there for a moment."""
         if scratch is None:
             return
-        taken = [(self._count_up(), size, kind) for size, kind in zip(scratch, _SCRATCH_KINDS, strict=True) if size]
-        for number, size, kind in taken:
-            self._write("allocate", number, size, kind)
-        for number, _, kind in taken:
-            self._write("free", number, 0, kind)
+        for blocks in scratch if isinstance(scratch, Rounds) else [[scratch]]:
+            taken = [(self._count_up(), size, kind) for block in blocks for size, kind in zip(block, _SCRATCH_KINDS, strict=True) if size]
+            for number, size, kind in taken:
+                self._write("allocate", number, size, kind)
+            for number, _, kind in reversed(taken):
+                self._write("free", number, 0, kind)
 
     def __enter__(self) -> MemoryTracker:
         original = self._resize = torch.UntypedStorage.resize_
@@ -395,5 +489,7 @@ class MemoryTracker(TorchDispatchMode):
         """The ledger and its tape end here: what is freed later is not written down."""
         assert self._resize is not None
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._save_as_ever()
+        self._names = {}
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._cells = {}

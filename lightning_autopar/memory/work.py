@@ -30,6 +30,7 @@ class Work:
             channels, output channels, output positions, kernel positions, groups), of its backward those of its forward; recurrent: (steps,
             batch, width of the input, of the state, layers × directions); else empty.
         growing: which entry of ``shape`` grows with the batch; None where none does.
+        drawn: whether it draws random numbers for the samples: for a part of the batch they are drawn for all of it, and the part's kept.
     """
 
     kind: WorkKind
@@ -41,6 +42,7 @@ class Work:
     fixed_bytes: int = 0
     shape: tuple[int, ...] = ()
     growing: int | None = None
+    drawn: bool = False
 
     @property
     def grows(self) -> bool:

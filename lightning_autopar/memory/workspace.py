@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from lightning_autopar.memory.footprint import Footprint
 
 MIB = 1 << 20
 KIB = 1 << 10
+
+#: The kind of device: a CPU, a GPU, and of GPUs those of Hopper and of data-centre Blackwell, on which attention asks cuDNN first.
+Target = Literal["cpu", "cuda", "sm90", "sm100"]
 
 
 class _Kind(NamedTuple):
@@ -146,16 +149,30 @@ def context_bytes(device_name: str, *, environment: Mapping[str, str] | None = N
     return _kind(device_name).processors * _CONTEXT_BYTES_A_PROCESSOR + (_LOADED_EAGERLY_BYTES if eager else _LOADED_BYTES)
 
 
-def nccl_bytes(world_size: int, communicators: int = 1) -> int:
-    """NCCL's buffers on each device.
+class Named(Protocol):
+    """What is asked of a device: a trace doesn't depend on what else devices are."""
 
-    Args:
-        world_size: devices of the largest communicator.
-        communicators: how many that share nothing (a mesh of two dimensions has two).
-    """
-    if world_size <= 1:
-        return 0
-    return communicators * (_NCCL_PAIR_BYTES if world_size == 2 else _NCCL_BYTES)
+    @property
+    def kind(self) -> str:
+        """``"cuda"`` or ``"cpu"``."""
+
+    @property
+    def name(self) -> str:
+        """As the driver or a spec names it."""
+
+
+def target_of(devices: Sequence[Named]) -> Target:
+    """What a step is traced for: the first GPU of these devices; a CPU where there is none."""
+    name = next((device.name for device in devices if device.kind != "cpu"), None)
+    if name is None:
+        return "cpu"
+    chips: dict[int, Target] = {9: "sm90", 10: "sm100"}
+    return chips.get(_kind(name).major, "cuda")
+
+
+def nccl_bytes(*sizes: int) -> int:
+    """NCCL's buffers on each device, of communicators of so many devices; they share nothing."""
+    return sum(_NCCL_PAIR_BYTES if size == 2 else _NCCL_BYTES for size in sizes if size > 1)
 
 
 def _kind(device_name: str) -> _Kind:

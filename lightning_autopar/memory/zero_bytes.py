@@ -230,7 +230,7 @@ class _Zero:
                 elements = layer.gradients[position]
                 if filled and filled + elements > bucket:
                     flushed += filled
-                    progress = done / sum(layer.gradients)
+                    progress = done / (sum(layer.gradients) or 1)
                     moment = _Moment(
                         gradients=kept + self._own(flushed) + (waiting + beside) * self.element,
                         # What has just arrived still lies where backward made it.

@@ -174,7 +174,7 @@ def _course(
         part = parts[number]
         begin = held + given
         held -= until[number] + inner[number]
-        sizes = part.backward[True, True].sizes
+        sizes = (part.backward_again if number in recomputed else part.backward)[True, True].sizes
         # Without casts that are kept, what has a fixed size is at least the gradient that is made, and the cast that it is made by.
         less = round(part.inner.fixed * (1 - fixed))
         making = _making(footprint, number)
@@ -182,7 +182,7 @@ def _course(
         without = max(round(size.scaled * share) for size in sizes)
         if number in recomputed:
             again = held + until[number] + inner[number] + random_bytes + given
-            again += max(at(size.scaled, size.fixed) for size in part.forward.sizes)
+            again += max(at(size.scaled, size.fixed) for size in part.again.sizes)
             yield Leg("again", number, begin, again, again, begin)
             most += inner[number]
             without += inner[number]

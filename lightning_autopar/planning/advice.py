@@ -16,7 +16,7 @@ from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.labels import device_label
 from lightning_autopar.planning.refusals import PACKAGES, lacks_package_alone
 from lightning_autopar.planning.report import Advice, Candidate
-from lightning_autopar.planning.scaling import scaled
+from lightning_autopar.planning.scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.units import format_bytes
 
@@ -157,6 +157,9 @@ class _Question:
             found.append(self._suppose(f"allow={allow!r}", change={"allow": allow}, allow=BUILT_ENGINES))
         if constraints.exact:
             found.append(self._suppose("exact=False, which accepts the changed loss", change={"exact": False}, exact=False))
+        elif constraints.split_batch and draws_whole(self.footprint):
+            words = "batch=Batch(draws='per-rank'), which is another run than one device's"
+            found.append(self._suppose(words, change={"draws": "per-rank"}, footprint=drawn_by_rank(self.footprint)))
         if constraints.max_devices is not None and constraints.max_devices < len(inventory.devices) and constraints.min_devices is None:
             many = len(inventory.devices)
             found.append(self._suppose(f"let it use all {many} devices", change={"devices": many}, max_devices=None))
@@ -196,11 +199,18 @@ class _Question:
         return found
 
     def _suppose(
-        self, words: str, *, change: Mapping[str, Any], kind: Kind = "setting", inventory: Inventory | None = None, **changes: Any
+        self,
+        words: str,
+        *,
+        change: Mapping[str, Any],
+        kind: Kind = "setting",
+        footprint: Footprint | None = None,
+        inventory: Inventory | None = None,
+        **changes: Any,
     ) -> Advice | None:
         """The advice to change that, if it would help."""
         constraints = replace(self.constraints, **changes)
-        best = self.ask.best(self.footprint, inventory or self.inventory, constraints)
+        best = self.ask.best(footprint or self.footprint, inventory or self.inventory, constraints)
         if best is None:
             return None
         if self.now is None:

@@ -10,15 +10,18 @@ from lightning_autopar.plans import Plan
 
 
 def shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Blocks that can be units of FSDP, and those that can't: one that shares a parameter with what lies outside it."""
+    """Blocks that can be units of FSDP, and those that can't: those of which something outside has or uses a parameter."""
     units: list[str] = []
-    left_out: list[str] = []
     groups = [group for group in footprint.tied if len(group) > 1]
     for block in footprint.blocks:
         inside = f"{block.fqn}."
         crosses = any(0 < sum(f"{fqn}.".startswith(inside) for fqn in group) < len(group) for group in groups)
-        (left_out if crosses else units).append(block.fqn)
-    return tuple(units), tuple(left_out)
+        if not crosses:
+            units.append(block.fqn)
+    together = () if footprint.conduct is None else footprint.conduct.together
+    while apart := [fqn for names, others in together if others or not {*names} <= {*units} for fqn in names if fqn in units]:
+        units = [fqn for fqn in units if fqn not in apart]
+    return tuple(units), tuple(block.fqn for block in footprint.blocks if block.fqn not in units)
 
 
 def recomputable(footprint: Footprint) -> tuple[LayerFootprint, ...]:

@@ -10,7 +10,6 @@ ranks.
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,6 +17,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.work import Work
 from lightning_autopar.planning.calibrate_curves import Calibration, Curve
+from lightning_autopar.planning.collectives import topology
 from lightning_autopar.planning.rates import Collective, Phase, Rates
 from lightning_autopar.plans import Engine
 
@@ -25,8 +25,6 @@ from lightning_autopar.plans import Engine
 HOST = "host"
 #: The smallest dimensions for which matrix products are measured.
 SMALLEST_DIMENSIONS = (1, 8, 64, 512)
-#: Ranks that compete for the same cores are measured up to so many.
-MOST_RANKS = 4
 #: Operations that cost what a measured one costs: the same passes over memory, the same arithmetic.
 _ALIKE: Mapping[str, str] = {
     **dict.fromkeys(("sub", "mul", "relu", "neg", "threshold_backward", "maximum", "where", "ge", "le", "eq", "masked_fill"), "add"),
@@ -35,7 +33,10 @@ _ALIKE: Mapping[str, str] = {
     **dict.fromkeys(("sigmoid_backward", "tanh_backward"), "add"),
     **dict.fromkeys(("silu_backward", "mish_backward"), "gelu_backward"),
     **dict.fromkeys(("sqrt", "rsqrt", "reciprocal"), "div"),
-    **dict.fromkeys(("native_dropout", "bernoulli", "rand", "rand_like", "randn", "randn_like"), "bernoulli_"),
+    **dict.fromkeys(("native_dropout", "bernoulli"), "bernoulli_"),
+    **dict.fromkeys(("rand", "rand_like", "random_", "randint"), "uniform_"),
+    **dict.fromkeys(("randn", "randn_like", "normal", "log_normal_"), "normal_"),
+    **dict.fromkeys(("cauchy_", "geometric_"), "exponential_"),
     **dict.fromkeys(("_log_softmax", "logsumexp"), "_softmax"),
     **dict.fromkeys(("_log_softmax_backward_data",), "_softmax_backward_data"),
     **dict.fromkeys(("mean", "norm", "linalg_vector_norm", "amax", "max", "var_mean"), "sum"),
@@ -68,13 +69,15 @@ _FEW_CHANNELS = 4
 
 
 def device_key(device: Device) -> str:
-    """Under which a device's curves are kept: a GPU's UUID; of CPU devices, all alike, how many threads a rank on one has."""
-    return f"cpu/{device.threads or 1}" if device.kind == "cpu" else device.id
+    """Under which a device's curves are kept: a GPU's model; of CPU devices, all alike, how many threads a rank on one has."""
+    return f"cpu/{device.threads or 1}" if device.kind == "cpu" else f"{device.kind}/{device.name}"
 
 
-def group_key(devices: Sequence[Device]) -> str:
-    """Under which a group's collectives are kept."""
-    return "+".join(sorted({device_key(device) for device in devices}))
+def group_key(devices: Sequence[Device], inventory: Inventory) -> str:
+    """Under which a group's collectives are kept: the models, and of GPUs the slowest kind of link on their best way round."""
+    models = "+".join(sorted({device_key(device) for device in devices}))
+    group = topology(inventory).group(devices)
+    return models if group.on_cpu else f"{models} by {group.kind}"
 
 
 class Calibrated(Rates):
@@ -139,8 +142,13 @@ class Calibrated(Rates):
     def loop_seconds(self, device: Device, engine: Engine) -> float:
         """What a step costs beside operations and collectives: the trainer's loop, the engine's hooks."""
         thing = "loop/single" if engine == "zero" else f"loop/{engine}"  # what DeepSpeed adds is known by its calls
-        curve = self._curve(device_key(device), thing) or self._curve(HOST, thing)
-        return self.otherwise.loop_seconds(device, engine) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
+        curve, otherwise = self._of_host(device, thing), self.otherwise.loop_seconds(device, engine)
+        if curve is not None:
+            return curve.seconds[0] * self._crowded(device, "matmul", 0)
+        if (single := self._of_host(device, "loop/single")) is None:
+            return otherwise
+        # What an engine adds to the trainer's own loop is the data sheet's.
+        return single.seconds[0] * self._crowded(device, "matmul", 0) + otherwise - self.otherwise.loop_seconds(device, "single")
 
     def action_seconds(self, device: Device) -> float:
         """A rank of a pipeline's part of a micro-batch's forward or backward beside its operations."""
@@ -149,7 +157,7 @@ class Calibrated(Rates):
 
     def call_seconds(self, device: Device) -> float:
         """A call in a framework's Python, as the trainer's loop makes them."""
-        curve = self._curve(device_key(device), "call")
+        curve = self._of_host(device, "call")
         return self.otherwise.call_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def unit_seconds(self, device: Device) -> float:
@@ -289,17 +297,13 @@ class Calibrated(Rates):
         by_ranks = self.calibration.curves.get((subject, thing, dtype))
         return by_ranks[min(by_ranks)] if by_ranks else None
 
+    def _of_host(self, device: Device, thing: str) -> Curve | None:
+        """What the host takes for a rank on this device."""
+        return self._curve(device_key(device), thing) or self._curve(HOST, thing)
+
     def _group(self, collective: Collective, devices: Sequence[Device], inventory: Inventory) -> Mapping[int, Curve]:
-        """What was measured of a group as this one: of these very devices, or of such as are linked alike."""
-        own = self.calibration.curves.get((group_key(devices), collective, ""))
-        if own:
-            return own
-        kinds = {inventory.link(a.id, b.id).kind for a, b in itertools.pairwise(devices)}
-        everything = [device for device in inventory.devices if device.node == devices[0].node and device.name == devices[0].name]
-        around = {inventory.link(a.id, b.id).kind for a, b in itertools.pairwise(everything)}
-        if kinds != around:
-            return {}
-        return self.calibration.curves.get((group_key(everything), collective, ""), {})
+        """What was measured of groups of such devices that are linked alike, by how many they were."""
+        return self.calibration.curves.get((group_key(devices, inventory), collective, ""), {})
 
 
 def _convolution(shape: tuple[int, ...]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -109,11 +110,13 @@ class Calibration:
         curves: by :attr:`Curve.key`, and of each by the number of ranks.
         day: when the newest of them was measured, as ``"2026-11-21"``; empty where there is none.
         took_seconds: how long that took.
+        failures: what couldn't be measured, by its name the day on which that was found out.
     """
 
     curves: Mapping[tuple[str, str, str], Mapping[int, Curve]] = field(default_factory=dict)
     day: str = ""
     took_seconds: float = 0.0
+    failures: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.curves)
@@ -136,11 +139,20 @@ class Calibration:
         merged = {key: dict(by_ranks) for key, by_ranks in self.curves.items()}
         for curve in curves:
             merged.setdefault(curve.key, {})[curve.ranks] = curve
-        return Calibration(curves=merged, day=day, took_seconds=took_seconds)
+        return replace(self, curves=merged, day=day, took_seconds=took_seconds)
+
+    def with_failures(self, failures: Mapping[str, str]) -> Calibration:
+        """With these besides."""
+        return replace(self, failures={**self.failures, **failures})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"day": self.day, "took_seconds": self.took_seconds, "curves": [curve.to_dict() for curve in self.all()]}
+        return {
+            "day": self.day,
+            "took_seconds": self.took_seconds,
+            "curves": [curve.to_dict() for curve in self.all()],
+            "failures": dict(self.failures),
+        }
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
@@ -152,11 +164,12 @@ class Calibration:
         try:
             curves = [Curve.from_dict(each) for each in data["curves"]]
             day, took_seconds = data["day"], data["took_seconds"]
-        except (TypeError, KeyError) as error:
+            failures = {name: datetime.date.fromisoformat(each).isoformat() for name, each in data.get("failures", {}).items()}
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"not a calibration: {error}") from error
         if not isinstance(day, str) or isinstance(took_seconds, bool) or not isinstance(took_seconds, (int, float)):
             raise ValueError("not a calibration: its values are of other kinds")
-        return cls().with_curves(curves, day=day, took_seconds=float(took_seconds))
+        return cls(failures=failures).with_curves(curves, day=day, took_seconds=float(took_seconds))
 
 
 def _is_positive(value: Any) -> bool:

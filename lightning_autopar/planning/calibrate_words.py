@@ -67,7 +67,7 @@ def collective_lines(calibration: Calibration, inventory: Inventory) -> Iterator
     here = [device for device in inventory.devices if device.kind != "catalogue" and device.node == 0]
     for count in range(2, len(here) + 1):
         for collective in COLLECTIVES:
-            curve = calibration.curves.get((group_key(here[:count]), collective, ""), {}).get(count)
+            curve = calibration.curves.get((group_key(here[:count], inventory), collective, ""), {}).get(count)
             if curve is not None:
                 large = max(curve.sizes[-1], _LARGE_BYTES)
                 rate = format_bytes(large / curve.at(large))

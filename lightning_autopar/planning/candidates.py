@@ -14,7 +14,7 @@ from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.planning import runnable
 from lightning_autopar.planning.blocks import recomputable_order, shardable, with_recompute
 from lightning_autopar.planning.constraints import Constraints, Objective, SplitFinding, check_allow
-from lightning_autopar.planning.device_sets import device_sets, freest_first, islands, single_sets
+from lightning_autopar.planning.device_sets import device_sets, freest_first, islands, one_of_each_gpu, single_sets
 from lightning_autopar.planning.refusals import (
     engine_refusal,
     feature_refusal,
@@ -224,7 +224,7 @@ def build_plan(variant: Variant, devices: Sequence[Device], footprint: Footprint
     if variant.engine == "fsdp":
         shard, left_out = shardable(footprint)
         if left_out:
-            reasons.append(f"{', '.join(left_out)} not sharded as units of their own: they share parameters with other modules")
+            reasons.append(f"{', '.join(left_out)} not sharded as units of their own: other code has or uses their parameters")
         if variant.reshard_after_forward:
             reasons.append("parameters are freed between forward and backward, for memory, and gathered a second time")
         else:
@@ -275,7 +275,7 @@ _STAGE_REASONS: Mapping[int, str] = {
 def _widest(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> Plan:
     """A plan that stands in the report for all of an engine's that are ruled out."""
     freest = freest_first(inventory.devices, constraints)
-    same = [device for device in freest if device.kind == freest[0].kind]
+    same = one_of_each_gpu([device for device in freest if device.kind == freest[0].kind])
     devices = same[:1] if engine == "single" else same[: constraints.max_devices or len(same)]
     blocks = footprint.blocks
     if engine == "pipeline":

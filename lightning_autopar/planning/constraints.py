@@ -34,11 +34,13 @@ class SplitFinding:
         splittable: whether the batch can be taken apart into samples.
         probed: whether the losses were compared. If not, the difference is unknown where there is a reason, and of no
             interest where there is none: the step has no loss to compare.
-        subject: what differs: the loss, or something that the step writes.
+        part_reason: why a batch can't be worked off in parts one after the other, though ranks may have one each; None where it can.
         counted: FQNs of the buffers that the step changes whatever the batch, which each part of a batch would change once more.
         log_rules: how ranks' logged values make the whole batch's, by hook and name.
         notes: further sentences for whoever reads of a plan that splits the batch.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
+        drawn_apart: names of the step's operations that draw random numbers inside of their kernels, so that each rank, and each part
+            of a batch, draws its own: as many and as random, but not one device's.
     """
 
     difference: float = 0.0
@@ -48,8 +50,9 @@ class SplitFinding:
     log_rules: Mapping[tuple[str, str], str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     uneven_calls: tuple[str, ...] = ()
-    subject: str = "loss"
+    part_reason: str | None = None
     counted: tuple[str, ...] = ()
+    drawn_apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

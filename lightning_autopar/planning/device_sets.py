@@ -41,6 +41,14 @@ def freest_first(devices: Sequence[Device], constraints: Constraints) -> list[De
     )
 
 
+def one_of_each_gpu(devices: Sequence[Device]) -> list[Device]:
+    """Of the MIG instances of one GPU the first alone: NCCL refuses two ranks on one GPU ("Duplicate GPU detected")."""
+    found: dict[str, Device] = {}
+    for device in devices:
+        found.setdefault(device.part_of or device.id, device)
+    return list(found.values())
+
+
 def single_sets(inventory: Inventory, constraints: Constraints, speed: Speeds) -> list[tuple[Device, ...]]:
     """Of the devices that are alike, and on which others compute as much, the freest; each by itself."""
     best: dict[tuple[object, ...], Device] = {}
@@ -73,7 +81,8 @@ def device_sets(
 
 def largest_size(batch_size: int, inventory: Inventory, constraints: Constraints) -> int:
     """How many devices a plan may have."""
-    most = min(len(inventory.devices), constraints.max_devices or len(inventory.devices))
+    there = len(one_of_each_gpu(inventory.devices))
+    most = min(there, constraints.max_devices or there)
     return min(most, batch_size) if constraints.split_batch else most
 
 
@@ -138,7 +147,7 @@ def _prefixes(
     """Of every pool the first devices, in numbers worth trying; of pools of one sort those with most memory."""
     rank = _link_ranks(inventory, {device.id for device in ordered})
     thresholds = sorted(set(rank.values()), reverse=True)[:_MOST_THRESHOLDS]
-    for fast in _pools(ordered, speed):
+    for fast in map(one_of_each_gpu, _pools(ordered, speed)):
         groups = [_connected(fast, rank, threshold) for threshold in thresholds]
         groups += [_by_node(fast), [fast]]
         for pools in groups:

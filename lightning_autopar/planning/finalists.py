@@ -9,18 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.replay import Replayed, replay
 from lightning_autopar.memory.script import script_of
+from lightning_autopar.memory.workspace import workspaces
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Engine
 from lightning_autopar.units import format_bytes
 
-#: How many events may be replayed in one search, two steps each: some tenths of a second. The best candidate is replayed in any case.
+#: How many events may be replayed in one search, counted as two steps each: some tenths of a second. The best candidate is replayed in
+#: any case.
 _MOST_EVENTS = 100_000
 
 #: The engines whose first rank holds as much as any other that has as many samples.
@@ -104,9 +107,9 @@ class Finalists:
         played_for = {tight} if candidate.plan.shares else set(sizes)
         rank = candidate.plan.devices.index(tight) if candidate.plan.shares else 0
         limit = min(self._limit(device, around[device], margin) for device in played_for)
-        played = self._replayed(candidate, rank, limit, max(size.workspace for size in sizes.values()))
+        played = self._replayed(candidate, rank, limit)
         raw = {
-            device: _rounded(size, played) if device in played_for else size
+            device: _played(size, played) if device in played_for else size
             for device, size in candidate.raw.items()
             if isinstance(size, DeviceBytes)
         }
@@ -123,7 +126,7 @@ class Finalists:
             spare = format_bytes(played.reserved_peak_bytes - played.allocated_peak_bytes)
             notes = (
                 *notes,
-                f"fits narrowly: the allocator has to give back its cache {played.retries} times in two steps, with {spare} in it",
+                f"fits narrowly: the allocator has to give back its cache {played.retries} times in its first steps, with {spare} in it",
             )
         return replace(
             candidate,
@@ -156,12 +159,12 @@ class Finalists:
             )
         )
 
-    def _replayed(self, candidate: Candidate, rank: int, limit: int, workspace_bytes: int) -> Replayed:
+    def _replayed(self, candidate: Candidate, rank: int, limit: int) -> Replayed:
         """One of its ranks, with what the allocator may hold as its limit."""
         plan = candidate.plan
         how = plan.engine, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
         key = (*how, plan.world_size, plan.shares, rank)
-        played = self._play(candidate, rank, limit, workspace_bytes, (*key, limit))
+        played = self._play(candidate, rank, limit, (*key, limit))
         if played.fits:
             return played
         # It stopped where the first tensor found no room; at the peak more is missing.
@@ -169,7 +172,7 @@ class Finalists:
         more = size.allocated - limit if isinstance(size, DeviceBytes) else 0
         return replace(played, missing_bytes=max(played.missing_bytes, more))
 
-    def _play(self, candidate: Candidate, rank: int, limit: int | None, workspace_bytes: int, key: tuple[object, ...]) -> Replayed:
+    def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...]) -> Replayed:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
             self._events += 2 * len(self.footprint.tape) * candidate.plan.micro_batches
@@ -180,14 +183,16 @@ class Finalists:
                 limit_bytes=limit,
                 options=self.constraints.allocator,
                 rows=None if self.constraints.split_batch else self.footprint.batch_size,
-                workspace_bytes=workspace_bytes,
+                workspaces=workspaces(self.footprint, self.inventory.device(candidate.plan.devices[rank]).name),
                 script=script_of(self.footprint.tape),
-                by_category=False,
             )
         return self._played[key]
 
 
-def _rounded(size: DeviceBytes, played: Replayed) -> DeviceBytes:
-    """The same with what the allocator lost in the replay, if it is the step's bytes that count."""
+def _played(size: DeviceBytes, played: Replayed) -> DeviceBytes:
+    """What the replay found at its fullest moment, if it is the step's bytes that count and the step went through."""
+    if size.occasion != "step" or not played.fits:
+        return size
     rounding = max(0, played.reserved_peak_bytes - played.allocated_peak_bytes)
-    return replace(size, rounding=rounding) if size.occasion == "step" else size
+    parts: dict[str, Any] = dict(played.by_category.items())
+    return replace(size, **parts, rounding=rounding)

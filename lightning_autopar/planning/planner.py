@@ -16,6 +16,7 @@ from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.planning.advice import advise
 from lightning_autopar.planning.appraisal import Appraiser, Predict
 from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.device_sets import one_of_each_gpu
 from lightning_autopar.planning.finalists import Finalists
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.reasons import explained
@@ -179,6 +180,8 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
         raise ValueError(f"the pinned plan runs on {plan.world_size} devices, but {started} processes were started; start as many")
     if len(kinds := {known[device].kind for device in plan.devices}) > 1:
         raise ValueError(f"the pinned plan mixes devices of kinds {', '.join(sorted(kinds))}; name devices of one kind")
+    if len(one_of_each_gpu([known[device] for device in plan.devices])) < plan.world_size:
+        raise ValueError("the pinned plan has two MIG instances of one GPU, between which NCCL can't communicate; name one of each GPU")
     batch = footprint.batch_size
     if constraints.split_batch and plan.data_ranks > max(1, batch):
         each = "pipelines" if plan.engine == "pipeline" else "ranks"

@@ -43,6 +43,8 @@ FSDP_PARAMETER = 197
 FSDP_UNIT_PARAMETERS = 2
 #: What ``DTensor`` makes of one operation on shards, as the loop of an optimizer without a kernel for lists runs them on a CPU.
 SHARDED_OPERATION = 32
+#: What a draw of the whole batch's random numbers takes on a rank beside the operations (``benchmarks/draws.py``).
+DRAW = 62
 
 
 def zero_calls(plan: Plan, *, parameters: int, modules: int, buckets: int) -> int:

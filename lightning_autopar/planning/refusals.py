@@ -81,7 +81,7 @@ def _pipeline_refusal(footprint: Footprint, constraints: Constraints) -> str | N
     if footprint.tape is None or not footprint.outer:
         return "the step wasn't traced, so that it is not known where it can be cut into stages"
     if len(footprint.blocks) < 2:
-        return f"a pipeline is cut between repeated blocks, and the module has {len(footprint.blocks)}"
+        return f"a pipeline is cut between repeated blocks that share no parameters, and the module has {len(footprint.blocks)}"
     if not constraints.split_batch:
         return "each rank takes a whole batch of its own, which the ranks of a pipeline have in common"
     if footprint.batch_size == 0:
@@ -126,6 +126,10 @@ def devices_refusal(inventory: Inventory, constraints: Constraints) -> str | Non
     if max(kinds.count(kind) for kind in set(kinds)) < 2:
         one = inventory.devices[0].id if len(kinds) == 1 else "of each kind"
         return f"needs at least two devices of one kind, but there is one: {one}"
+    gpus = len({device.part_of or device.id for device in inventory.devices})
+    if gpus < max(2, constraints.min_devices or 2) <= len(inventory.devices):
+        whose = "one GPU" if gpus == 1 else f"{gpus} GPUs"
+        return f"the {len(inventory.devices)} devices are MIG instances of {whose}, and NCCL takes one rank of each GPU"
     if constraints.max_devices == 1:
         return "needs at least two devices, but the run may use only one"
     return None
@@ -175,11 +179,11 @@ def split_refusal(constraints: Constraints) -> str | None:
         return split.reason or "the batch can't be taken apart into samples"
     if not constraints.exact:
         return None
-    if not split.probed:
-        return f"exact=True, and whether splitting the batch changes its loss is not known ({split.reason})" if split.reason else None
-    if not split.difference <= SPLIT_TOLERANCE:  # NaN is a difference too
+    if not split.probed and split.reason:
+        return f"exact=True, and whether splitting the batch changes its loss is not known ({split.reason})"
+    if split.probed and not split.difference <= SPLIT_TOLERANCE:  # NaN is a difference too
         return f"exact=True, and {_difference_words(split)}"
-    return None
+    return f"exact=True, and {_apart_words(split)}" if split.drawn_apart else None
 
 
 def split_notes(constraints: Constraints) -> tuple[str, ...]:
@@ -187,11 +191,13 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
     split = constraints.split
     if split is None or not constraints.split_batch:
         return ()
+    notes = (f"{_apart_words(split)}; exact=True rules such plans out", *split.notes) if split.drawn_apart else split.notes
     if not split.probed:
-        return (f"whether splitting the batch changes its loss is not known ({split.reason})",) if split.reason else ()
+        unknown = (f"whether splitting the batch changes its loss is not known ({split.reason})",) if split.reason else ()
+        return (*unknown, *notes)
     if not split.difference <= SPLIT_TOLERANCE:
-        return (f"{_difference_words(split)}; exact=True rules such plans out", *split.notes)
-    return split.notes
+        return (f"{_difference_words(split)}; exact=True rules such plans out", *notes)
+    return notes
 
 
 def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
@@ -204,9 +210,17 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
     )
 
 
+def _apart_words(split: SplitFinding) -> str:
+    """Which draws aren't one device's."""
+    return (
+        f"{', '.join(split.drawn_apart)} draws random numbers inside of its kernel, each rank and each part of a batch its own, so that "
+        "this is another run than one device's, as random"
+    )
+
+
 def _difference_words(split: SplitFinding) -> str:
     """By how much the loss changes, and why if that is known."""
-    size = f"the split batch's {split.subject} differs from the whole batch's by {split.difference:.2g} of it"
+    size = f"the split batch's loss differs from the whole batch's by {split.difference:.2g} of it"
     if split.difference != split.difference:
         size = "the split batch's loss and the whole batch's can't be compared, as one isn't finite"
     return f"{size} ({split.reason})" if split.reason else size

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.inventory import Device
 from lightning_autopar.memory.work import Work
+from lightning_autopar.planning.python_calls import DRAW
 from lightning_autopar.planning.rates import Phase, Rates
 
 _SLOWEST_RATE_SHARE = 0.1  # of a device that somebody else keeps fully busy: the driver shares it out in turns
@@ -228,6 +229,17 @@ def _token(works: tuple[Work, ...]) -> int:
     return _TOKENS.setdefault(works, next(_numbers))
 
 
+def drawn_seconds(work: Work, share: float, device: Device, rates: Rates) -> float:
+    """Random numbers for a share of the batch: they are drawn for all of it, into new memory, and the share's rows are copied.
+
+    A GPU may leave much of a large draw out (``strategies.own_rows``); by how much was never measured, and isn't counted on.
+    """
+    kept = Work(kind="copy", name="copy_", dtype=work.dtype, moved_bytes=2 * work.at(share).moved_bytes)
+    new = Work(kind="copy", name="fill_", dtype=work.dtype, moved_bytes=work.moved_bytes)
+    new_memory = rates.work_seconds(device, new) if device.kind == "cpu" else 0.0  # a GPU's is kept by torch's allocator
+    return rates.work_seconds(device, work) + new_memory + rates.work_seconds(device, kept)
+
+
 _LOADS: dict[tuple[Hashable, ...], Load] = {}
 
 
@@ -248,8 +260,12 @@ def part_load(layout: Layout, index: int, share: float, device: Device, rates: R
         if len(_LOADS) > _REMEMBERED:
             _LOADS.clear()
         works = layout.works[index]
-        stream = sum(work.count * rates.work_seconds(device, work.at(share)) for work in works)
-        found = _LOADS[key] = Load(stream, rates.issue_seconds(device, phase) * sum(work.count for work in works))
+        drawn = [work for work in works if work.drawn and share < 1.0]
+        stream = sum(work.count * drawn_seconds(work, share, device, rates) for work in drawn)
+        stream += sum(work.count * rates.work_seconds(device, work.at(share)) for work in works if not work.drawn or share >= 1.0)
+        issue = rates.issue_seconds(device, phase) * sum(work.count for work in works)
+        issue += rates.call_seconds(device) * DRAW * sum(work.count for work in drawn)
+        found = _LOADS[key] = Load(stream, issue)
     return found
 
 

@@ -69,6 +69,22 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
     )
 
 
+def drawn_by_rank(footprint: Footprint) -> Footprint:
+    """The footprint where each rank, and each part of a batch, draws the random numbers of its own samples alone."""
+
+    def own(layer: LayerFootprint) -> LayerFootprint:
+        works = (tuple(replace(one, drawn=False) if one.drawn else one for one in works) for works in (layer.work, layer.backward_work))
+        work, backward_work = works
+        return replace(layer, draw_bytes=0, work=work, backward_work=backward_work)
+
+    return replace(footprint, blocks=tuple(map(own, footprint.blocks)), outer=tuple(map(own, footprint.outer)))
+
+
+def draws_whole(footprint: Footprint) -> bool:
+    """Whether a part of the step's batch draws random numbers for all of it."""
+    return any(work.drawn for layer in (*footprint.blocks, *footprint.outer) for work in (*layer.work, *layer.backward_work))
+
+
 def _layer(layer: LayerFootprint, part: Callable[..., int], rescale: Callable[[tuple[Work, ...]], tuple[Work, ...]]) -> LayerFootprint:
     """A block or an outer part.
 

@@ -101,7 +101,7 @@ def _fill(layout: Layout) -> list[tuple[int, int, float]]:
                 buckets.append((size, *place))
                 size, most = 0, BUCKET_BYTES
             size, seen = size + gradient, seen + gradient
-            place = number, seen / total
+            place = number, seen / total if total else 1.0
             if size >= most:
                 buckets.append((size, *place))
                 size, most = 0, BUCKET_BYTES

@@ -38,10 +38,10 @@ class Seen(TorchDispatchMode):
 
 
 @contextmanager
-def on_cuda(notes: dict[str, None] | None = None) -> Iterator[Seen]:
+def on_cuda(notes: dict[str, None] | None = None, *, cudnn_head: int = 0) -> Iterator[Seen]:
     """Fake tensors, treated as CUDA's."""
     with ExitStack() as stack:
-        stack.enter_context(as_cuda({} if notes is None else notes))
+        stack.enter_context(as_cuda({} if notes is None else notes, cudnn_head=cudnn_head))
         stack.enter_context(FakeTensorMode())
         yield stack.enter_context(Seen())
 
@@ -72,9 +72,10 @@ def attend(
     lengths: tuple[int, int] = (40, 40),
     mask: Any = None,
     value_width: int | None = None,
+    cudnn_head: int = 0,
     **kwargs: Any,
 ) -> tuple[list[str], Seen]:
-    with on_cuda() as seen:
+    with on_cuda(cudnn_head=cudnn_head) as seen:
         query = torch.ones(2, heads[0], lengths[0], width, dtype=dtype, requires_grad=True)
         key = torch.ones(2, heads[1], lengths[1], width, dtype=dtype, requires_grad=True)
         value = torch.ones(2, heads[1], lengths[1], value_width or width, dtype=dtype, requires_grad=True)

@@ -152,6 +152,51 @@ def test_several_batches_give_the_larger_figures() -> None:
     assert found.parts[1].activation_bytes == found.activation_bytes == 30
 
 
+#: Both blocks return what they have saved (10, 11) beside what the next one needs (20, 21). Nothing uses the former afterwards.
+RETURNS_MORE = (
+    ("leave", -1),
+    ("forward", 0),
+    ("allocate", 10, 1, "activations"),
+    ("allocate", 20, 2, "activations"),
+    ("output", 10),
+    ("output", 20),
+    ("leave", 0),
+    ("forward", 1),
+    ("input", 20),
+    ("allocate", 11, 4, "activations"),
+    ("allocate", 21, 8, "activations"),
+    ("output", 11),
+    ("output", 21),
+    ("leave", 1),
+    ("allocate", 30, 16, "activations"),
+    ("return", 2),
+    ("backward", 1),
+    ("free", 11, 0, "activations"),
+    ("backward", 0),
+    ("free", 10, 0, "activations"),
+    ("optimizer", -1),
+)
+LAST_USES = {10: 4, 20: 8, 11: 9, 21: 14, 30: 15}
+
+
+def test_an_output_that_nothing_uses_is_its_blocks_own() -> None:
+    settled = Places(tape_of(RETURNS_MORE), {0, 1}).settled(tape_of(RETURNS_MORE), (), LAST_USES)
+    notes = [tuple(event)[:2] for event in settled if event.action in ("unsaved", "leave", "return")][:6]
+    # Python lets go of each when the next block has run, and of the last one's at backward's beginning at the latest.
+    assert notes == [("leave", -1), ("leave", 0), ("unsaved", 10), ("leave", 1), ("unsaved", 11), ("return", 2)]
+    _, first, _, second, last = account(settled, 2).parts
+    assert (first.activation_bytes, first.output_bytes, second.input_bytes) == (1, 2, 2)
+    assert (second.activation_bytes, second.output_bytes, last.input_bytes) == (4, 8, 8)
+
+
+def test_an_output_that_enters_a_later_block_stays_one() -> None:
+    events = (*RETURNS_MORE[:9], ("input", 10), *RETURNS_MORE[9:])
+    last_uses = {number: position + (position >= 9) for number, position in LAST_USES.items()}
+    settled = Places(tape_of(events), {0, 1}).settled(tape_of(events), (), last_uses)
+    assert [event.storage for event in settled if event.action == "unsaved"] == [11]
+    assert account(settled, 2).parts[1].output_bytes == 1 + 2
+
+
 def test_an_evaluation_saves_nothing() -> None:
     tape = tape_of((("leave", -1), ("forward", 0), ("allocate", 1, 10, "activations"), ("output", 1), ("leave", 0)))
     found = account(Places(tape, {0}).settled(tape, (), {}), 1)

@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from lightning_autopar.memory.fake import CUDNN_HEADS
 from lightning_autopar.memory.operations import operation
+from lightning_autopar.memory.workspace import Target
 from tests.memory.cuda import (
     BF16,
     CUDNN,
@@ -51,6 +53,35 @@ from tests.memory.cuda import (
 )
 def test_attention_takes_the_kernel_of_cuda(expected: str, arguments: dict[str, Any]) -> None:
     assert attend(**arguments)[0] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("expected", "target", "arguments"),
+    [
+        (CUDNN, "sm90", {}),
+        (CUDNN, "sm100", {}),
+        (FLASH, "cuda", {}),
+        (CUDNN, "sm90", {"mask": ((2, 1, 40, 40), torch.bool)}),
+        (CUDNN, "sm90", {"heads": (8, 2), "enable_gqa": True}),
+        (CUDNN, "sm90", {"is_causal": True, "lengths": (32, 40)}),
+        (CUDNN, "sm90", {"width": 256}),
+        (FLASH, "sm100", {"width": 256}),
+        (FLASH, "sm90", {"width": 20}),
+        (FLASH, "sm90", {"dropout_p": 0.1}),
+        (CUDNN, "sm90", {"dropout_p": 0.125}),
+        (FLASH, "sm90", {"lengths": (1, 1)}),
+        (EFFICIENT, "sm90", {"dtype": FLOAT}),
+        (EFFICIENT, "sm90", {"dropout_p": 0.2, "mask": ((2, 1, 40, 40), torch.bool)}),
+    ],
+)
+def test_hopper_and_blackwell_ask_cudnn_first(expected: str, target: Target, arguments: dict[str, Any]) -> None:
+    """As ``torch._fused_sdp_choice`` answered on stub GPUs of capability 8.0, 9.0 and 10.0, with cuDNN 9.20."""
+    assert attend(**arguments, cudnn_head=CUDNN_HEADS.get(target, 0))[0] == [expected]
+
+
+def test_cudnn_first_gives_way_to_the_users_order() -> None:
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        assert attend(cudnn_head=256)[0] == [FLASH]
 
 
 @pytest.mark.parametrize(

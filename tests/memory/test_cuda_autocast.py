@@ -275,3 +275,11 @@ def test_what_cuda_refuses_is_told() -> None:
     with on_cuda(notes), amp():
         assert F.binary_cross_entropy(torch.ones(4), torch.ones(4)).dtype is FLOAT
     assert any("binary_cross_entropy" in note and "refuses" in note for note in notes)
+
+
+def test_the_last_argument_is_cast_first() -> None:
+    """As the compiler of torch's wheels evaluates arguments; the order decides which blocks the allocator gives them."""
+    with on_cuda() as seen, amp():
+        F.linear(torch.ones(4, 8), torch.ones(16, 8), torch.ones(16))
+    cast = [tuple(output.shape) for func, _, output in seen.calls if func is torch.ops.aten._to_copy.default]
+    assert cast == [(16,), (16, 8), (4, 8)]

@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_autopar.memory.cuda_reduction import reduction
 from lightning_autopar.memory.cuda_scratch import CUDA_HIDDEN, CUDA_SCRATCH, cuda_scratch
+from lightning_autopar.memory.scratch import Rounds
 from tests.memory.cuda import (
     BF16,
     FLOAT,
@@ -25,13 +28,26 @@ def scratch_of(operation: Any, seen: Seen) -> Any:
     return next(CUDA_SCRATCH[func](args, {}, output) for func, args, output in seen.calls if func is operation)
 
 
+def blocks_of(scratch: Any) -> list[list[int]]:
+    """Bytes of the blocks of each round."""
+    return [[sum(block) for block in blocks] for blocks in scratch]
+
+
 def test_flash_backward_takes_the_querys_gradient_in_float32() -> None:
+    """In blocks of their own, as a GPU's allocator has them: copies of output and gradient, a number a row, the gradient itself."""
     _, seen = attend(lengths=(100, 100))
-    taken = scratch_of(aten._scaled_dot_product_flash_attention_backward.default, seen)
-    assert taken == (2 * 4 * 128 * (64 + 1) * 4, 0)
+    copies, rows = [2 * 4 * 100 * 64 * 2] * 2, 2 * 4 * 128
+    backward = aten._scaled_dot_product_flash_attention_backward.default
+    assert blocks_of(scratch_of(backward, seen)) == [[*copies, rows * 4, rows * 64 * 4]]
     _, grouped = attend(lengths=(100, 100), heads=(4, 2), enable_gqa=True)
-    more = scratch_of(aten._scaled_dot_product_flash_attention_backward.default, grouped)
-    assert more.scaled_bytes - taken.scaled_bytes == 2 * 2 * 4 * 100 * 64 * 2
+    assert blocks_of(scratch_of(backward, grouped)) == [[*copies, rows * 4, rows * 64 * 4, *[2 * 4 * 100 * 64 * 2] * 2]]
+
+
+def test_cudnns_backward_takes_no_more_for_grouped_heads() -> None:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        _, seen = attend(lengths=(100, 100), heads=(4, 2), enable_gqa=True)
+    (blocks,) = blocks_of(scratch_of(aten._scaled_dot_product_cudnn_attention_backward.default, seen))
+    assert blocks[-1] == 2 * 4 * 100 * (64 + 1) * 4
 
 
 @pytest.mark.parametrize(("dtype", "width", "expected"), [(BF16, 264, 2 * 4 * 40 * 264 * 4), (BF16, 128, None), (FLOAT, 264, None)])
@@ -39,9 +55,52 @@ def test_wide_heads_are_summed_in_float32(dtype: torch.dtype, width: int, expect
     _, seen = attend(width, dtype, mask=((40, 40), dtype))
     taken = scratch_of(aten._scaled_dot_product_efficient_attention.default, seen)
     assert taken == (None if expected is None else (expected, 0))
-    rows = 2 * 4 * 40
-    backward = scratch_of(aten._scaled_dot_product_efficient_attention_backward.default, seen)
-    assert backward == (rows * (width + 1) * 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "length", "width", "rounds"),
+    [
+        (FLOAT, 12, 1024, 64, [[12582912, 196608, 196608], [196608, 12595200]]),
+        (FLOAT, 8, 300, 72, [[2764800, 38400, 38400], [38400, 6294528]]),
+        (BF16, 12, 1024, 64, [[196608, 12595200]]),
+        (BF16, 8, 300, 72, [[38400, 6292992]]),
+    ],
+)
+def test_efficient_backward_works_in_whole_blocks(dtype: torch.dtype, heads: int, length: int, width: int, rounds: list[list[int]]) -> None:
+    """The sizes are those that torch's own code asked its allocator for, on a stub GPU."""
+    query = torch.empty(4, heads, length, width, dtype=dtype, device="meta")
+    scratch = CUDA_SCRATCH[aten._scaled_dot_product_efficient_attention_backward.default]
+    assert blocks_of(scratch((query, query, query, query), {}, None)) == rounds
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dims", "taken"),
+    [
+        ((4096, 512), (512, 1), [0], 16777216),
+        ((4096, 2048), (2048, 1), [0], 67108864),
+        ((8192, 2048), (2048, 1), [0], 134217728),
+        ((4096, 16000), (16000, 1), [0], 139264000),
+        ((3136, 96), (96, 1), [0], 614400),
+        ((448, 63, 512), (32256, 512, 1), [0, 1], 115605504),
+        ((512, 16, 8, 64), (64, 262144, 32768, 1), [0, 1], 33554432),
+        ((32, 512, 14, 14), (100352, 1, 7168, 512), [0, 2, 3], 25690112),
+        ((64, 16), (16, 1), [0], 0),
+        ((4096, 512), (512, 1), [1], 0),
+    ],
+)
+def test_sums_over_many_rows_take_a_buffer(shape: Any, strides: Any, dims: list[int], taken: int) -> None:
+    """A bias's gradient, above all. The sizes are those that torch's own code asked its allocator for, on a stub GPU."""
+    assert sum(reduction(torch.empty_strided(shape, strides, device="meta"), dims)) == taken
+
+
+def test_sums_of_booleans_are_cast_first() -> None:
+    taken = CUDA_SCRATCH[aten.sum.default]((torch.ones(8, 512, dtype=torch.bool),), {}, torch.ones((), dtype=torch.long))
+    assert blocks_of(taken) == [[8 * 512 * 8, 0]]
+
+
+def test_softmax_backward_multiplies_first() -> None:
+    scores = torch.empty(8, 64, 64, device="meta")
+    assert blocks_of(CUDA_SCRATCH[aten._softmax_backward_data.default]((scores, scores, -1, FLOAT), {}, scores)) == [[8 * 64 * 64 * 4]]
 
 
 def test_embeddings_sort_many_indices() -> None:
@@ -50,7 +109,7 @@ def test_embeddings_sort_many_indices() -> None:
         F.embedding(torch.zeros(4000, dtype=torch.long), weight).sum().backward()
         F.embedding(torch.zeros(3000, dtype=torch.long), weight).sum().backward()
     takes = [CUDA_SCRATCH[func](args, {}, output) for func, args, output in seen.calls if func is aten.embedding_dense_backward.default]
-    assert takes[0] == (4 * 4000 * 8 + (5 * 1000 + 1400) * 8 + 1400 * 16 * 4, 0)
+    assert blocks_of(takes[0]) == [[*[4000 * 8] * 3, *[1000 * 8] * 2, 1400 * 8, 1400 * 16 * 4]]
     assert takes[1] is None
 
 
@@ -65,8 +124,10 @@ def test_convolutions_are_told_to_be_estimates(groups: int, channels_last: bool,
     with on_cuda() as seen:
         image = torch.ones(2, 8, 6, 6).contiguous(memory_format=layout).requires_grad_()
         nn.Conv2d(8, 16, 3, padding=1, groups=groups)(image).sum().backward()
-    for operation in (aten.convolution.default, aten.convolution_backward.default):
-        assert [table[func](args, {}, output) for func, args, output in seen.calls if func is operation] == [expected]
+    assert [table[func](args, {}, output) for func, args, output in seen.calls if func is aten.convolution.default] == [expected]
+    backward = next(table[func](args, {}, output) for func, args, output in seen.calls if func is aten.convolution_backward.default)
+    assert isinstance(backward, Rounds)
+    assert backward[:-1] == ([] if expected is None else [[expected]])  # then the bias's gradient is summed
     assert bool(notes) == (expected is not None)
 
 

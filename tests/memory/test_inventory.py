@@ -146,6 +146,7 @@ def test_to_dict_is_the_reports_object() -> None:
                 "node": 0,
                 "slowdown": 1.0,
                 "error": None,
+                "part_of": None,
             }
         ],
         "links": [{"a": "GPU-a", "b": "GPU-b", "kind": "p2p", "bytes_per_second": 1e9}],

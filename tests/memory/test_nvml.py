@@ -9,7 +9,7 @@ import pytest
 
 from lightning_autopar.memory import torchcuda
 from lightning_autopar.memory.inventory import DeviceProcess, Inventory, Link, probe
-from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices
+from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices, read_links
 from tests.fakes import nvml as fake
 from tests.fakes.nvml import GIB, FakeGpu, FakeInstance, FakeNvml
 
@@ -245,6 +245,7 @@ def test_instances_take_the_place_of_their_gpu(install_nvml: Install) -> None:
     instance = inventory.device("MIG-b3")
     assert (instance.total_bytes, instance.free_bytes, instance.utilization) == (20 * GIB, 19 * GIB, None)
     assert {link.kind for link in inventory.links} == {"host"}
+    assert [device.part_of for device in inventory.devices] == [None, "GPU-b", "GPU-b"]
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("MIG-b3", ["MIG-b3"]), ("1", ["MIG-b0", "MIG-b3"]), ("GPU-a", ["GPU-a"])])
@@ -385,3 +386,12 @@ def test_the_fake_has_nothing_that_the_real_module_lacks() -> None:
     assert hasattr(real, "nvmlMemory_v2")
     codes = {name: value for name, value in vars(fake).items() if name.startswith("ERROR_")}
     assert {name: getattr(real, f"NVML_{name}") for name in codes} == codes
+
+
+def test_links_are_known_between_gpus_that_cuda_hides_from_this_process(install_nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = pair()
+    a.nvlinks, b.nvlinks = [b.bus_id] * 18, [a.bus_id] * 18
+    install_nvml(a, b).connect(a, b, 0, 1, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert probe().links == ()
+    assert [(link.a, link.b, link.kind) for link in read_links()] == [("GPU-a", "GPU-b", "nvlink")]

@@ -15,7 +15,7 @@ from lightning_autopar.memory import predict as prediction
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
-from lightning_autopar.memory.predict import DeviceBytes, predict
+from lightning_autopar.memory.predict import DeviceBytes, communicators, predict
 from lightning_autopar.memory.trace import trace
 from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.plans import Plan
@@ -167,6 +167,21 @@ def test_a_gpu_needs_more_than_its_tensors() -> None:
     assert single.rounding > 0
     assert single.allocated == one(FOOTPRINT, plan()).allocated + single.workspace
     assert one(multiplies, plan()).workspace == 0
+
+
+def test_replicas_of_shards_have_a_communicator_within_each_and_one_across() -> None:
+    """Beside that of all devices: NCCL takes its buffers for each of them."""
+    hybrid = Plan(engine="fsdp", devices=tuple(f"cuda:{index}" for index in range(4)), replicas=2, reshard_after_forward=True)
+    (size, *_) = predict(FOOTPRINT, hybrid, INVENTORY).values()
+    assert size.context == context_bytes("cuda") + nccl_bytes(4) + 2 * nccl_bytes(2)
+
+
+def test_communicators_are_counted_by_the_plan() -> None:
+    four = tuple(f"cuda:{index}" for index in range(4))
+    assert communicators(Plan(engine="ddp", devices=four)) == (4,)
+    assert communicators(Plan(engine="zero", devices=four, zero_stage=2)) == (4, 4)
+    assert communicators(Plan(engine="fsdp", devices=four, reshard_after_forward=True)) == (4,)
+    assert communicators(Plan(engine="fsdp", devices=four, reshard_after_forward=True, replicas=2)) == (4, 2, 2)
 
 
 def test_every_engine_is_predicted() -> None:

@@ -153,6 +153,25 @@ def test_a_second_recording_knows_nothing_of_the_first() -> None:
     assert found.peak_bytes == after.numel()
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_what_lies_in_a_memory_map_counts_nowhere(first: bool) -> None:
+    mapped = torch.zeros(7 * UNIT, dtype=torch.uint8).share_memory_()
+    recorder = Recorder()
+    recorder.start()
+    kept = torch.zeros(50 * UNIT, dtype=torch.uint8)  # the allocator's table has this at the next start
+    recorder.stop()
+    recorder.start()
+    early = [] if first else [torch.zeros(UNIT, dtype=torch.uint8)]
+    del mapped
+    received = torch.zeros(9 * UNIT, dtype=torch.uint8).share_memory_()
+    late = torch.zeros(2 * UNIT, dtype=torch.uint8)
+    recording = recorder.stop()
+    assert recording is not None
+    # What is copied into the map is there until it has been.
+    assert recording.peak_bytes == 9 * UNIT + sum(each.nbytes for each in early)
+    del kept, received, late
+
+
 def test_nothing_happens() -> None:
     recorder = Recorder()
     assert recorder.start()

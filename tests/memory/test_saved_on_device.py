@@ -126,6 +126,7 @@ def test_fakes_save_what_a_gpu_saves(name: str, precision: str, device: str) -> 
     assert fake == real
 
 
+@pytest.mark.not_on_stub("cuDNN's recurrent layers")
 @pytest.mark.parametrize("device", ON_GPU)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", RECURRENT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_autopar.memory.blocks import find_blocks
 from lightning_autopar.memory.trace import FirstBatch, first_batch, trace
+from lightning_autopar.memory.workspace import Target
 from tests.memory.measured import attached, make_trainer, peak_bytes, real_peak_bytes
 
 
@@ -455,6 +458,60 @@ def test_attributes_that_cannot_be_copied_are_shared() -> None:
     module = Module(mlp())
     module.stream = (number for number in range(3))
     assert trace(module, None, next(iter(DataLoader(vectors(), 8)))).traced
+
+
+@pytest.mark.filterwarnings("ignore:.*capturable")
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adafactor", "ASGD"])
+def test_what_optimizers_count_by_is_on_the_host(name: str) -> None:
+    """As their state's devices say where the parameters are on another device than the CPU."""
+
+    def footprint(target: Target, **kwargs: Any) -> int:
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        module = Module(net, optimizer=functools.partial(getattr(torch.optim, name), **kwargs))
+        return trace(module, None, (torch.randn(4, 8), torch.randint(0, 2, (4,))), target=target).optimizer_bytes
+
+    weight = nn.Parameter(torch.ones(8, 8, device="meta"))
+    weight.grad = torch.ones_like(weight)
+    optimizer = getattr(torch.optim, name)([weight], lr=1e-3)
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # its state is made, and then meta tensors have no values
+        optimizer.step()
+    numbers = sum(isinstance(value, Tensor) and value.device.type == "cpu" for value in optimizer.state[weight].values())
+    assert footprint("cpu") - footprint("sm90") == 4 * 4 * numbers
+    if name == "AdamW":
+        assert numbers == 1
+        assert footprint("sm90", capturable=True) == footprint("cpu")
+
+
+class Held(nn.Module):
+    """Saves what it has made first; its code holds that until the end, or lets go of it."""
+
+    def __init__(self, *, holds: bool) -> None:
+        super().__init__()
+        self.weight, self.holds = nn.Parameter(torch.ones(64, 64)), holds
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.exp()
+        second = first.sin()
+        if not self.holds:
+            del first
+        third = (second @ self.weight).cos()
+        return third.tan()
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_blocks_have_done_with_what_they_save_when_their_code_lets_go_of_it(holds: bool) -> None:
+    """Without autograd, as where the block is recomputed, that is when it is freed."""
+    net = nn.Sequential(*(Held(holds=holds) for _ in range(2)))
+    tape = trace(Module(net), None, (torch.randn(8, 64), torch.randint(0, 64, (8,)))).tape
+    assert tape is not None
+    events = list(tape)
+    begin = next(place for place, event in enumerate(events) if (event.action, event.storage) == ("forward", 1))
+    end = next(place for place, event in enumerate(events) if (event.action, event.storage) == ("leave", 1))
+    made = [event.storage for event in events[begin:end] if event.action == "allocate" and event.size_bytes == 8 * 64 * 4]
+    done = events.index(("unsaved", made[0], 0, None))
+    product = next(place for place, event in enumerate(events) if event.action == "allocate" and event.storage == made[2])
+    last = next(place for place, event in enumerate(events) if event.action == "allocate" and event.storage == made[-1])
+    assert product < last < done if holds else done < product
 
 
 def test_target_cuda_uses_fused_attention_and_foreach_optimizers() -> None:

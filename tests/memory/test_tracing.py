@@ -6,6 +6,7 @@ import random
 import resource
 import time
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,15 @@ def test_validation_is_traced_with_its_own_batch() -> None:
     assert found[0] == pytest.approx(found[1] / 32, rel=0.1)
     plain, evaluated = trace(module, None, small), trace(module, None, small, validation=large)
     assert peak_bytes(plain) == peak_bytes(evaluated)
+
+
+def test_a_traced_validation_changes_nothing_else_that_is_known_of_the_step() -> None:
+    """Such as which layers take their statistics over the batch: validation leaves the module in eval mode."""
+    module, batch = Module(resnet()), next(iter(DataLoader(images(), 4)))
+    plain, evaluated = trace(module, None, batch), trace(module, None, batch, validation=batch)
+    assert plain.batch_norm
+    other = [field.name for field in fields(plain) if getattr(plain, field.name) != getattr(evaluated, field.name)]
+    assert other == ["evaluation_bytes", "evaluation_parts"]
 
 
 def test_a_validation_step_that_fails_is_an_assumption() -> None:

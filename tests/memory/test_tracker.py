@@ -198,8 +198,8 @@ def test_what_a_kernel_takes_inside_is_on_the_tape() -> None:
         ("allocate", 16 * 4 * 4, "activations"),
         ("allocate", 1000, "temporary"),
         ("allocate", 24, "fixed"),
-        ("free", 0, "temporary"),
         ("free", 0, "fixed"),
+        ("free", 0, "temporary"),
     ]
     assert any(event.size_bytes == 5000 for event in events)
     assert tracker.live["temporary"] == tracker.live["activations"] == 0

@@ -8,7 +8,18 @@ import pytest
 
 from lightning_autopar.memory.catalogue import KNOWN_DEVICES
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.workspace import KIB, MIB, _kind, context_bytes, cublas_bytes, nccl_bytes, workspace_bytes, workspaces
+from lightning_autopar.memory.inventory import probe
+from lightning_autopar.memory.workspace import (
+    KIB,
+    MIB,
+    _kind,
+    context_bytes,
+    cublas_bytes,
+    nccl_bytes,
+    target_of,
+    workspace_bytes,
+    workspaces,
+)
 
 STEP = Footprint(
     parameters=1,
@@ -80,4 +91,11 @@ def test_contexts_of_data_centre_cards_are_within_what_was_seen() -> None:
 
 def test_nccl_by_world_size() -> None:
     assert [nccl_bytes(size) for size in (1, 2, 3, 8)] == [0, 544 * MIB, 688 * MIB, 688 * MIB]
-    assert nccl_bytes(8, communicators=2) == 2 * 688 * MIB
+    assert nccl_bytes(8, 4, 2) == (2 * 688 + 544) * MIB
+
+
+@pytest.mark.parametrize(
+    ("spec", "target"), [("1xcpu:4GiB", "cpu"), ("1xH100-80GB", "sm90"), ("1xA100-80GB", "cuda"), ("1xB200-180GB", "sm100")]
+)
+def test_a_step_is_traced_for_the_chip(spec: str, target: str) -> None:
+    assert target_of(probe(spec).devices) == target

@@ -6,12 +6,13 @@ import pytest
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.memory.work import Work
 from lightning_autopar.planning import advice as subject
 from lightning_autopar.planning import refusals
 from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Advice, NothingFits, Report
-from lightning_autopar.planning.scaling import scaled
+from lightning_autopar.planning.scaling import drawn_by_rank, scaled
 from lightning_autopar.plans import Plan
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
@@ -184,6 +185,19 @@ def test_faster_engines_devices_and_settings_are_named() -> None:
     (others,) = made(replace(HEAVY, flops=10**17), busy).advice
     assert others.kind == "others"
     assert others.text.startswith("free what others hold on cuda:0: single would be ")
+
+
+def test_draws_of_each_ranks_own_are_advised_where_they_pay() -> None:
+    """What is drawn for the whole batch on each rank takes longer than all the rest."""
+    draw = Work(kind="pointwise", name="bernoulli_", dtype="fp32", moved_bytes=64 * GIB, drawn=True)
+    drawing = replace(HEAVY, blocks=tuple(replace(block, work=(draw,), draw_bytes=GIB // 8) for block in HEAVY.blocks))
+    two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
+    (found,) = starting(list(made(drawing, two).advice), "batch=Batch(draws='per-rank')")
+    assert found.change == {"draws": "per-rank"}
+    assert "another run than one device's: ddp ×2 would be " in found.text
+    assert (found.speedup or 0) > 1.5
+    for other, constraints in ((drawn_by_rank(drawing), {}), (HEAVY, {}), (drawing, {"exact": True}), (drawing, {"split_batch": False})):
+        assert not starting(list(made(other, two, **constraints).advice), "batch=Batch")
 
 
 def test_there_is_no_advice_where_nothing_would_help_much() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.inventory import Device, Inventory, Link
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.memory.work import Work, WorkKind
 from lightning_autopar.planning.calibrate import HOST, Calibrated, device_key, group_key
@@ -20,6 +22,7 @@ from lightning_autopar.planning.calibrate_words import collective_lines, speeds
 from lightning_autopar.planning.data_sheet import DataSheet
 from lightning_autopar.planning.rates import Collective, Phase, Rates
 from lightning_autopar.plans import Engine
+from tests.fakes.values import gpu, inventory
 
 GIB = 2**30
 
@@ -135,6 +138,8 @@ def test_newer_curves_take_the_place_of_older_ones() -> None:
         {"day": "d", "took_seconds": 1, "curves": [{"subject": "s"}]},
         {"day": "d", "took_seconds": 1, "curves": [{"subject": "s", "thing": "t", "ranks": True, "sizes": [1], "seconds": [1]}]},
         {"day": "d", "took_seconds": 1, "curves": [{"subject": 1, "thing": "t", "sizes": [1], "seconds": [1]}]},
+        {"day": "d", "took_seconds": 1, "curves": [], "failures": {"it": "once"}},
+        {"day": "d", "took_seconds": 1, "curves": [], "failures": ["it"]},
     ],
 )
 def test_what_is_no_calibration(data: object) -> None:
@@ -314,14 +319,47 @@ def test_more_ranks_than_were_measured_as_the_data_sheet_has_it_between_them() -
     assert known.collective_seconds("all_reduce", 100, inventory.devices, inventory) == pytest.approx(3.0), "300 beside 100"
 
 
-def test_gpus_linked_otherwise_were_not_measured() -> None:
-    inventory = parse_spec("4xH100-80GB", host_bytes=(8 * GIB, 8 * GIB), cores=8)
-    two, everything = group_key(inventory.devices[:2]), group_key(inventory.devices)
-    own = rates(curve("all_reduce", {100.0: 1.0}, ranks=2, subject=two), inventory=inventory)
-    assert own.collective_seconds("all_reduce", 100, inventory.devices[:2], inventory) == 1.0
-    assert own.collective_seconds("all_reduce", 100, inventory.devices[2:], inventory) == 100.0
-    alike = rates(curve("all_reduce", {100.0: 5.0}, ranks=4, subject=everything), inventory=inventory)
-    assert alike.collective_seconds("all_reduce", 100, inventory.devices[1:3], inventory) == pytest.approx(2.5), "four, by their number"
+def gpus(count: int, kind: Any = "nvlink", name: str = "NVIDIA H100 80GB HBM3") -> Inventory:
+    devices = tuple(gpu(index, name=name) for index in range(count))
+    links = tuple(Link(a=a.id, b=b.id, kind=kind) for a, b in itertools.combinations(devices, 2))
+    return inventory(*devices, links=links)
+
+
+def test_what_was_measured_of_a_group_counts_for_every_group_of_that_model_linked_alike() -> None:
+    here = gpus(8)
+    key = "cuda/NVIDIA H100 80GB HBM3 by nvlink"
+    assert {group_key(chosen, here) for chosen in (here.devices, here.devices[3:5], here.devices[5:])} == {key}
+    known = rates(
+        *(curve("all_reduce", {100.0: seconds}, ranks=ranks, subject=key) for ranks, seconds in ((2, 1.0), (4, 2.0), (8, 4.0))),
+        inventory=here,
+    )
+    assert known.collective_seconds("all_reduce", 100, here.devices, here) == 4.0
+    assert known.collective_seconds("all_reduce", 100, here.devices[2:6], here) == 2.0
+    assert known.collective_seconds("all_reduce", 100, here.devices[6:], here) == 1.0
+    assert known.collective_seconds("all_reduce", 100, here.devices[:3], here) == pytest.approx(1.5), "as four, by their number"
+    for other in (gpus(8, "host"), gpus(8, name="NVIDIA A100-SXM4-80GB")):
+        assert known.collective_seconds("all_reduce", 100, other.devices, other) == 700.0, "not measured"
+
+
+def test_operations_of_a_gpu_count_for_all_of_its_model() -> None:
+    here = gpus(2)
+    known = rates(curve("add", {100.0: 1.0}, dtype="fp32", subject=device_key(here.devices[0])), inventory=here)
+    assert known.work_seconds(here.devices[1], work("pointwise", "add", moved=100)) == 1.0
+    assert known.device_class(here.devices[0]) == known.device_class(here.devices[1])
+
+
+def test_the_loop_is_the_hosts_and_what_an_engine_adds_the_data_sheets() -> None:
+    class Sheet(Fake):
+        def loop_seconds(self, device: Device, engine: Engine) -> float:
+            return 1.0 if engine == "single" else 1.25
+
+    found = Calibration().with_curves(
+        [curve("loop/single", {1.0: 3.0}, subject=HOST), curve("call", {1.0: 5.0}, subject=HOST)], day="d", took_seconds=1.0
+    )
+    known, (device,) = Calibrated(found, Sheet()), gpus(1).devices
+    assert known.loop_seconds(device, "single") == 3.0
+    assert known.loop_seconds(device, "fsdp") == 3.25
+    assert known.call_seconds(device) == 5.0
 
 
 def test_the_host() -> None:

@@ -74,11 +74,11 @@ def test_every_plan_says_why() -> None:
     assert all(option.plan.reasons for option in (*options(), *options(runs=False)))
 
 
-def test_blocks_are_the_units_of_sharding_but_not_those_that_share_parameters_with_others() -> None:
+def test_blocks_are_the_units_of_sharding_but_not_those_whose_parameters_are_others_as_well() -> None:
     step = footprint(blocks=3, tied=(("net.0.weight", "head.weight"), ("net.1.a.weight", "net.1.b.weight")))
     plan = next(option.plan for option in options(step) if option.plan.engine == "fsdp")
     assert plan.shard == ("net.1", "net.2")
-    assert any("net.0" in reason and "share parameters" in reason for reason in plan.reasons)
+    assert any("net.0" in reason and "other code has or uses their parameters" in reason for reason in plan.reasons)
 
 
 def test_nothing_is_recomputed_that_may_not_run_twice_or_saves_nothing_or_has_no_backward() -> None:

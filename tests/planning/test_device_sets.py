@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from lightning_autopar.memory.inventory import Inventory, Link
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning.constraints import Constraints
-from lightning_autopar.planning.device_sets import coarse_sizes, device_sets, islands, single_sets, sizes_between
+from lightning_autopar.planning.device_sets import coarse_sizes, device_sets, islands, largest_size, single_sets, sizes_between
 from tests.fakes.values import GIB, cpu, gpu, inventory
 
 
@@ -111,3 +112,12 @@ def test_islands_are_what_the_best_links_connect() -> None:
     found = islands(inventory(*four, links=(*pairs, slow)), four)
     assert [[device.id for device in island] for island in found] == [["GPU-0000", "GPU-0001"], ["GPU-0002", "GPU-0003"]]
     assert islands(inventory(*four), four) == [four]
+
+
+def test_of_the_mig_instances_of_a_gpu_one_is_in_a_plan_of_several() -> None:
+    here = inventory(
+        *(replace(gpu(number, (20 - number) * GIB), part_of=whose) for number, whose in enumerate(("GPU-a", "GPU-a", "GPU-b", "GPU-b"))),
+        replace(gpu(4, 10 * GIB)),
+    )
+    assert chosen(here) == [("GPU-0000", "GPU-0002"), ("GPU-0000", "GPU-0002", "GPU-0004")]
+    assert largest_size(8, here, Constraints()) == 3

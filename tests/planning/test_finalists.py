@@ -147,10 +147,10 @@ def test_the_replays_figures_are_reported(gpt: Footprint) -> None:
     found = report(gpt, here)
     best = first(found)
     predicted = predict(gpt, best.plan, here)["cuda:0"]
-    played = replay(gpt, best.plan, 0, workspace_bytes=predicted.workspace)
+    played = replay(gpt, best.plan, 0, workspaces=(predicted.workspace // 2,) * 2)
     size = best.bytes["cuda:0"]
     assert size.to_dict()["rounding"] == played.reserved_peak_bytes - played.allocated_peak_bytes
-    assert size.allocated == predicted.allocated
+    assert size.allocated == played.allocated_peak_bytes == pytest.approx(predicted.allocated, rel=0.001)
     assert max(best.needs.values()) == max(size.reserved, played.reserved_peak_bytes + predicted.context)
     assert found.to_dict()["candidates"][0]["replayed"] is True
     assert any("replayed" in reason for reason in best.plan.reasons)

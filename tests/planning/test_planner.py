@@ -167,6 +167,12 @@ def test_a_pinned_plan_is_the_only_candidate() -> None:
     assert found.best is pinned
 
 
+def test_a_pinned_plan_has_one_mig_instance_of_a_gpu() -> None:
+    here = inventory(*(replace(gpu(index), part_of="GPU-a") for index in (0, 1)))
+    with pytest.raises(ValueError, match="MIG instances"):
+        report(None, here, pinned=Plan(engine="ddp", devices=("GPU-0000", "GPU-0001")))
+
+
 def test_a_pinned_plan_of_one_fsdp_rank_needs_no_second_device() -> None:
     pinned = Plan(engine="fsdp", devices=("cpu:0",), reshard_after_forward=True, shard=("net.0",))
     assert report(footprint(batch_size=1), inventory(cpu(0)), pinned=pinned).best is pinned

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from lightning_autopar.planning import refusals
 from lightning_autopar.planning.candidates import Option, enumerate_candidates, ruled_out
 from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal
-from tests.fakes.values import cpu, footprint, inventory
+from tests.fakes.values import cpu, footprint, gpu, inventory
 
 
 def options(step: Any = None, here: Any = None, **constraints: Any) -> list[Option]:
@@ -81,6 +82,16 @@ def test_a_loss_that_changes_is_a_note_unless_the_run_must_be_exact() -> None:
         for option in options(split=SplitFinding(probed=False, reason="it took too long"))
         if option.plan.world_size > 1 and option.rejection is None
     )
+
+
+def test_draws_that_are_each_ranks_own_are_a_note_unless_the_run_must_be_exact() -> None:
+    split = SplitFinding(probed=False, drawn_apart=("_scaled_dot_product_flash_attention",))
+    notes = {option.plan.engine: option.notes for option in options(split=split) if option.rejection is None}
+    assert notes["single"] == ()
+    (said,) = notes["ddp"]
+    assert said.startswith("_scaled_dot_product_flash_attention draws random numbers inside of its kernel")
+    assert taken(options(split=split, exact=True)) == {"single"}
+    assert "_scaled_dot_product_flash_attention" in rejections(options(split=split, exact=True))["ddp"]
 
 
 def test_a_step_without_a_loss_has_nothing_to_probe() -> None:
@@ -165,7 +176,7 @@ OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
         ({"blocks": 3}, {"uncuttable": {"net.1": "odd", "net.2": "odd"}}, "no block can begin a stage: odd"),
         ({"blocks": 2, "tied": (("net.0.w", "net.1.w"),)}, {}, "no block can begin a stage: it shares a parameter with a block before it"),
         ({"tape": None}, {}, "the step wasn't traced, so that it is not known where it can be cut into stages"),
-        ({"blocks": 1}, {}, "a pipeline is cut between repeated blocks, and the module has 1"),
+        ({"blocks": 1}, {}, "a pipeline is cut between repeated blocks that share no parameters, and the module has 1"),
         ({"optimizers": 2}, {}, "each stage steps one optimizer, and the module configures 2"),
         ({"automatic_optimization": False}, {}, "a pipeline's schedule runs backward by itself, and the module does so by hand"),
         ({}, {"excluded": {"pipeline": "a callback looks at the whole module"}}, "a callback looks at the whole module"),
@@ -227,3 +238,11 @@ def test_what_else_a_run_may_rule_out() -> None:
 
 def test_processes_that_are_there_already_leave_no_plan_with_one_device() -> None:
     assert rejections(options(min_devices=2)) == {"single": "2 processes were started, and each has to have a device"}
+
+
+@pytest.mark.parametrize(("started", "gpus"), [(None, ("a", "a")), (3, ("a", "a", "b"))])
+def test_mig_instances_of_one_gpu_have_no_plan_together(started: int | None, gpus: tuple[str, ...]) -> None:
+    here = inventory(*(replace(gpu(index), part_of=f"GPU-{whose}") for index, whose in enumerate(gpus)))
+    refusal = engine_refusal("ddp", footprint(), here, Constraints(min_devices=started))
+    whose = "one GPU" if started is None else "2 GPUs"
+    assert refusal == f"the {len(gpus)} devices are MIG instances of {whose}, and NCCL takes one rank of each GPU"

@@ -9,7 +9,9 @@ import pytest
 from lightning_autopar.memory.inventory import Device
 from lightning_autopar.memory.work import Work
 from lightning_autopar.planning.data_sheet import DataSheet
+from lightning_autopar.planning.python_calls import DRAW
 from lightning_autopar.planning.roofline import computing_dtype, idle_share, layout_of, part_load, update_load
+from lightning_autopar.planning.scaling import drawn_by_rank
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu
@@ -53,6 +55,25 @@ def test_the_host_issues_each_operation() -> None:
     layout = layout_of(traced(), "32-true")
     load = part_load(layout, layout.layers[1].forward, 1.0, gpu(0), PlainRates(issue=0.5), "forward")
     assert load.issue == pytest.approx(0.5)
+
+
+def test_a_part_of_the_batch_draws_random_numbers_for_all_of_it() -> None:
+    """And copies its rows: of 8 GiB a half, read and written."""
+    draw = Work(kind="pointwise", name="bernoulli_", dtype="fp32", count=2, moved_bytes=8 * GIB, drawn=True)
+    step = traced()
+    whole = replace(step, blocks=tuple(replace(block, work=(draw,)) for block in step.blocks))
+    rates = PlainRates(bytes_per_second=GIB, call=0.5)
+    for given, share, device, expected, calls in (
+        (whole, 1.0, gpu(0), 2 * 8, 0),
+        (whole, 0.5, gpu(0), 2 * (8 + 8), 2 * DRAW),
+        (whole, 0.25, gpu(0), 2 * (8 + 4), 2 * DRAW),
+        (whole, 0.5, cpu(0), 2 * (8 + 8 + 8), 2 * DRAW),  # into memory that is new each time
+        (drawn_by_rank(whole), 0.5, gpu(0), 2 * 4, 0),
+    ):
+        layout = layout_of(given, "32-true")
+        load = part_load(layout, layout.layers[1].forward, share, device, rates, "forward")
+        assert load.stream == pytest.approx(expected)
+        assert load.issue == pytest.approx(0.5 * calls)
 
 
 def test_an_update_of_a_part_moves_a_part() -> None:
