@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from lightning_autopar.plans import Plan
     from lightning_autopar.state.pretrained import load_pretrained
     from lightning_autopar.strategies.auto import AutoParallelStrategy
+    from lightning_autopar.strategies.batch_rule import Batch
     from lightning_autopar.strategies.run_requests import yield_run
     from lightning_autopar.strategies.turns import Turn
 
 __version__ = "0.1.0"
 __all__ = [
     "AutoParallelStrategy",
+    "Batch",
     "CheckpointMigrate",
     "ElasticReplan",
     "NothingFits",
@@ -38,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "AutoParallelStrategy": "lightning_autopar.strategies.auto",
+    "Batch": "lightning_autopar.strategies.batch_rule",
     "CheckpointMigrate": "lightning_autopar.callbacks.migrate",
     "ElasticReplan": "lightning_autopar.callbacks.elastic",
     "NothingFits": "lightning_autopar.planning.report",

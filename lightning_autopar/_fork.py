@@ -1,6 +1,20 @@
-"""Run one function in a forked child and bring its result back. Knows neither torch nor Lightning, and nothing of what it runs.
+"""Run one function in a forked child and bring its result back; and what a forked child can do after what its parent has done.
 
-Whatever the function does to its process (random draws, changed objects, a crash) stays in the child.
+Whatever the function does to its process (random draws, changed objects, a crash) stays in the child. Knows of torch what a fork does to
+it, and nothing of what is run.
+
+A fork copies one thread and none of the others. Of torch's threads that matters to four kinds:
+
+- Autograd's. The first backward pass of a process, on whatever device, starts a thread for each GPU that it sees. In a child that is forked
+  afterwards torch refuses every backward pass (``torch/csrc/autograd/engine.cpp``, ``track_bad_autograd_forks``;
+  https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork). A process that sees no GPU starts none.
+- CUDA's own. Once the driver was asked for anything, also for the number of GPUs without NVML, no child can use it
+  (``torch.cuda._is_in_bad_fork``).
+- OpenMP's, which belong to the thread that used them: a child's main thread would wait for workers that are gone
+  (https://github.com/pytorch/pytorch/issues/17199). So a child works in a fresh thread.
+- Those of torch's second pool, which ``torch.set_num_threads`` makes. Where a child's first two threads ask for it at the same time, one of
+  them finds it exchanged halfway, and the process aborts: "Invalid thread pool!" (https://github.com/pytorch/pytorch/issues/75147). So a
+  child asks for it once before it has a second thread.
 """
 
 from __future__ import annotations
@@ -19,6 +33,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 _HEADER = struct.Struct("!?Q")
@@ -26,6 +42,7 @@ _PR_SET_PDEATHSIG = 1
 _CHUNK_BYTES = 1 << 20
 #: Once a child has answered it has nothing left to do; one that lingers so long is killed.
 _GOODBYE_SECONDS = 5.0
+_TRY_SECONDS = 60.0
 
 
 class ChildFailed(RuntimeError):
@@ -35,27 +52,63 @@ class ChildFailed(RuntimeError):
         reason: one sentence: the exception's last line, the signal that ended it, or the time it took.
         child_traceback: the traceback as the child printed it; empty if it left none.
         crashed: whether the child ended in the middle of it, by a signal or by an exit.
+        timed_out: whether it was ended because it took too long.
     """
 
-    def __init__(self, reason: str, child_traceback: str = "", *, crashed: bool = False) -> None:
+    def __init__(self, reason: str, child_traceback: str = "", *, crashed: bool = False, timed_out: bool = False) -> None:
         super().__init__(f"{reason}\n\n{child_traceback}" if child_traceback else reason)
         self.reason = reason
         self.child_traceback = child_traceback
         self.crashed = crashed
+        self.timed_out = timed_out
 
 
-def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | None = None) -> T:
+def unforkable() -> str | None:
+    """Why no forked child of this process can use a GPU or run a backward pass, as the end of a sentence; None where it can.
+
+    No function of torch tells, so a child tries.
+    """
+    if torch.cuda.is_initialized():
+        return "this process has used a GPU already"
+    if not torch.backends.cuda.is_built():
+        return None
+    try:
+        return run_forked(_try, timeout_seconds=_TRY_SECONDS)
+    except ChildFailed as error:
+        if "autograd's threading" in error.reason:
+            return "this process has run a backward pass already, which started autograd's threads for the GPUs"
+        return f"a forked child of this process can't run a backward pass ({error.reason})"
+
+
+def _try() -> str | None:
+    if torch.cuda._is_in_bad_fork():
+        return "this process has asked CUDA's driver for its GPUs already"
+    torch.ones(1, requires_grad=True).sum().backward()
+    return None
+
+
+def begin_child(*, gpus: bool) -> None:
+    """What each process that this package forks does first, while it has a single thread.
+
+    Args:
+        gpus: whether it may use GPUs. One that may not sees none, so that a backward pass on the CPU makes no context on each of them.
+    """
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(torch.get_num_threads())
+
+
+def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | None = None, gpus: bool = False) -> T:
     """Call ``function(*args)`` in a forked child and return its result.
 
-    The function runs in a fresh thread of the child: OpenMP's thread pool belongs to the thread that used it and doesn't survive a fork, so
-    the child's main thread would wait for workers that are gone (https://github.com/pytorch/pytorch/issues/17199). The child leaves by
-    ``os._exit``, hence nothing that the parent registered with ``atexit`` runs in it. It dies with the parent, and by Ctrl-C. What it
-    prints to its standard output goes nowhere.
+    The function runs in a fresh thread of the child. The child leaves by ``os._exit``, hence nothing that the parent registered with
+    ``atexit`` runs in it. It dies with the parent, and by Ctrl-C. What it prints to its standard output goes nowhere.
 
     Args:
         function: what to run; needn't be picklable, as the child has the parent's memory.
         args: its arguments.
         timeout_seconds: kill the child after so long; None waits for ever.
+        gpus: whether the function may use GPUs; else it sees none.
 
     Returns:
         The function's result, a pickled copy.
@@ -77,11 +130,11 @@ def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | 
         pid = os.fork()
     if pid == 0:
         os.close(reader)
-        _be_child(parent, writer, function, args)
+        _be_child(parent, writer, gpus, function, args)
     os.close(writer)
     ended = False
     try:
-        answer = _read_answer(reader, deadline)
+        answer = read_message(reader, deadline)
         status = _wait(pid, _GOODBYE_SECONDS) if answer is not None else _wait(pid, 0.0 if _passed(deadline) else _GOODBYE_SECONDS)
         ended = status is not None
     finally:
@@ -95,17 +148,18 @@ def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | 
             return result  # type: ignore[no-any-return]
         raise ChildFailed(*result)
     if status is None and _passed(deadline):
-        raise ChildFailed(f"the child process was stopped after {timeout_seconds:g} seconds without a result")
+        raise ChildFailed(f"the child process was stopped after {timeout_seconds:g} seconds without a result", timed_out=True)
     raise ChildFailed(f"the child process ended without a result: {_describe(status)}", crashed=True)
 
 
-def _be_child(parent: int, writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
+def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
     """The child's whole life; never returns into the parent's stack."""
     code = 1
     try:
         _die_with(parent)
         _forget_handlers()
         _print_nothing()
+        begin_child(gpus=gpus)
         thread = threading.Thread(target=_answer, args=(writer, function, args), name="forked", daemon=True)
         thread.start()
         thread.join()
@@ -129,13 +183,12 @@ def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) ->
         payload = pickle.dumps(function(*args), protocol=pickle.HIGHEST_PROTOCOL)
         succeeded = True
     except BaseException as error:  # a SystemExit in the user's code is a failure here, too
-        reason = traceback.format_exception_only(type(error), error)[-1].strip()
+        # What a child of its own failed with has its own words.
+        reason = error.reason if isinstance(error, ChildFailed) else traceback.format_exception_only(type(error), error)[-1].strip()
         payload = pickle.dumps((reason, traceback.format_exc()))
         succeeded = False
-    view = memoryview(_HEADER.pack(succeeded, len(payload)) + payload)
     try:
-        while view:
-            view = view[os.write(writer, view[:_CHUNK_BYTES]) :]
+        write_message(writer, succeeded, payload)
     except BrokenPipeError:
         return  # the parent gave up waiting
 
@@ -158,8 +211,15 @@ def _forget_handlers() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _read_answer(reader: int, deadline: float | None) -> tuple[bool, bytes] | None:
-    """The child's answer; None if it ended, or the time passed, before the last byte.
+def write_message(writer: int, succeeded: bool, payload: bytes) -> None:
+    """Write what :func:`read_message` reads."""
+    view = memoryview(_HEADER.pack(succeeded, len(payload)) + payload)
+    while view:
+        view = view[os.write(writer, view[:_CHUNK_BYTES]) :]
+
+
+def read_message(reader: int, deadline: float | None) -> tuple[bool, bytes] | None:
+    """What another process wrote; None if it ended, or the time passed, before the last byte.
 
     The length comes first: a process that the child started may keep the pipe open long after the child.
     """

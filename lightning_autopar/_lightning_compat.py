@@ -9,7 +9,8 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +21,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties as 
 from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_cores
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_ranks
 from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
@@ -34,10 +36,12 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launche
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities._pytree import tree_unflatten
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overridden
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,9 +87,20 @@ __all__ = [
     "run_arguments",
     "script_command",
     "set_loop_position",
+    "share_cores",
     "update_properties",
     "verify_configuration",
+    "without_word_of_signals",
 ]
+
+
+def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
+    """As Lightning's, also of what has no code to compare with the parent's: an object that can be called, a mock, a builtin's partial."""
+    try:
+        return _is_overridden(method_name, instance, parent)
+    except (AttributeError, TypeError):
+        return True
+
 
 _CONNECTOR_FIELDS = (
     "accelerator",
@@ -219,9 +234,18 @@ def _with_hyperparameters(logger: Any, values: Mapping[str, Any]) -> Iterator[Ca
         params = vars(params) if isinstance(params, Namespace) else params
         original({**params, **values}, *args, **kwargs)
 
+    def log_alone() -> None:
+        # TensorBoard's would write a metric "hp_metric", which a run without hyperparameters doesn't have.
+        placeholder = vars(logger).get("_default_hp_metric")
+        if placeholder is not None:
+            logger._default_hp_metric = False
+        original(dict(values))
+        if placeholder is not None:
+            logger._default_hp_metric = placeholder
+
     vars(logger)["log_hyperparams"] = log_hyperparams
     try:
-        yield lambda: original(dict(values))
+        yield log_alone
     finally:
         vars(logger).pop("log_hyperparams", None)  # of one that is there twice it is gone already
 
@@ -248,9 +272,21 @@ def attach_data(trainer: Trainer, arguments: dict[str, Any]) -> None:
     trainer._data_connector.attach_data(model, datamodule=datamodule, **loaders)
 
 
-def call_on_exception(trainer: Trainer, error: BaseException) -> None:
-    """Run what ``_call_and_handle_interrupt`` runs when a run ends by an exception: ``on_exception`` hooks, the loggers' ``finalize``."""
-    call._interrupt(trainer, error)
+def call_on_exception(trainer: Trainer, error: BaseException, *, finalize: bool) -> None:
+    """Run what ``_call_and_handle_interrupt`` runs when a run ends by an exception (``_interrupt``).
+
+    Args:
+        trainer: with the engine in place.
+        error: the exception, for the ``on_exception`` hooks.
+        finalize: whether the loggers are told as well; where the exception goes on to Lightning, it tells them.
+    """
+    trainer.state.status = TrainerStatus.INTERRUPTED
+    call._call_callback_hooks(trainer, "on_exception", error)
+    if trainer.datamodule is not None:  # type: ignore[attr-defined]  # set by a connector
+        call._call_lightning_datamodule_hook(trainer, "on_exception", error)
+    trainer.strategy.on_exception(error)
+    for logger in trainer.loggers if finalize else ():
+        logger.finalize("failed")
 
 
 def progress_of(trainer: Trainer) -> dict[str, Any]:
@@ -298,6 +334,42 @@ def _data_loops(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def loaders_of_one_device(trainer: Trainer, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """While open, the user's hooks for loaders hear of no other ranks, be it from torch or from the trainer.
+
+    Args:
+        trainer: whose hooks they are.
+        around: makes what is open around each call of a hook.
+    """
+    said = {"world_size": 1, "global_rank": 0, "local_rank": 0, "num_nodes": 1, "num_devices": 1}
+    kind: Any = type(trainer)
+
+    def dataloader(source: Any) -> Any:
+        if not source.is_module():
+            return type(source).dataloader(source)
+        own = {name: kind.__dict__[name] for name in said if name in kind.__dict__}
+        with around():
+            for name, value in said.items():
+                setattr(kind, name, value)
+            try:
+                return type(source).dataloader(source)
+            finally:
+                for name in said:
+                    delattr(kind, name)
+                for name, described in own.items():
+                    setattr(kind, name, described)
+
+    sources = [loop._data_source for loop in _data_loops(trainer).values()]
+    for source in sources:
+        source.__dict__["dataloader"] = partial(dataloader, source)
+    try:
+        yield
+    finally:
+        for source in sources:
+            source.__dict__.pop("dataloader", None)
+
+
 def loader_sources(trainer: Trainer) -> dict[str, Any]:
     """The loaders that the user passed to the trainer (``_DataLoaderSource.instance``), by property; not those of hooks."""
     sources = {name: loop._data_source for name, loop in _data_loops(trainer).items()}
@@ -306,22 +378,25 @@ def loader_sources(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def loaders_apart(combined: CombinedLoader) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Its loaders, and what puts one thing for each into the shape that the user gave them (a list of numbers is one loader)."""
+    return combined.flattened, lambda each: tree_unflatten(each, combined._spec)
+
+
 def combined_loaders(trainer: Trainer, unwrap: Callable[[Any], Any]) -> dict[str, tuple[Any, str, Any]]:
     """What ``trainer.train_dataloader`` and its siblings read: loaders, combination mode, and for an evaluation the numbers of batches."""
     found = {}
     for name, loop in _data_loops(trainer).items():
         combined = loop._combined_loader
         if combined is not None:
-            loaders = torch.utils._pytree.tree_map(unwrap, combined.iterables)
+            flattened, shaped = loaders_apart(combined)
             # fit's own number of batches travels with its counters
-            found[name] = (loaders, combined_mode(combined), getattr(loop, "_max_batches", None))
+            found[name] = (shaped([unwrap(each) for each in flattened]), combined_mode(combined), getattr(loop, "_max_batches", None))
     return found
 
 
 def restore_loaders(trainer: Trainer, found: dict[str, tuple[Any, str, Any]]) -> None:
     """Put what :func:`combined_loaders` gave into this trainer; the next run builds its own (``_DataConnector.attach_dataloaders``)."""
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
     for name, loop in _data_loops(trainer).items():
         if name in found:
             loaders, mode, max_batches = found[name]
@@ -428,6 +503,24 @@ def let_steps_be_skipped(trainer: Trainer) -> Callable[[], None]:
         del optimization.output_result_cls
 
     return undo
+
+
+# -- for strategies/worker.py ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_word_of_signals(trainer: Trainer) -> Iterator[None]:
+    """While open, rank 0 doesn't tell the others before each batch whether it was sent SIGTERM.
+
+    It takes a collective and has the host wait for its GPU twice (``_TrainingEpochLoop._broadcast_sigterm_tensor``, since Lightning 2.6).
+    Only for processes whose signals somebody else takes.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
+    try:
+        yield
+    finally:
+        del loop.__dict__["_broadcast_sigterm_tensor"]
 
 
 # -- for strategies/boundary.py and strategies/resume.py ------------------------------------------------------------------------------

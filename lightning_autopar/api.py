@@ -13,6 +13,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import probe
 from lightning_autopar.memory.residual_cache import load_residuals
 from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.workspace import Target, target_of
 from lightning_autopar.planning.constraints import Constraints, check_allow
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import missing_packages
@@ -72,7 +73,7 @@ def plan(
         allocator=options_from_environment(os.environ),
         residuals=load_residuals(module, str(precision), inventory, **({} if rates is None else {"rates": rates.name})),
     )
-    footprint = run_forked(_trace, module, batch, precision, inventory.devices[0].kind != "cpu", timeout_seconds=_TRACE_SECONDS)
+    footprint = run_forked(_trace, module, batch, precision, target_of(inventory.devices), timeout_seconds=_TRACE_SECONDS)
     if isinstance(footprint, ValueError):
         raise footprint
     return make_report(footprint, inventory, constraints, rates=rates)
@@ -85,9 +86,9 @@ def _accelerator() -> Literal["cuda", "cpu"]:
     return "cuda" if num_cuda_devices() else "cpu"
 
 
-def _trace(module: LightningModule, batch: Any, precision: str | int | None, gpu: bool) -> Footprint | ValueError:
+def _trace(module: LightningModule, batch: Any, precision: str | int | None, target: Target) -> Footprint | ValueError:
     first = FirstBatch(batch=batch, batch_size=batch_size_of(batch))
     try:
-        return trace(module, None, first, stage="fit", precision=precision, target="cuda" if gpu else "cpu")
+        return trace(module, None, first, stage="fit", precision=precision, target=target)
     except ValueError as error:  # what was asked for can't be: no failure of the child
         return error

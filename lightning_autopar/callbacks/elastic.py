@@ -72,11 +72,6 @@ class ElasticReplan(Callback):
         """What was seen. It isn't kept in this object, whose attributes travel between the run's processes and back."""
         return _WATCHES.setdefault(self, Watch())
 
-    @property
-    def alarmed(self) -> bool:
-        """Whether the driver has said something of a device since the last look, so that the next one shouldn't wait."""
-        return self._watch.alarmed
-
     def look(self, run: RunView, now: float | None = None) -> Wish | None:
         """Look at the devices, and say what the agent should do; None to go on. The agent calls it, in the main process.
 
@@ -89,7 +84,6 @@ class ElasticReplan(Callback):
         """
         watch = self._watch
         if watch.run is None or watch.run() is not run:
-            watch.close()
             watch = _WATCHES[self] = Watch(timeline=watch.timeline, run=run)
         return watch.look(run, time.monotonic() if now is None else now, self.rules, self.max_overhead)
 

@@ -14,22 +14,18 @@ from lightning_autopar.strategies.saving import Moving
 class CheckpointMigrate(Callback):
     """Saves the run between batches, so that it can go on under any plan, and goes on from there after a failure.
 
-    With it, ``fit`` under autopar trains in worker processes whatever the plan. A worker that dies, runs out of memory or hangs costs the
-    batch that it was at where another one that has the whole state can save it, and else what was done since the last snapshot; SIGTERM
-    saves on disk before the process leaves; the next start of the same script goes on from there. Snapshots lie in memory where they fit.
-    The run is the same as without: no sample is left out or seen twice.
+    With it, ``fit`` under autopar trains in worker processes whatever the plan. A worker that dies, runs out of memory or hangs costs
+    what was done since the last snapshot; SIGTERM saves on disk before the process leaves; the next start of the same script goes on from
+    there. Snapshots lie in memory where they fit. The run is the same as without: no sample is left out or seen twice.
 
     Args:
         snapshot_seconds: From one snapshot to the next. By default as often as ``overhead`` allows, by what they take.
-        overhead: The share of the time that snapshots and notes may take, more than 0 and at most 0.5.
+        overhead: The share of the time that snapshots may take, more than 0 and at most 0.5.
         folder: Where snapshots go that don't fit into memory or must survive the machine. By default ".autopar" in the trainer's
             ``default_root_dir``.
         hang_seconds: When no batch has begun for so long, workers count as hung, are ended, and the run goes on from its last snapshot.
             More than the longest that anything between two batches takes.
         failures: So many failures at the same step end the run with the exception of the last one.
-        survivors: Whether each batch leaves notes, with which workers that survive a failure save the run at that batch (single, DDP). By
-            default where the notes take no more than three quarters of ``overhead``, and no callback of yours defines ``state_dict``, which
-            rank 0 alone would call.
 
     Raises:
         ValueError: if an argument can't be, with the value, the bound and the remedy.
@@ -42,7 +38,6 @@ class CheckpointMigrate(Callback):
         folder: str | Path | None = None,
         hang_seconds: float = 600.0,
         failures: int = 3,
-        survivors: bool | None = None,
     ) -> None:
         if snapshot_seconds is not None and not snapshot_seconds > 0:
             raise ValueError(f"snapshot_seconds={snapshot_seconds!r} must be more than 0; leave it out for as often as overhead allows")
@@ -58,5 +53,4 @@ class CheckpointMigrate(Callback):
             folder=None if folder is None else Path(folder),
             hang_seconds=hang_seconds,
             failures=failures,
-            survivors=survivors,
         )

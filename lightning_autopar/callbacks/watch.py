@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_autopar.callbacks.watch_parts import Answer, Budget, Steps
 from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.nvml_events import EventWatcher, with_errors
 from lightning_autopar.memory.occasions import host_bytes
 from lightning_autopar.planning.changes import Event, changes, usable
 from lightning_autopar.planning.moving import (
@@ -100,15 +99,13 @@ class Watch:
         self._again_at = -math.inf
         self._steps = Steps()
         self._slowed: dict[str, tuple[float, float]] = {}
-        self._listener: EventWatcher | None = None
         self._rules, self._max_overhead = Rules(), 0.0
 
     def look(self, run: RunView, now: float, rules: Rules, max_overhead: float) -> Wish | None:
         """As :meth:`lightning_autopar.callbacks.elastic.ElasticReplan.look`, by its rules."""
         self._rules, self._max_overhead = rules, max_overhead
         self._notice(run, now)
-        inventory = self._heard(run, _without_own_work(run.inventory(), run))
-        inventory = self._felt(run, inventory, now)
+        inventory = self._felt(run, _without_own_work(run.inventory(), run), now)
         events = self._events(run, inventory)
         self._quiet_looks = 0 if events else self._quiet_looks + 1
         if run.parked:
@@ -124,29 +121,6 @@ class Watch:
         elif verdict.action == "park":
             self._wished = Wish(action="park", decision=None, reason=verdict.reason, urgent=True)
         return self._wished
-
-    @property
-    def alarmed(self) -> bool:
-        """Whether the driver has said something since the last look."""
-        return self._listener is not None and self._listener.heard.is_set()
-
-    def close(self) -> None:
-        """Listen to the driver no more."""
-        if self._listener is not None:
-            self._listener.stop()
-
-    def _heard(self, run: RunView, inventory: Inventory) -> Inventory:
-        """The inventory with what the driver said of its GPUs in between."""
-        gpus = [device.id for device in inventory.devices if device.kind == "cuda"]
-        if not gpus:
-            return inventory
-        if self._listener is None:
-            self._listener = EventWatcher(gpus)
-            for note in self._listener.start():
-                rank_zero_info(f"autopar: {note}")
-            weakref.finalize(run, self._listener.stop, wait=False)
-        self._listener.heard.clear()
-        return with_errors(inventory, self._listener.errors)
 
     def _felt(self, run: RunView, inventory: Inventory, now: float) -> Inventory:
         """The inventory with its devices slowed where the run's steps take longer than they usually did, for whatever reason.

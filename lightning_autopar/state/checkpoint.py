@@ -102,6 +102,8 @@ def own_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict
     """The states of the parameters that this rank has, keyed by position among all, as above."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = optimizer.state_dict()
+    if "state" not in state:
+        return _whole(state, keep)  # type: ignore[no-any-return]
     own = {position: values for position, values in state["state"].items() if not is_hole(parameters[position])}
     whole: dict[str, Any] = _whole({**state, "state": own}, keep)
     return whole
@@ -138,13 +140,18 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor], *
 
 
 def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's plain state dict into one whose parameters may be sharded."""
+    """Load an optimizer's plain state dict into one whose parameters may be sharded; one of another form, as it is."""
+    if not {"state", "param_groups"} <= set(state):  # Lightning's stand-in for no optimizer has none, a stranger's may have its own
+        optimizer.load_state_dict(dict(state))
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = {
         position: {
             name: like(value, parameters[position]) if isinstance(value, Tensor) and value.shape == parameters[position].shape else value
             for name, value in values.items()
         }
+        if isinstance(values, Mapping) and position in range(len(parameters))
+        else values
         for position, values in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": parts})

@@ -16,14 +16,16 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from lightning_autopar.state import rng
+from lightning_autopar.state.alone import alone
+from lightning_autopar.state.collate import CollateAll, CollateRows, CollateSamples
 from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.one_pass import Pass
 from lightning_autopar.state.order import Order, draws_at_start_only, draws_nothing, index_sampler
-from lightning_autopar.state.share import BatchShare, CollateAll, CollateRows, CollateSamples
+from lightning_autopar.state.share import BatchShare
 from lightning_autopar.state.track import STATE_VERSION, Progress, Settlement, Track
 from lightning_autopar.state.worker_rng import CollateAndTell, GoOn, states_of
 
-__all__ = ["BatchShare", "ExactLoader", "is_loader_state", "unwrapped"]
+__all__ = ["BatchShare", "ExactLoader", "is_loader_state", "orders_alike", "unwrapped"]
 
 #: What Lightning asks a DataLoader for, of an iterable that is none.
 _WITHOUT_WORKERS: Mapping[str, Any] = {"num_workers": 0, "multiprocessing_context": None, "persistent_workers": False, "pin_memory": False}
@@ -71,8 +73,11 @@ class ExactLoader(DataLoader[Any]):
         progress: how far training has come. Without it, each batch handed out counts as finished when the state is asked for.
         load_all: every rank loads all samples of a map-style dataset's batch and keeps its own: world_size times the work, and the
             dataset's random draws are those of one process.
-        collate_all: every rank collates whole batches, too, and takes its rows of them: the collate function's random draws are those of
-            one process.
+        collate_all: every rank collates whole batches, too, and takes its rows of them: what the collate function makes of them, and its
+            random draws, are those of one process.
+        by_samples: with ``collate_all``, a batch that isn't rows is collated of the rank's own samples.
+        alike: whether all ranks called it with the same number; a collective. Where each rank collates its own samples, it tells at every
+            batch whether their parts have one shape. Where they haven't, as some are padded further, the batch is collated whole.
 
     Raises:
         ValueError: if rank, world size or dealing make no sense, or the loader already distributes its samples.
@@ -85,6 +90,8 @@ class ExactLoader(DataLoader[Any]):
     _whole_batches: bool
     _load_all: bool
     _collate_all: bool
+    _by_samples: bool
+    _alike: Callable[[int], bool] | None
     _sync: Callable[[object], object] | None
     _boundary: Callable[[int], None] | None
     _progress: Callable[[], Progress] | None
@@ -112,6 +119,8 @@ class ExactLoader(DataLoader[Any]):
         progress: Callable[[], Progress] | None = None,
         load_all: bool = False,
         collate_all: bool = False,
+        by_samples: bool = False,
+        alike: Callable[[int], bool] | None = None,
     ) -> None:
         # DataLoader's own constructor is left out on purpose: its attributes are those of the user's loader.
         if isinstance(loader, ExactLoader):
@@ -125,13 +134,13 @@ class ExactLoader(DataLoader[Any]):
             )
         own: dict[str, Any] = {}
         self.__dict__.update(wrapped=loader, _rank=rank, _world_size=world_size, _dealing=dealing, _whole_batches=whole_batches)
-        self.__dict__.update(_load_all=load_all or collate_all, _collate_all=collate_all)
+        self.__dict__.update(_load_all=load_all or collate_all, _collate_all=collate_all, _by_samples=by_samples, _alike=alike)
         self.__dict__.update(_sync=sync, _boundary=boundary, _progress=progress, _own=own)
         self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _settlement=None)
         self.__dict__.update(_shares={}, _indices={}, _unasked=deque())
         self.__dict__["_split"] = self._find_split()
         if world_size > 1 or sync is not None:
-            _check_distributable(loader, self._source, sync is not None)
+            _check_distributable(loader, sync is not None)
 
     # -- the user's loader, seen through --------------------------------------------------------------------------------------------
 
@@ -151,15 +160,17 @@ class ExactLoader(DataLoader[Any]):
     @property
     def _iterator(self) -> Any:
         """The persistent workers' iterator, where Lightning looks for it to shut them down."""
-        return getattr(self._inner, "_iterator", None)
+        return getattr(self.wrapped if self._source == "iterable" else self._inner, "_iterator", None)
 
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
         self.__dict__.update(_inner=None, _order=None)
+        if self._source == "iterable" and hasattr(self.wrapped, "_iterator"):
+            self.wrapped._iterator = value
 
     def __len__(self) -> int:
         """How many batches this rank is given in an epoch: all of the loader's, or one a round with whole batches."""
-        length = len(self.wrapped)
+        length = alone(len, self.wrapped)
         return -(-length // self._world_size) if self._whole_batches else length
 
     # -- what was handed out --------------------------------------------------------------------------------------------------------
@@ -174,6 +185,11 @@ class ExactLoader(DataLoader[Any]):
             KeyError: if that batch wasn't handed out yet, or too long ago.
         """
         return self._shares[position]
+
+    @property
+    def knows_samples(self) -> bool:
+        """Whether a share counts samples, of which a batch's rows may be more or fewer."""
+        return self._split in ("indices", "samples")
 
     @property
     def has_share(self) -> bool:
@@ -229,7 +245,9 @@ class ExactLoader(DataLoader[Any]):
             return "none"
         # Also where a BatchSampler is the sampler and batch_size=None: the documented way to have a dataset load a batch at a time.
         if self._indexed:
-            return "samples" if self._load_all and self._world_size > 1 and self.wrapped.batch_sampler is not None else "indices"
+            if self.wrapped.batch_sampler is not None:
+                return "samples" if self._load_all and self._world_size > 1 else "indices"
+            return "rows" if self._collate_all and self._world_size > 1 else "indices"
         if self._source == "stream" and self.wrapped.batch_sampler is not None:
             return "samples"
         return "rows"
@@ -249,7 +267,8 @@ class ExactLoader(DataLoader[Any]):
         collate = loader.collate_fn
         if self._counts:
             batched = loader.batch_sampler is not None
-            samples = CollateAll if self._collate_all and self._split == "samples" and self._world_size > 1 else CollateSamples
+            whole = self._collate_all and self._split == "samples" and self._world_size > 1
+            samples = partial(CollateAll, by_samples=self._by_samples) if whole else CollateSamples
             collate = (samples if batched else CollateRows)(collate, *self._cutting())
         init = self._worker_init()
         if self._tells:
@@ -309,6 +328,15 @@ class ExactLoader(DataLoader[Any]):
 
     def _cutting(self) -> tuple[int, Dealing]:
         return (0, Dealing.even(1)) if self._split == "none" else (self._rank, self._dealing)
+
+    def collated_whole(self, indices: Any) -> tuple[int, Any]:
+        """A batch of these samples' indices, loaded and collated whole in this process: how many samples it has, and this rank's part."""
+        loader = self.wrapped
+        if loader.batch_sampler is None:
+            return CollateRows(loader.collate_fn, self._rank, self._dealing)(loader.dataset[indices])
+        fetch = getattr(loader.dataset, "__getitems__", None)
+        samples = fetch(indices) if fetch else [loader.dataset[index] for index in indices]
+        return CollateAll(loader.collate_fn, self._rank, self._dealing)(samples)
 
     def _worker_init(self) -> Callable[[int], None] | None:
         """The user's worker_init_fn, with the seed that this rank's workers must have."""
@@ -378,7 +406,12 @@ def _find_source(loader: Any) -> Source:
     return "stream" if isinstance(loader.dataset, IterableDataset) else "order"
 
 
-def _check_distributable(loader: Any, source: Source, synced: bool) -> None:
+def orders_alike(loader: Any) -> bool:
+    """Whether a loader's order is the same on every rank without a word between them: a collective that a rank can't miss."""
+    return _find_source(loader) == "order" and draws_nothing(loader)
+
+
+def _check_distributable(loader: Any, synced: bool) -> None:
     """Raise for what would give the ranks different global batches."""
     for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
@@ -388,5 +421,5 @@ def _check_distributable(loader: Any, source: Source, synced: bool) -> None:
             )
     if isinstance(getattr(loader, "dataset", None), (IterDataPipe, MapDataPipe)):
         raise ValueError("a DataPipe splits its samples over the ranks by itself, and the batches would be split again; use a Dataset")
-    if not synced and not (source == "order" and draws_nothing(loader)):
+    if not synced and not orders_alike(loader):
         raise ValueError("the ranks must draw one order: give sync a function that broadcasts from rank 0")

@@ -16,9 +16,12 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_autopar.state import rng
+from lightning_autopar.state.alone import alone
+from lightning_autopar.state.collate import CollateRows
 from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.order import DrawLog, Order
-from lightning_autopar.state.share import BatchShare, CollateRows, share_of
+from lightning_autopar.state.rows import part_number
+from lightning_autopar.state.share import BatchShare, share_of
 from lightning_autopar.state.track import Progress, Track, load_sampler_states
 from lightning_autopar.state.worker_rng import WorkerStates, states_of
 
@@ -71,7 +74,7 @@ class Pass(Iterator[Any]):
             inner = loader._make_inner(self._workers if loader._inner is None else None)
         order: Order | None = loader._order if loader._source == "order" else None
         self._previous: Track | None = loader._track
-        self._track = Track(order, _samplers(loader) if loader._source == "order" else {}, sized_len(loader))
+        self._track = Track(order, _samplers(loader) if loader._source == "order" else {}, alone(sized_len, loader))
         loader.__dict__["_track"] = self._track
         if order is not None:
             order.on_drawn = self._drawn if not loader.num_workers and (self._keeps or loader._isolates) else None
@@ -81,9 +84,9 @@ class Pass(Iterator[Any]):
         self._agree()
         inner = self._begin_track(workers)
         if self._track.order is None:
-            self._inner = self._track.log.draw(0, self._own, lambda: iter(inner))
+            self._inner = self._track.log.draw(0, self._own, lambda: alone(iter, inner))
         else:
-            self._inner = iter(inner)
+            self._inner = alone(iter, inner)
             self._listen()
         self._seed_stream()
 
@@ -128,15 +131,15 @@ class Pass(Iterator[Any]):
         track.sampler_states = state["samplers"]
         if track.order is not None:
             track.order.replay(log, made=int(state["made"]), skip=skip, ended=bool(state["ended"]))
-            self._inner = iter(inner)
+            self._inner = alone(iter, inner)
             track.order.replayed()
             self._listen()
         else:
             rng.restore(log.entries.get(0, {}), self._own)
-            self._inner = iter(inner)
+            self._inner = alone(iter, inner)
             for number in range(skip):
                 rng.restore(log.entries.get(number + 1, {}), self._own)
-                if next(self._inner, self) is self:
+                if alone(next, self._inner, self) is self:
                     raise ValueError(
                         f"the checkpoint was saved after {skip} batches of an epoch, but the dataset now gives only {number}; "
                         "resume with the dataset and batch size that it was saved with"
@@ -238,7 +241,7 @@ class Pass(Iterator[Any]):
         if loader._whole_batches and track.order is None:
             return self._fetch_whole(inner)
         try:
-            got = next(inner)
+            got = alone(next, inner)
         finally:
             self._leave_stream()
         rows: int | None = None
@@ -251,6 +254,9 @@ class Pass(Iterator[Any]):
         if track.order is not None:
             taken = track.order.taken.popleft()
             rows, of, index = taken.rows, taken.of, taken.index
+            if loader._alike is not None and not loader._alike(part_number(got, max(rows, 1))):
+                of, got = loader.collated_whole(taken.indices)
+                return got, self._share(of, None), index
         if loader._counts:
             of, got = got
             rows = min(rows, 1) * of if loader._whole_batches and rows is not None else None
@@ -264,7 +270,7 @@ class Pass(Iterator[Any]):
         read = 0
         while read < loader._world_size:
             try:
-                item = next(inner)
+                item = alone(next, inner)
             except StopIteration:
                 if read == 0:
                     raise

@@ -110,6 +110,8 @@ class Taken:
     rows: int
     of: int
     index: int
+    #: The whole batch's, of a sampler that gives batches of them.
+    indices: Any = None
 
 
 class Order:
@@ -225,7 +227,7 @@ class Order:
             batch = list(batch)
         of = len(batch) if self._batched else 1
         rows = of if self._split is None else self._split.rows(of, self._rank)
-        self.taken.append(Taken(rows=rows, of=of, index=index))
+        self.taken.append(Taken(rows=rows, of=of, index=index, indices=batch))
         return batch if self._split is None or self._world_size == 1 else cut(batch, self._rank, self._split)
 
     def _next_round(self, source: Iterator[Any]) -> Any:

@@ -96,7 +96,6 @@ def _learn_time(report: Report, names: Sequence[str], measured: Mapping[str, Map
         return
     record = StepTime(
         module=residuals.key,
-        engine=candidate.plan.engine,
         shape=plan_shape(candidate.plan),
         devices=tuple(names),
         rates=residuals.times.rates,

@@ -27,9 +27,9 @@ from lightning_autopar.strategies.gate import Gate
 from lightning_autopar.strategies.generation import Generation, Outcome
 from lightning_autopar.strategies.leasing import Promises
 from lightning_autopar.strategies.parked import ParkedPlace
-from lightning_autopar.strategies.recovery import is_still_there, whence, with_more
+from lightning_autopar.strategies.recovery import is_still_there, with_more
 from lightning_autopar.strategies.running import Running
-from lightning_autopar.strategies.saving import Moving, Saver, save_seconds
+from lightning_autopar.strategies.saving import Moving, Saver
 from lightning_autopar.strategies.shelf import Shelf
 from lightning_autopar.strategies.standing import Standing
 from lightning_autopar.strategies.watching import Watcher, Wish
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _PARKED_LOOK_SECONDS = 5.0
 #: Between two times that a run tells when it expects to end.
 _EXPECT_SECONDS = 1.0
+#: How long a move waits for its new workers; the old ones go on meanwhile.
+_READY_SECONDS = 300.0
 #: How long a generation may take from the agent's asking to its pause, once it was asked to leave for good.
 _LEAVE_SECONDS = 25.0
 
@@ -142,6 +144,7 @@ class Agent(Standing):
                     ended = self._recover(running, outcome)
                     if ended is not None:
                         return ended, running.job
+                    running.bury()
                     if self._run is None and not self._wait_parked(noted):
                         return self._interrupted(noted[0]), running.job
                     continue
@@ -167,13 +170,7 @@ class Agent(Standing):
         folder.mkdir()
         job = self._make_job(decision, folder)
         gate = Gate(decision.assignment.plan.world_size)
-        elastic = Elastic(
-            gate=gate,
-            begin=get_context("fork").Event(),
-            folder=folder,
-            notes_share=self._moving.notes_share,
-            patience_seconds=2 * save_seconds(self._state_bytes),
-        )
+        elastic = Elastic(gate=gate, begin=get_context("fork").Event(), folder=folder)
         job = replace(job, elastic=elastic)
         gate.final = self._failures_in_a_row() >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
         return Running(generation=Generation(job), elastic=elastic, job=job, decision=decision)
@@ -206,7 +203,6 @@ class Agent(Standing):
             rank_zero_warn(
                 f"autopar: no batch has begun for {format_seconds(self._moving.hang_seconds)} at step {pace.step}; the workers are ended"
             )
-            running.generation.have_saved()
             running.generation.end()
 
     def _expect(self, running: Running) -> None:
@@ -234,8 +230,7 @@ class Agent(Standing):
         if self._run is not None and (wish := self._make_room()) is not None:
             return wish
         for watcher in [] if self.held else self._watchers:
-            due = now - self._looked.get(id(watcher), self._began) >= watcher.interval_seconds
-            if due or getattr(watcher, "alarmed", False):
+            if now - self._looked.get(id(watcher), self._began) >= watcher.interval_seconds:
                 self._looked[id(watcher)] = now
                 wish = watcher.look(self)
                 if wish is not None:
@@ -251,9 +246,10 @@ class Agent(Standing):
         """Move or park. What comes in between (a failure, the end of training) is for the caller to see."""
         if wish.action == "park":
             rank_zero_info(f"autopar: the run is parked: {wish.reason}")
-            if self._saver.pause(running, noted, on_disk=True):
+            if self._saver.pause(running, noted, on_disk=True, within_seconds=self._moving.hang_seconds):
                 self._left_at = running.elastic.gate.pace().at
                 self._park(wish.reason)
+                running.bury()
             return
         assert wish.decision is not None
         if (why := self._promises.prepare(wish.decision.assignment.needed_bytes, running)) is not None:
@@ -265,25 +261,30 @@ class Agent(Standing):
             self._door.show(self)
         following = self._fork(wish.decision)
         self._saver.provide(running.decision.assignment.plan.world_size)
+        until = time.monotonic() + _READY_SECONDS
         try:
             while not following.generation.ready and not following.generation.failed and not running.generation.gone:
                 following.generation.round([], timeout_seconds=0.005)
                 running.round(noted, timeout_seconds=0.005)
+                if time.monotonic() > until:
+                    rank_zero_warn(f"autopar: the move is given up, as the new workers weren't ready after {_READY_SECONDS:g} s")
+                    return
             if following.generation.failed:
                 rank_zero_warn(f"autopar: the move is given up, as the new workers failed: {following.why()}")
                 return
-            if running.generation.gone or not self._saver.pause(running, noted):
+            if running.generation.gone or not self._saver.pause(running, noted, within_seconds=self._moving.hang_seconds):
                 return
             assert self._saver.latest is not None, "it was just made"
             self._left_at, self.moved_at = running.elastic.gate.pace().at, time.monotonic()
             following.elastic.let_begin(self._saver.latest.path, self._changes_to(wish.decision, wish.reason))
             self._begin(wish.decision, wish.reason, following)
             self._promises.settle()
+            running.bury()
         finally:
             self.moving = False
             self._promises.drop()
             if self._run is not following:
-                following.generation.end()
+                following.bury()
 
     def _park(self, reason: str) -> None:
         """Nothing runs; the devices are free."""
@@ -369,11 +370,8 @@ class Agent(Standing):
         self._failures = {step: self._failures.get(step, 0) + 1}
         if self._failures[step] >= self._moving.failures:
             return outcome
-        if pace.boundaries == 0:
-            self._saver.disown()
-        why = self._saver.adopt(running)
         snapshot = self._saver.look_back()
-        where = whence(snapshot, why, of_survivor=snapshot is not None and snapshot.path == self._saver.made_by_survivor)
+        where = "from the beginning" if snapshot is None else f"from the snapshot of step {snapshot.step}"
         rank_zero_warn(f"autopar: a failure at step {step}, the run goes on {where}: {type(error).__name__}: {error}")
         self.diary.failed(f"{type(error).__name__} at step {step}: {error}")
         self._left_at = pace.at

@@ -15,6 +15,7 @@ from lightning_autopar.memory.inventory import Device
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.draws import DrawPlan
+from lightning_autopar.strategies.loading import Loading
 from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.staged.recording import Staging
 
@@ -32,8 +33,9 @@ class Assignment:
             does.
         draws: what the probe learnt about the step's random draws; None where it draws nothing.
         log_rules: how the ranks' logged values make the whole batch's, where the probe found out.
-        data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``), or pads to the longest sample
-            (``"collate"``): there each rank must do all of it, to get what one process would.
+        data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): there each rank must do all of it, to
+            get what one process would.
+        loadings: what else was found out about loaders, by :func:`.loading.loader_key`.
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
         weights_only: as given to the trainer; Lightning 2.6 forgets it where a checkpoint is restored after setup (``Trainer._run``).
         large: whether the module is so large that no rank but the first should ever build all of it.
@@ -49,6 +51,7 @@ class Assignment:
     batch: BatchRule = "global"
     draws: DrawPlan | None = None
     data_draws: tuple[str, ...] = ()
+    loadings: Mapping[str, Loading] = field(default_factory=dict)
     log_rules: LogRules = field(default_factory=dict)
     large: bool = False
     from_snapshot: bool = False

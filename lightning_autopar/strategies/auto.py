@@ -18,6 +18,7 @@ from lightning_autopar.planning.run_history import RunHistory
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.state.loader import unwrapped
 from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.strategies.batch_rule import Batch
 from lightning_autopar.strategies.decide import CalibrationRule, Settings
 from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.engines import build_engine
@@ -40,7 +41,8 @@ class AutoParallelStrategy(ParallelStrategy):
         devices: What there is, such as "2xcpu:4GiB"; by default the variable AUTOPAR_DEVICES, or else the Trainer's devices.
         memory_limit: The most to use of each device, in bytes or as "20GiB".
         memory_margin: The share of each device's free memory that is left alone, from 0 up to but not including 1.
-        batch: "global" splits the user's batch over the devices; "per_device" gives each device batches of its own, as Lightning does.
+        batch: "global" splits the user's batch over the devices; "per_device" gives each device batches of its own, as Lightning does; a
+            :class:`Batch` also says who draws the random numbers of a split batch.
         plan: A Plan, or the path of its JSON: run just this one.
         objective: "speed" for the shortest step, "memory" for the least memory.
         exact: Leave out plans under which the loss would differ because it is no mean over samples.
@@ -63,7 +65,7 @@ class AutoParallelStrategy(ParallelStrategy):
         devices: str | None = None,
         memory_limit: int | str | None = None,
         memory_margin: float = 0.05,
-        batch: Literal["global", "per_device"] = "global",
+        batch: Literal["global", "per_device"] | Batch = "global",
         plan: Plan | str | Path | None = None,
         objective: Literal["speed", "memory"] = "speed",
         exact: bool = False,
@@ -73,8 +75,12 @@ class AutoParallelStrategy(ParallelStrategy):
         super().__init__()
         if isinstance(memory_margin, bool) or not isinstance(memory_margin, (int, float)) or not 0 <= memory_margin < 1:
             raise ValueError(f"memory_margin={memory_margin!r} must be a share from 0 up to but not including 1, such as 0.05")
-        if batch not in ("global", "per_device"):
-            raise ValueError(f"batch={batch!r} must be 'global' (split the batch) or 'per_device' (a batch for each device)")
+        whole_batch = Batch.of(batch)
+        if exact and whole_batch.draws == "per-rank":
+            raise ValueError(
+                "draws='per-rank' with exact=True: random numbers of each rank's own make another run than one device's; take "
+                "draws='whole' (the default), or leave exact out"
+            )
         if objective not in ("speed", "memory"):
             raise ValueError(f"objective={objective!r} must be 'speed' or 'memory'")
         if devices is not None:
@@ -83,7 +89,8 @@ class AutoParallelStrategy(ParallelStrategy):
             allow=check_allow(allow) if allow is not None else BUILT_ENGINES,
             memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
             memory_margin=float(memory_margin),
-            batch=batch,
+            batch=whole_batch.rule,
+            own_draws=whole_batch.draws == "per-rank",
             plan=plan if isinstance(plan, Plan) or plan is None else Plan.from_json(plan),
             objective=objective,
             exact=bool(exact),

@@ -4,8 +4,8 @@ Knows modules, a process group and a rank's share of the batch; it doesn't know 
 
 Each BatchNorm layer keeps its class, its names and its own ``forward`` (a subclass may do more than normalise). Only the one call in which
 a forward normalises by batch statistics, ``torch.nn.functional.batch_norm(..., training=True)``, is answered here, from the statistics of
-all ranks. torch's SyncBatchNorm does the same on CUDA, but swaps the layer's class, refuses CPUs, and counts a row that a rank was merely
-fed.
+all ranks. torch's SyncBatchNorm does the same on CUDA, but swaps the layer's class, refuses CPUs, counts a row that a rank was merely fed,
+and has the host wait for the device. Its kernels are what computes here, too, where there is a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from lightning_autopar.state.share import BatchShare
 
@@ -98,6 +98,8 @@ class _GlobalStatistics(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.batch_norm:
             return func(*args, **kwargs)
+        if types:  # a subclass of Tensor wraps what it is given, as it does torch's own: around the operation, never inside of it
+            return handle_torch_function(self.batch_norm, [*args, *kwargs.values()], *args, **kwargs)
         return self.batch_norm(*args, **kwargs)
 
     def batch_norm(
@@ -114,13 +116,21 @@ class _GlobalStatistics(TorchFunctionMode):
         """The signature of :func:`torch.nn.functional.batch_norm`."""
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        if type(input) is not Tensor:
+            input = input.as_subclass(Tensor)
+        output: Tensor
+        if input.is_cuda:
+            output = _ByKernels.apply(  # type: ignore[no-untyped-call]
+                input, weight, bias, (running_mean, running_var), momentum, eps, self.counts, self.group
+            )
+            return output
         with torch.no_grad():
             count, mean, variance = _global_moments(input, self.counts, self.group)
             unbiased = variance * (count / (count - 1))
             for running, new in ((running_mean, mean), (running_var, unbiased)):
                 if running is not None:
                     running.copy_(torch.lerp(running.to(new.dtype), new, momentum))
-        output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        output = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, weight, bias, count, mean, variance, eps, self.counts, self.group
         )
         return output
@@ -154,14 +164,97 @@ def _global_moments(input: Tensor, counts: bool, group: dist.ProcessGroup | None
     dist.all_gather(list(gathered.unbind()), moments, group=group)
     counts_of, means, variances = gathered[:, :1], gathered[:, 1 : 1 + channels], gathered[:, 1 + channels :]
     count = counts_of.sum()
-    # Read the count only where it may be too small: on CUDA that waits for the device.
+    _check_count(local_count, count, input)
+    mean = (counts_of * means).sum(0) / count
+    variance = (counts_of * (variances + (means - mean) ** 2)).sum(0) / count
+    return count, mean, variance
+
+
+def _check_count(local_count: int, count: Tensor, input: Tensor) -> None:
+    """Read the count of all ranks only where it may be too small: on CUDA that waits for the device."""
     if local_count <= 1 and (total := int(count)) <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {total} over all ranks, with input size {input.shape} here"
         )
-    mean = (counts_of * means).sum(0) / count
-    variance = (counts_of * (variances + (means - mean) ** 2)).sum(0) / count
-    return count, mean, variance
+
+
+class _ByKernels(torch.autograd.Function):
+    """The same by the kernels of torch's SyncBatchNorm (``torch/nn/modules/_functions.py``), which read half precision as it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Tensor | None, Tensor | None],
+        momentum: float,
+        eps: float,
+        counts: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        input = _dense(input)
+        channels, dtype = input.shape[1], _accumulated(input.dtype)
+        local_count = input.numel() // channels if counts else 0
+        mean, inverse = torch.batch_norm_stats(input, eps)
+        count = torch.full((1,), float(local_count), dtype=dtype, device=input.device)
+        # What counts nothing must be finite.
+        statistics = torch.cat([mean, inverse, count] if counts else [torch.zeros_like(mean), torch.ones_like(inverse), count])
+        gathered = statistics.new_empty(dist.get_world_size(group), statistics.numel())
+        dist.all_gather_into_tensor(gathered, statistics, group=group)
+        # The kernel divides by what it has seen so far: a rank that has seen something must come first.
+        gathered = gathered[gathered[:, -1].argsort(descending=True)]
+        means, inverses, counts_of = gathered.split([channels, channels, 1], dim=1)
+        counts_of = counts_of.reshape(-1)
+        _check_count(local_count, counts_of.sum(), input)
+        # The kernel takes counts in the type of what it updates: half precision would round them.
+        kept = [torch.zeros(channels, dtype=dtype, device=input.device) if each is None else each.to(dtype) for each in running]
+        mean, inverse = torch.batch_norm_gather_stats_with_counts(
+            input, means.contiguous(), inverses.contiguous(), kept[0], kept[1], momentum, eps, counts_of
+        )
+        for each, new in zip(running, kept, strict=True):
+            if each is not None and each is not new:
+                each.copy_(new)
+        ctx.save_for_backward(input, weight, mean, inverse, counts_of.to(torch.int32))
+        ctx.bias_dtype, ctx.counts, ctx.group = None if bias is None else bias.dtype, counts, group
+        scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
+        return torch.batch_norm_elemt(input, scale, shift, mean, inverse, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse, counts_of = ctx.saved_tensors
+        gradient = _dense(gradients[0].to(input.dtype))
+        scale = None if weight is None else weight.to(mean.dtype)
+        sums, moments, weight_gradient, bias_gradient = torch.batch_norm_backward_reduce(
+            gradient, input, mean, inverse, scale, True, weight is not None, ctx.bias_dtype is not None
+        )
+        together = torch.cat([sums, moments])
+        if not ctx.counts:
+            for each in (together, weight_gradient, bias_gradient):
+                if each is not None:
+                    each.zero_()
+        dist.all_reduce(together, group=ctx.group)
+        input_gradient = None
+        if ctx.needs_input_grad[0]:
+            sums, moments = together.split(len(sums))
+            input_gradient = torch.batch_norm_backward_elemt(gradient, input, mean, inverse, scale, sums, moments, counts_of)
+            if not ctx.counts:
+                input_gradient.zero_()
+        return (
+            input_gradient,
+            weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            bias_gradient.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+            *[None] * 5,
+        )
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Laid out as the kernels take it."""
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if tensor.dim() == (4 if layout == torch.channels_last else 5) and tensor.is_contiguous(memory_format=layout):
+            return tensor
+    return tensor.contiguous()
 
 
 class _Normalise(torch.autograd.Function):

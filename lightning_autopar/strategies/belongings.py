@@ -60,7 +60,6 @@ class Belongings:
         self.trainer, self.before, self.survey = trainer, before, before.survey
         self.module: Any = trainer.lightning_module
         self.engine: Any = trainer.strategy
-        #: Gone through once: this is done at every batch that leaves notes (``survivor``).
         self._parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters(remove_duplicate=False))
         self._named: dict[str, nn.Module] = dict(self.module.named_modules())
         self.tensors: dict[str, Tensor] = {**self._parameters, **dict(self.module.named_buffers(remove_duplicate=False))}

@@ -31,7 +31,6 @@ from lightning_autopar.strategies.gate import Gate
 from lightning_autopar.strategies.journal import Journal
 from lightning_autopar.strategies.plan_changes import PlanChange, PlanChanges
 from lightning_autopar.strategies.progress import batches_left
-from lightning_autopar.strategies.survivor import Survivor
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 MUTED = frozenset({"prepare_data", "on_fit_start", "on_train_start"})
 #: Between two looks at the loss.
 _TELL_SECONDS = 0.5
-_START, _REQUEST, _REFUSAL, _BEGIN, _NOT_SAVED = "start.pkl", "request", "refusal", "begin", "not-saved"
+_START, _REQUEST, _REFUSAL, _BEGIN = "start.pkl", "request", "refusal", "begin"
 
 
 class Paused(BaseException):
@@ -57,16 +56,12 @@ class Elastic:
         gate: where its generation's ranks meet.
         begin: set when the generation is to begin; what with lies in the folder then.
         folder: the generation's.
-        notes_share: of a batch, what notes of its boundary may take; 0 for none.
-        patience_seconds: how long a survivor may take to save what it has.
         changes: how the run came to this generation's plan; known in a worker once it begins.
     """
 
     gate: Gate
     begin: Event
     folder: Path
-    notes_share: float = 0.0
-    patience_seconds: float = 0.0
     changes: PlanChanges = field(default_factory=PlanChanges)
 
     # -- in the agent ------------------------------------------------------------------------------------------------------------------
@@ -85,33 +80,7 @@ class Elastic:
         path = self.folder / _REFUSAL
         return path.read_text(encoding="utf-8") if path.is_file() else "no rank said why"
 
-    def why_not_saved(self) -> str | None:
-        """Why no survivor could save the run; None where nobody was to."""
-        found = [path.read_text(encoding="utf-8") for path in sorted(self.folder.glob(f"{_NOT_SAVED}*"))]
-        return "; ".join(dict.fromkeys(found)) or None
-
-    # -- in both -----------------------------------------------------------------------------------------------------------------------
-
-    @property
-    def saved(self) -> Path:
-        """The snapshot that a survivor has made, complete if it is there."""
-        return self.folder / "saved"
-
-    @property
-    def saving(self) -> Path:
-        """The snapshot that a survivor is making."""
-        return self.folder / "saving"
-
-    def notes(self, slot: int) -> Path:
-        """Where notes lie: one of two places, as rank 0 may end while it writes."""
-        return self.folder / f"notes{slot}"
-
     # -- in a worker -------------------------------------------------------------------------------------------------------------------
-
-    def say_why_not_saved(self, rank: int, why: str) -> None:
-        """Say why this rank can't save what it has."""
-        with suppress(OSError):  # as below
-            (self.folder / f"{_NOT_SAVED}{rank}").write_text(why, encoding="utf-8")
 
     def beginning(self) -> Path | None:
         """Wait for the word; the snapshot to begin from."""
@@ -144,7 +113,6 @@ class Boundary:
         self._trainer, self._before, self._rank = trainer, before, rank
         if elastic is not None:
             self._elastic = elastic
-            self.survivor = Survivor(trainer, elastic, before, rank)
         self._told = float("-inf")
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         self._advance: Callable[[Any], None] = self._epoch_loop.advance
@@ -201,8 +169,6 @@ class Boundary:
         gate.tell_bytes(self._rank, self._used_bytes())
         self._tell_loss()
         ask = gate.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)
-        if not self._in_window:
-            self.survivor.note(gate.count(self._rank), self._journal)
         if ask is not None:
             trainer.strategy.meter.pause(trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step
             started = time.monotonic()

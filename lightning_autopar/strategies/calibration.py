@@ -1,7 +1,9 @@
 """Calibration of this machine: which measurements are missing, and how each is made in a process of its own under a time limit.
 
-The parent touches no GPU and runs no operation; what a measurement does to its process stays there. What fails is left to the data sheet.
-Knows the inventory and the cache; nothing of modules and of plans' choice.
+The parent touches no GPU and runs no operation; what a measurement does to its process stays there. What fails is left to the data sheet,
+and isn't tried again for a week. Of GPUs one of each model is measured, and all idle ones of a model together, whatever their number: what
+is found out counts for every GPU of that model and every group that is linked alike. Knows the inventory and the cache; nothing of modules
+and of plans' choice.
 """
 
 from __future__ import annotations
@@ -25,25 +27,34 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._fork import ChildFailed, run_forked, unforkable
 from lightning_autopar.memory.cache_files import VARIABLE, cache_folder
-from lightning_autopar.memory.inventory import Device, Inventory, Link
-from lightning_autopar.planning.calibrate import HOST, MOST_RANKS, Calibrated, device_key, group_key
+from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory, Link
+from lightning_autopar.planning.calibrate import HOST, Calibrated, device_key, group_key
 from lightning_autopar.planning.calibrate_cache import keep_calibration, load_calibration
 from lightning_autopar.planning.calibrate_curves import Calibration, Curve
 from lightning_autopar.planning.data_sheet import DataSheet
+from lightning_autopar.planning.device_sets import one_of_each_gpu
 from lightning_autopar.planning.rates import Collective
-from lightning_autopar.strategies.backward import backward_survives_fork
+from lightning_autopar.strategies.calibration_devices import came_meanwhile, leased, may_be_measured
 
 log = logging.getLogger(__name__)
 
-#: What all operations of one device may take, and a limit for anything that hangs.
-_CPU_SECONDS, _GPU_SECONDS = 2.2, 4.0
+#: What all operations of one device may take, and a limit for anything that hangs. Of several models of GPU each has its part.
+_CPU_SECONDS, _GPU_SECONDS = 2.2, 1.5
 _LIMIT_SECONDS = 30.0
+#: What a new Python may take besides, most of it to import torch.
+_START_SECONDS = 30.0
 #: Micro-batches of a step whose stages do next to nothing else than handing them on.
 _MANY = 8
-#: Of everything: a machine so busy that this isn't enough is calibrated another time.
-_MOST_SECONDS = {"cpu": 20.0, "cuda": 60.0}
+#: Of everything. Others may wait for the GPUs.
+_MOST_SECONDS = {"cpu": 20.0, "cuda": 10.0}
+#: Of that one measurement may take so much, so that one that hangs leaves time for the others.
+_MOST_SHARE = 0.6
+#: Ranks on the host's cores are measured together up to so many.
+_MOST_CPU_RANKS = 4
+#: What couldn't be measured isn't tried again for so long.
+_FAILED_DAYS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +64,14 @@ class Measurement:
     Args:
         title: for the progress bar.
         run: in a forked child; gets what is known by then.
+        names: by which it is remembered that it failed.
+        devices: on which it runs.
     """
 
     title: str
     run: Callable[[Calibration], list[Curve]]
+    names: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
 
 
 def calibrated(inventory: Inventory) -> Calibrated | None:
@@ -66,7 +81,7 @@ def calibrated(inventory: Inventory) -> Calibrated | None:
 
 
 def is_calibrated(inventory: Inventory) -> bool:
-    """Whether there is nothing left to measure."""
+    """Whether there is nothing left to measure, or nothing that may be measured now."""
     return not _measurements(inventory, load_calibration(inventory))
 
 
@@ -79,21 +94,29 @@ def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = Tru
         progress: whether to show a bar while it runs.
     """
     known = load_calibration(inventory)
-    wanted = _measurements(inventory, Calibration() if again else known)
-    if not wanted:
+    before = Calibration() if again else known
+    if not _measurements(inventory, before):
         return Calibrated(known, DataSheet())
     begun = time.monotonic()
-    if torch.cuda.is_initialized() or not backward_survives_fork():
-        curves, failures = _in_another_process(inventory, again=again)
-    else:
-        curves, failures = _measure(wanted, known, _most_seconds(inventory), progress=progress)
-    took = time.monotonic() - begun
+
+    def wanted(there: Inventory) -> list[Device]:
+        return [device for each in _measurements(there, before) for device in each.devices]
+
+    with leased(inventory, wanted) as there:
+        if unforkable() is not None:
+            curves, failures = _in_another_process(there, again=again)
+        else:
+            curves, failures = _measure(_measurements(there, before), known, _most_seconds(there), progress=progress)
+    took, today = time.monotonic() - begun, datetime.date.today().isoformat()
     for failure in failures:
-        rank_zero_warn(f"autopar: {failure}; the data sheet is taken for that")
+        rank_zero_warn(f"autopar: {failure.words}; the data sheet is taken for that")
+    found = known.with_failures({name: today for failure in failures for name in failure.names})
+    if curves:
+        found = found.with_curves(curves, day=today, took_seconds=took)
+    if curves or failures:
+        keep_calibration(inventory, found)
     if not curves:
-        return Calibrated(known, DataSheet())
-    found = known.with_curves(curves, day=datetime.date.today().isoformat(), took_seconds=took)
-    keep_calibration(inventory, found)
+        return Calibrated(found, DataSheet())
     where = "kept for later runs" if cache_folder("rates") is not None else f"not kept, as {VARIABLE} is off"
     rank_zero_info(f"autopar: measured how fast {_named(inventory)} in {took:.1f} s; {where}")
     return Calibrated(found, DataSheet())
@@ -105,40 +128,74 @@ def _named(inventory: Inventory) -> str:
 
 
 def _most_seconds(inventory: Inventory) -> float:
-    return max(_MOST_SECONDS["cuda" if device.kind == "cuda" else "cpu"] for device in inventory.devices)
+    return min((_MOST_SECONDS["cuda" if device.kind == "cuda" else "cpu"] for device in inventory.devices), default=0.0)
 
 
 # -- what there is to measure ----------------------------------------------------------------------------------------------------------
 
 
 def _measurements(inventory: Inventory, known: Calibration) -> list[Measurement]:
-    """What isn't known, the most important first."""
-    devices = [device for device in inventory.devices if device.kind != "catalogue" and device.node == 0 and device.index is not None]
-    found: list[Measurement] = []
-    for key, device in {device_key(device): device for device in reversed(devices)}.items():
-        if not known.ranks_of(key, "matmul/64") or (device.kind == "cpu" and not known.ranks_of(key, "adam")):
-            found.append(Measurement(title=f"operations on {device.name}", run=partial(_device, device)))
-    by_kind = {kind: [device for device in devices if device.kind == kind] for kind in ("cpu", "cuda")}
-    for kind, group in by_kind.items():
-        for ranks in rank_counts(len(group)):
-            chosen = group[:ranks]
-            subject, thing = (device_key(chosen[0]), "crowd/matmul") if kind == "cpu" else (group_key(chosen), "all_reduce")
-            if ranks not in known.ranks_of(subject, thing) and (ranks > 1 or kind == "cpu"):
-                share = _sharing(chosen, inventory) if kind == "cpu" else 1.0
-                found.append(Measurement(title=f"{ranks} ranks at once", run=partial(_ranks, chosen, share)))
-        if group and not known.ranks_of(device_key(group[0]), "call"):
-            found.append(Measurement(title="the trainer's loop", run=partial(_engines, group, inventory)))
-        if kind == "cpu" and len(group) > 1 and not known.ranks_of(device_key(group[0]), "action"):
-            found.append(Measurement(title="a pipeline's stages", run=partial(_stages, group, inventory)))
+    """What isn't known of what may be measured now, the most important first; what has failed lately is left out."""
+    devices = [device for device in inventory.devices if may_be_measured(device)]
+    by_kind: dict[str, list[Device]] = {"cpu": [], "cuda": []}
+    for device in devices:
+        by_kind[device.kind].append(device)
+    found = [*_of_cpus(by_kind["cpu"], inventory, known), *_of_gpus(by_kind["cuda"], inventory, known)]
     if devices and not known.ranks_of(HOST, "adam"):
-        found.append(Measurement(title="the host", run=partial(_host, inventory)))
-    return found
+        found.append(Measurement(title="the host", names=("host",), run=partial(_host, inventory)))
+    return [each for each in found if not each.names or not all(_failed_lately(known.failures.get(name)) for name in each.names)]
 
 
-def rank_counts(devices: int) -> tuple[int, ...]:
-    """The numbers of ranks that are measured together: powers of two, and all."""
-    most = min(devices, MOST_RANKS)
-    return tuple(sorted({count for count in (1, 2, 4, most) if 1 <= count <= most}))
+def _of_cpus(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> Iterator[Measurement]:
+    """Of parts of the host: the first of each kind by itself, and some of them at once."""
+    for key, device in {device_key(device): device for device in reversed(devices)}.items():
+        if not known.ranks_of(key, "matmul/64") or not known.ranks_of(key, "adam"):
+            yield Measurement(
+                title=f"operations on {device.name}", names=(f"{key} operations",), run=partial(_device, device, _CPU_SECONDS)
+            )
+    if not devices:
+        return
+    key = device_key(devices[0])
+    for ranks in rank_counts(min(len(devices), _MOST_CPU_RANKS)):
+        if ranks not in known.ranks_of(key, "crowd/matmul"):
+            chosen = devices[:ranks]
+            run = partial(_ranks, chosen, {ranks: group_key(chosen, inventory)}, _sharing(chosen, inventory))
+            yield Measurement(title=f"{ranks} ranks at once", names=(f"{key} of {ranks}",), run=run)
+    if not known.ranks_of(key, "call"):
+        yield Measurement(title="the trainer's loop", names=(f"{key} loop",), run=partial(_engines, devices, inventory))
+    if len(devices) > 1 and not known.ranks_of(key, "action"):
+        yield Measurement(title="a pipeline's stages", names=(f"{key} stages",), run=partial(_stages, devices, inventory))
+
+
+def _of_gpus(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> Iterator[Measurement]:
+    """Of each model one GPU by itself, and all of that model together, in groups of every size that is measured."""
+    models: dict[str, list[Device]] = {}
+    for device in devices:
+        models.setdefault(device_key(device), []).append(device)
+    for key, (first, *_) in models.items():
+        if not known.ranks_of(key, "matmul/64"):
+            run = partial(_device, first, _GPU_SECONDS / len(models))
+            yield Measurement(title=f"operations on {first.name}", names=(f"{key} operations",), run=run, devices=(first,))
+    for alike in models.values():
+        together = tuple(one_of_each_gpu(alike))
+        groups = {ranks: group_key(together[:ranks], inventory) for ranks in rank_counts(len(together)) if ranks > 1}
+        missing = {ranks: key for ranks, key in groups.items() if ranks not in known.ranks_of(key, "all_reduce")}
+        if missing:
+            names = tuple(f"{key} of {ranks}" for ranks, key in missing.items())
+            ranks, run = max(missing), partial(_ranks, together[: max(missing)], missing, 1.0)
+            yield Measurement(title=f"{ranks} ranks at once", names=names, run=run, devices=together[:ranks])
+    if models and not known.ranks_of(HOST, "call"):
+        yield Measurement(title="the trainer's loop", names=("host loop",), run=_host_loop)
+
+
+def _failed_lately(day: str | None) -> bool:
+    """Whether it was tried in vain within the last days."""
+    return day is not None and datetime.date.today() - datetime.date.fromisoformat(day) < datetime.timedelta(days=_FAILED_DAYS)
+
+
+def rank_counts(most: int) -> tuple[int, ...]:
+    """The numbers of ranks that are measured together: powers of two, and all. Others are predicted by the nearest of these."""
+    return tuple(sorted({*(1 << power for power in range(most.bit_length())), most} - {0}))
 
 
 def _sharing(devices: Sequence[Device], inventory: Inventory) -> float:
@@ -149,24 +206,46 @@ def _sharing(devices: Sequence[Device], inventory: Inventory) -> float:
 # -- measuring, in forked children -----------------------------------------------------------------------------------------------------
 
 
-def _measure(wanted: Sequence[Measurement], known: Calibration, most_seconds: float, *, progress: bool) -> tuple[list[Curve], list[str]]:
-    """The curves, and a sentence for each measurement that failed."""
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A measurement that couldn't be made.
+
+    Args:
+        words: a sentence, without its full stop.
+        names: see :class:`Measurement`.
+    """
+
+    words: str
+    names: tuple[str, ...] = ()
+
+
+def _measure(
+    wanted: Sequence[Measurement], known: Calibration, most_seconds: float, *, progress: bool
+) -> tuple[list[Curve], list[Failure]]:
+    """The curves, and the measurements that failed."""
     until = time.monotonic() + most_seconds
     curves: list[Curve] = []
-    failures: list[str] = []
+    failures: list[Failure] = []
+    before = {device.id: device for each in wanted for device in each.devices}
     with _bar(len(wanted), progress) as step:
         for each in wanted:
             step(each.title)
             left = until - time.monotonic()
             if left <= 0:
-                failures.append(f"{each.title} could not be measured within {most_seconds:g} s")
+                failures.append(Failure(words=f"{each.title} could not be measured within {most_seconds:g} s", names=each.names))
                 continue
             try:
                 so_far = known.with_curves(curves, day="", took_seconds=0.0)
-                curves += run_forked(_quietly, each.run, so_far, timeout_seconds=min(left, _LIMIT_SECONDS))
+                limit_seconds = min(left, _LIMIT_SECONDS, _MOST_SHARE * most_seconds)
+                found = run_forked(_quietly, each.run, so_far, timeout_seconds=limit_seconds, gpus=True)
             except ChildFailed as error:
                 log.debug("%s can't be measured", each.title, exc_info=True)
-                failures.append(f"{each.title} could not be measured ({error.reason})")
+                failures.append(Failure(words=f"{each.title} could not be measured ({error.reason})", names=each.names))
+                continue
+            if came_meanwhile(each.devices, before):
+                rank_zero_info(f"autopar: {each.title} will be measured another time, as somebody came to the GPU meanwhile")
+            else:
+                curves += found
     return curves, failures
 
 
@@ -189,19 +268,19 @@ def be_silent() -> None:
     sys.stderr = nowhere
 
 
-def _device(device: Device, known: Calibration) -> list[Curve]:
+def _device(device: Device, seconds: float, known: Calibration) -> list[Curve]:
     from lightning_autopar.strategies.calibration_cases import measure_device
     from lightning_autopar.strategies.calibration_ranks import adam_curve, torch_device
 
     where, key = torch_device(device), device_key(device)
-    curves = measure_device(where, key, seconds=_CPU_SECONDS if device.kind == "cpu" else _GPU_SECONDS)
+    curves = measure_device(where, key, seconds=seconds)
     return [*curves, adam_curve(key)] if device.kind == "cpu" else curves
 
 
-def _ranks(devices: Sequence[Device], share: float, known: Calibration) -> list[Curve]:
+def _ranks(devices: Sequence[Device], groups: Mapping[int, str], share: float, known: Calibration) -> list[Curve]:
     from lightning_autopar.strategies.calibration_ranks import measure_ranks
 
-    return measure_ranks(devices, share, _LIMIT_SECONDS)
+    return measure_ranks(devices, groups, share, _LIMIT_SECONDS)
 
 
 def _host(inventory: Inventory, known: Calibration) -> list[Curve]:
@@ -210,12 +289,19 @@ def _host(inventory: Inventory, known: Calibration) -> list[Curve]:
     return measure_host(HOST, inventory.host_threads, cache_folder("rates") or Path(tempfile.gettempdir()))
 
 
+def _host_loop(known: Calibration) -> list[Curve]:
+    """What the trainer's loop takes of the host where GPUs compute: measured on the CPU, as it waits for none of them."""
+    host = Device(id="cpu:0", kind="cpu", name="CPU", total_bytes=0, free_bytes=0, index=0, threads=1)
+    found = _engines([host], Inventory(devices=(host,), host_total_bytes=0, host_free_bytes=0, source="spec"), known)
+    return [replace(curve, subject=HOST) for curve in found]
+
+
 def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
     """What the trainer's loop takes, and what two ranks of an engine add."""
     from lightning_autopar.strategies.calibration_steps import TINY_BYTES, TINY_UNITS, plain_step, step_taken, tiny_plan
 
     rates = Calibrated(known, DataSheet()).among(devices[:2], inventory)
-    plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS)
+    plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS, gpus=True)
 
     def around(engine: str, ranks: int) -> tuple[float, int]:
         chosen = devices[:ranks]
@@ -242,7 +328,7 @@ def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration)
 
     chosen = devices[:2]
     rates = Calibrated(known, DataSheet()).among(chosen, inventory)
-    plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS).seconds
+    plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS, gpus=True).seconds
     sending = rates.collective_seconds("send", TINY_BYTES, chosen, inventory)
 
     def besides(micro_batches: int) -> float:
@@ -282,19 +368,21 @@ def _bar(steps: int, wanted: bool) -> Iterator[Callable[[str], None]]:
 # -- where this process has used a GPU: a fresh one ------------------------------------------------------------------------------------
 
 
-def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curve], list[str]]:
+def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curve], list[Failure]]:
     """The same in a new Python, which may fork as it likes."""
-    most_seconds = _most_seconds(inventory) + _LIMIT_SECONDS
-    words = json.dumps({"inventory": _as_words(inventory), "again": again})
+    most_seconds = _most_seconds(inventory)
+    words = json.dumps({"inventory": _as_words(inventory), "again": again, "most_seconds": most_seconds})
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "calibration.json"
         command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(answer)]
         try:
-            subprocess.run(command, input=words, text=True, timeout=most_seconds, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(command, input=words, text=True, timeout=most_seconds + _START_SECONDS, check=True, stdout=subprocess.DEVNULL)
             data = json.loads(answer.read_text(encoding="utf-8"))
         except (subprocess.SubprocessError, OSError, ValueError) as error:
-            return [], [f"this machine could not be measured ({error})"]
-    return list(Calibration.from_dict(data["calibration"]).all()), data["failures"]
+            names = tuple(name for each in _measurements(inventory, Calibration()) for name in each.names)
+            return [], [Failure(words=f"this machine could not be measured ({error})", names=names)]
+    failures = [Failure(words=words, names=tuple(names)) for words, names in data["failures"]]
+    return list(Calibration.from_dict(data["calibration"]).all()), failures
 
 
 def answer() -> None:
@@ -303,9 +391,10 @@ def answer() -> None:
     inventory = _from_words(asked["inventory"])
     known = load_calibration(inventory)
     wanted = _measurements(inventory, Calibration() if asked["again"] else known)
-    curves, failures = _measure(wanted, known, _most_seconds(inventory), progress=True)
+    curves, failures = _measure(wanted, known, asked["most_seconds"], progress=True)
     found = Calibration().with_curves(curves, day="", took_seconds=0.0)
-    Path(sys.argv[1]).write_text(json.dumps({"calibration": found.to_dict(), "failures": failures}), encoding="utf-8")
+    told = [(failure.words, failure.names) for failure in failures]
+    Path(sys.argv[1]).write_text(json.dumps({"calibration": found.to_dict(), "failures": told}), encoding="utf-8")
 
 
 def _as_words(inventory: Inventory) -> dict[str, Any]:
@@ -313,9 +402,12 @@ def _as_words(inventory: Inventory) -> dict[str, Any]:
 
 
 def _from_words(words: dict[str, Any]) -> Inventory:
-    """The inventory without what is no matter here: who is on its devices."""
+    """The inventory of such words."""
     return Inventory(
-        devices=tuple(replace(Device(**{**device, "processes": ()})) for device in words["devices"]),
+        devices=tuple(
+            Device(**{**device, "processes": tuple(DeviceProcess(**process) for process in device["processes"])})
+            for device in words["devices"]
+        ),
         links=tuple(Link(**link) for link in words["links"]),
         host_total_bytes=words["host"]["total_bytes"],
         host_free_bytes=words["host"]["free_bytes"],

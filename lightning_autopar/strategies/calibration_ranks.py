@@ -9,11 +9,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,19 @@ from torch import Tensor
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar.memory.inventory import Device
-from lightning_autopar.planning.calibrate import device_key, group_key
+from lightning_autopar.planning.calibrate import device_key
 from lightning_autopar.planning.calibrate_curves import Curve
 from lightning_autopar.planning.rates import Collective
 from lightning_autopar.strategies.calibration_cases import cold_product
 from lightning_autopar.strategies.calibration_clock import Clock
-
-if TYPE_CHECKING:
-    pass
+from lightning_autopar.strategies.calibration_devices import TENSOR_BYTES
 
 _SLOT_SECONDS = 0.02
 _CPU_SIZES = ((1 << 10, 12), (1 << 16, 8), (1 << 20, 5), (1 << 23, 3))
-_GPU_SIZES = ((1 << 10, 50), (1 << 16, 50), (1 << 20, 30), (1 << 24, 10), (1 << 28, 4))
+#: On a GPU as often as goes into a slot, up to a size of which one takes longer than is worth waiting for.
+_GPU_SIZES, _GPU_RUNS, _LONGEST_SECONDS = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 27), (3, 50), 0.05
+#: How long a partner may take to end.
+_GOODBYE_SECONDS = 2.0
 #: Their names since torch 2.13, and before.
 _GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -40,35 +41,45 @@ _SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or d
 _AMID_PRODUCTS, _LEAST_AMID_RUNS, _AMID_RUNS = 2, 5, 20
 
 
-def measure_ranks(devices: Sequence[Device], share: float, timeout_seconds: float) -> list[Curve]:
+def measure_ranks(devices: Sequence[Device], groups: Mapping[int, str], share: float, timeout_seconds: float) -> list[Curve]:
     """Curves of ranks on these devices at once; this process, a forked child, becomes rank 0 and forks the others.
 
     Args:
         devices: one a rank; a single one measures what the others are compared with.
+        groups: how many of the first ranks do collectives together, and under which subject what they take is kept.
         share: how many threads have to share a core, 1 where each has its own.
         timeout_seconds: after which a collective that hangs fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/group"
         reader, writer = os.pipe()
+        partners = []
         for rank in range(1, len(devices)):
-            arguments = (writer, rank, devices, rendezvous, share, timeout_seconds)
-            threading.Thread(target=_partner, args=arguments, daemon=True).start()
+            arguments = (writer, rank, devices, groups, rendezvous, share, timeout_seconds)
+            partners.append(threading.Thread(target=_partner, args=arguments, daemon=True))
+            partners[-1].start()
             os.read(reader, 1)  # it is forked: from here on threads may be started
-        return _rank(0, devices, rendezvous, share, timeout_seconds)
+        curves = _rank(0, devices, groups, rendezvous, share, timeout_seconds)
+        for partner in partners:
+            partner.join(_GOODBYE_SECONDS)  # so that nothing of this is on a device any more
+        return curves
 
 
-def _partner(writer: int, rank: int, devices: Sequence[Device], rendezvous: str, share: float, timeout_seconds: float) -> None:
+def _partner(
+    writer: int, rank: int, devices: Sequence[Device], groups: Mapping[int, str], rendezvous: str, share: float, timeout_seconds: float
+) -> None:
     def body() -> None:
         os.write(writer, b"1")
-        _rank(rank, devices, rendezvous, share, timeout_seconds)
+        _rank(rank, devices, groups, rendezvous, share, timeout_seconds)
 
     with suppress(ChildFailed):  # rank 0 fails likewise, and tells of it
-        run_forked(body, timeout_seconds=timeout_seconds)
+        run_forked(body, timeout_seconds=timeout_seconds, gpus=True)
     os.write(writer, b"1")
 
 
-def _rank(rank: int, devices: Sequence[Device], rendezvous: str, share: float, timeout_seconds: float) -> list[Curve]:
+def _rank(
+    rank: int, devices: Sequence[Device], groups: Mapping[int, str], rendezvous: str, share: float, timeout_seconds: float
+) -> list[Curve]:
     device = torch_device(devices[rank])
     if len(devices) > 1:
         backend = "gloo" if device.type == "cpu" else "nccl"
@@ -76,7 +87,10 @@ def _rank(rank: int, devices: Sequence[Device], rendezvous: str, share: float, t
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=len(devices), timeout=limit)
     curves = _crowd(devices, device, share) if device.type == "cpu" else []
     if len(devices) > 1:
-        curves += _collectives(rank, devices, device)
+        for ranks, subject in sorted(groups.items()):
+            group = dist.group.WORLD if ranks == len(devices) else dist.new_group(range(ranks))
+            if rank < ranks:
+                curves += _collectives(rank, ranks, subject, device, group)
         dist.barrier()
     return curves
 
@@ -88,6 +102,7 @@ def torch_device(device: Device) -> torch.device:
         return torch.device("cpu")
     found = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(found)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, TENSOR_BYTES / torch.cuda.mem_get_info(found)[1]), found)
     return found
 
 
@@ -119,28 +134,37 @@ def _crowd(devices: Sequence[Device], device: torch.device, share: float) -> lis
     return curves
 
 
-def _collectives(rank: int, devices: Sequence[Device], device: torch.device) -> list[Curve]:
+def _collectives(rank: int, ranks: int, subject: str, device: torch.device, group: dist.ProcessGroup | None) -> list[Curve]:
     """Every collective at several sizes; all ranks run as many."""
-    ranks, subject = len(devices), group_key(devices)
     clock = waiter(device)
     amid = _Amid(device) if device.type == "cpu" else None
     points: dict[Collective, dict[float, float]] = {}
-    for size, times in _CPU_SIZES if device.type == "cpu" else _GPU_SIZES:
+    cut: set[Collective] = set()
+    for size, most_times in _CPU_SIZES if device.type == "cpu" else [(size, _GPU_RUNS[1]) for size in _GPU_SIZES]:
         count = size // 4 // ranks * ranks
         whole, part = torch.zeros(count, device=device), torch.zeros(count // ranks, device=device)
         runs: dict[Collective, Callable[[], Any]] = {
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
-            "all_gather": lambda whole=whole, part=part: _GATHER(whole, part),  # type: ignore[misc]
-            "reduce_scatter": lambda whole=whole, part=part: _SCATTER(part, whole),  # type: ignore[misc]
-            "broadcast": lambda whole=whole: dist.broadcast(whole, 0),  # type: ignore[misc]
-            "send": lambda whole=whole: _there_and_back(rank, whole),  # type: ignore[misc]
+            "all_reduce": lambda whole=whole: dist.all_reduce(whole, group=group),  # type: ignore[misc]
+            "all_gather": lambda whole=whole, part=part: _GATHER(whole, part, group=group),  # type: ignore[misc]
+            "reduce_scatter": lambda whole=whole, part=part: _SCATTER(part, whole, group=group),  # type: ignore[misc]
+            "broadcast": lambda whole=whole: dist.broadcast(whole, 0, group=group),  # type: ignore[misc]
         }
+        if ranks == 2:
+            runs["send"] = lambda whole=whole: _there_and_back(rank, whole, group)  # type: ignore[misc]
         for collective, run in runs.items():
+            if collective in cut:
+                continue
             run()
+            times = most_times
+            if device.type == "cuda":
+                once = _slowest(run, device, group)
+                times = min(most_times, max(_GPU_RUNS[0], int(_SLOT_SECONDS / once)))
+                if once > _LONGEST_SECONDS:
+                    cut.add(collective)
             taken = []
             for _ in range(times):
                 clock()
-                dist.barrier()
+                dist.barrier(group=group)
                 begun = time.perf_counter()
                 run()
                 clock()
@@ -150,10 +174,20 @@ def _collectives(rank: int, devices: Sequence[Device], device: torch.device) -> 
                 seconds = max(seconds, amid.seconds(run, times))
             points.setdefault(collective, {})[4.0 * count] = seconds / (2 if collective == "send" else 1)
     return [
-        Curve(subject=subject, thing=collective, ranks=2 if collective == "send" else ranks, sizes=tuple(by), seconds=tuple(by.values()))
+        Curve(subject=subject, thing=collective, ranks=ranks, sizes=tuple(by), seconds=tuple(by.values()))
         for collective, by in points.items()
-        if collective != "send" or ranks == 2 or device.type != "cpu"
     ]
+
+
+def _slowest(run: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """What it takes the slowest rank once, which each rank is told."""
+    torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    taken = torch.tensor([time.perf_counter() - begun], device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)
+    return float(taken)
 
 
 class _Amid:
@@ -181,14 +215,14 @@ class _Amid:
         return (time.perf_counter() - begun) / times
 
 
-def _there_and_back(rank: int, tensor: Tensor) -> None:
-    """Between the first two ranks."""
+def _there_and_back(rank: int, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Between two ranks."""
     if rank == 0:
-        dist.send(tensor, 1)
-        dist.recv(tensor, 1)
-    elif rank == 1:
-        dist.recv(tensor, 0)
-        dist.send(tensor, 0)
+        dist.send(tensor, 1, group=group)
+        dist.recv(tensor, 1, group=group)
+    else:
+        dist.recv(tensor, 0, group=group)
+        dist.send(tensor, 0, group=group)
 
 
 def waiter(device: torch.device) -> Callable[[], None]:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from lightning_autopar.strategies.results import Before
 
 _LOGGERS = "carried_loggers"
-#: Of CSV files as they were last measured, by path: first line, size, lines.
-_csv_files: dict[str, tuple[bytes, int, int]] = {}
 
 
 def write_loggers(things: Belongings, folder: Path) -> None:
@@ -59,7 +57,8 @@ def write_loggers(things: Belongings, folder: Path) -> None:
             (_class_of(logger), _portable(logger, {part: value for (owner, part), (value, _) in values.items() if owner == number}))
         )
         if isinstance(logger, CSVLogger) and experiment is not None and os.path.isfile(experiment.metrics_file_path):
-            files[index] = *_measured(Path(experiment.metrics_file_path)), list(experiment.metrics_keys)
+            content = Path(experiment.metrics_file_path).read_bytes()
+            files[index] = len(content), content.count(b"\n"), list(experiment.metrics_keys)
     write(parcel, things, values, folder / _LOGGERS, sent={}, extras={"files": files}, digests=False)
 
 
@@ -101,24 +100,6 @@ def carry_loggers_in(trainer: Trainer, before: Before, folder: Path) -> None:
         path = getattr(experiment, "metrics_file_path", None)
         if path is not None:
             _cut(Path(path), *where)
-
-
-def _measured(path: Path) -> tuple[int, int]:
-    """A CSV file's size and its lines; of one that was only added to since the last time, what is new is read.
-
-    A file that got another column is written anew, with another first line.
-    """
-    with path.open("rb") as file:
-        header = file.readline()
-        known_header, size_bytes, lines = _csv_files.get(str(path), (b"", 0, 0))
-        if header == known_header and os.fstat(file.fileno()).st_size >= size_bytes:
-            file.seek(size_bytes)
-        else:
-            size_bytes, lines = len(header), header.count(b"\n")
-        added = file.read()
-    size_bytes, lines = size_bytes + len(added), lines + added.count(b"\n")
-    _csv_files[str(path)] = header, size_bytes, lines
-    return size_bytes, lines
 
 
 def _class_of(target: Any) -> str:

@@ -8,22 +8,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar._clean import CannotTravel, run_clean
+from lightning_autopar._fork import ChildFailed
+from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.rehearsal import STEPS
 from lightning_autopar.memory.trace import first_batch
 from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.backward import backward_survives_fork
+from lightning_autopar.strategies.check import Check, not_made
 from lightning_autopar.strategies.decision import Look
 from lightning_autopar.strategies.findings import Findings, stage_of, validation_batch
 from lightning_autopar.strategies.rehearse_fsdp import rehearse_fsdp
 from lightning_autopar.strategies.rehearse_zero import rehearse_zero
-from lightning_autopar.strategies.staged.finding import StagingFinding
+from lightning_autopar.strategies.staged.finding import StagingFinding, refused
 from lightning_autopar.strategies.staged.probe import confirm_stages, precision_of
-from lightning_autopar.strategies.staged.recording import Staging
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,14 +43,28 @@ def after_trial(trainer: Trainer, look: Look, plan: Plan) -> Constraints:
         refusal = confirmed.staging.refusal
         if refusal is None and confirmed.untried is None:
             return replace(constraints, pipeline_notes=())
+        refusal = refusal or unstaged(findings.footprint.conduct, str(confirmed.untried))
     elif findings.footprint.training and _to_rehearse(plan, findings):
-        refusal = rehearse(trainer, findings.footprint, plan)
+        refusal = rehearse(trainer, findings.footprint, plan).refusal
         what = "zero_3" if plan.zero_stage == 3 else what
     if refusal is None:
         return constraints
     # Sharded on several devices it was rehearsed already, but for what the plan does besides.
     ruled_out = [what] if plan.engine != "fsdp" or plan.world_size == 1 else ["offload", "replicas"]
     return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(ruled_out, refusal)})
+
+
+def unstaged(conduct: Conduct | None, untried: str) -> str | None:
+    """Why a pipeline whose stages can't be tried isn't taken; None where the traced step does nothing that stages may do otherwise.
+
+    Args:
+        conduct: what the step does with parameters by themselves; None where it wasn't traced.
+        untried: why they can't be tried, as the end of a sentence.
+    """
+    if conduct is None:
+        return not_made(f"{untried}, and it couldn't be traced either").reason
+    names = (*conduct.written, *conduct.exchanged)
+    return not_made(f"{untried}, and it writes to the parameter {names[0]!r} by itself").reason if names else None
 
 
 def _to_rehearse(plan: Plan, findings: Findings) -> bool:
@@ -64,13 +78,13 @@ def confirm(trainer: Trainer, footprint: Footprint, cuts: Sequence[str]) -> Stag
     """Whether stages cut so compute what the whole module does, where they were only recorded so far: tried in a forked child.
 
     Returns:
-        With a refusal where they don't, with ``untried`` where that can't be told.
+        With a refusal where they don't, or where that can't be told; with ``untried`` where the step is too large to be tried.
     """
     try:
-        return run_forked(_confirm, trainer, footprint, tuple(cuts), timeout_seconds=_CONFIRM_SECONDS)
-    except ChildFailed as error:
+        return run_clean(_confirm, trainer, footprint, tuple(cuts), timeout_seconds=_CONFIRM_SECONDS)
+    except (ChildFailed, CannotTravel) as error:
         log.debug("the plan's stages can't be tried", exc_info=True)
-        return StagingFinding(staging=Staging(), untried=f"it came to no end ({error.reason})")
+        return refused(not_made(_why(error)).reason)
 
 
 def _confirm(trainer: Trainer, footprint: Footprint, cuts: tuple[str, ...]) -> StagingFinding:
@@ -83,26 +97,29 @@ def _confirm(trainer: Trainer, footprint: Footprint, cuts: tuple[str, ...]) -> S
     return confirm_stages(module, trainer, batches, stage, cuts, precision=precision, flops=footprint.flops)
 
 
-def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> str | None:
-    """Why a plan that shards or partitions can't run the training step, tried in a forked child; None if it can, or if that can't be told.
+def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> Check:
+    """Whether a plan that shards or partitions runs the training step as one process does, tried in a forked child.
 
     Args:
         trainer: with module and data attached.
         footprint: of its step.
         plan: of engine ``"zero"``, or ``"fsdp"``.
     """
-    if not backward_survives_fork():
-        return None
     try:
-        return run_forked(_rehearse, trainer, footprint, plan, timeout_seconds=_CONFIRM_SECONDS)
-    except ChildFailed:
+        return run_clean(_rehearse, trainer, footprint, plan, timeout_seconds=_CONFIRM_SECONDS)
+    except (ChildFailed, CannotTravel) as error:
         log.debug("the plan can't be rehearsed", exc_info=True)
-        return None
+        return not_made(_why(error))
 
 
-def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> str | None:
+def _why(error: ChildFailed | CannotTravel) -> str:
+    return error.reason if isinstance(error, CannotTravel) else f"trying it came to no end ({error.reason})"
+
+
+def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> Check:
     module = trainer.lightning_module
     first = first_batch(module, trainer, "fit")
+    told: Any = {"flops": footprint.flops, "conduct": footprint.conduct}
     if plan.engine == "fsdp":
-        return rehearse_fsdp(module, trainer, first, plan.shard, flops=footprint.flops, by_plan=bool(plan.offload) or plan.replicas > 1)
-    return rehearse_zero(module, trainer, first, plan, flops=footprint.flops)
+        return rehearse_fsdp(module, trainer, first, plan.shard, by_plan=bool(plan.offload) or plan.replicas > 1, **told)
+    return rehearse_zero(module, trainer, first, plan, **told)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_autopar._fork import unforkable
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
 from lightning_autopar.memory.allocator_options import options_from_environment
 from lightning_autopar.memory.cache_files import cache_folder
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.residual_cache import load_residuals
 from lightning_autopar.memory.residuals import Residuals
+from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.calibrate import Calibrated
 from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.changes import usable
@@ -31,9 +33,10 @@ from lightning_autopar.strategies.calibration import calibrate, calibrated, is_c
 from lightning_autopar.strategies.decision import Decision, Look
 from lightning_autopar.strategies.disk_states import disk_folder, no_disk
 from lightning_autopar.strategies.features import exclusions
-from lightning_autopar.strategies.findings import Findings, Questions, find_out
+from lightning_autopar.strategies.findings import Findings, Questions, drawn_by_rank, find_out
 from lightning_autopar.strategies.prospect import Prospect
 from lightning_autopar.strategies.rehearse_fsdp import unshardable
+from lightning_autopar.strategies.script import NO_WORKERS, runs_script
 from lightning_autopar.strategies.turns import Turn
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ class Settings:
     memory_limit_bytes: int | None = None
     memory_margin: float = 0.05
     batch: BatchRule = "global"
+    own_draws: bool = False
     plan: Plan | None = None
     objective: str = "speed"
     exact: bool = False
@@ -106,7 +110,9 @@ def consider(
         raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
     if not is_overridden("configure_model", trainer.lightning_module):
         check_values(trainer.lightning_module)
-    look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic)
+    # Where somebody else has started the processes, they are there already.
+    alone = NO_WORKERS if world_size is None and not runs_script() and unforkable() is not None else None
+    look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, alone=alone)
     from_snapshot, weights_only = is_snapshot(arguments.get("ckpt_path")), arguments.get("weights_only")
     return Prospect(trainer, look, batch=settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
 
@@ -150,13 +156,19 @@ def survey(
 
 
 def _look(
-    trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], world_size: int | None, *, elastic: bool = False
+    trainer: Trainer,
+    settings: Settings,
+    bound: tuple[Inventory, int | None],
+    world_size: int | None,
+    *,
+    elastic: bool = False,
+    alone: str | None = None,
 ) -> Look:
-    """What is found out, and what it comes to for planning."""
+    """What is found out, and what it comes to for planning; ``alone`` says why this process can have no others beside it."""
     inventory, max_devices = bound
-    several = _several(inventory, max_devices) or (elastic and max_devices != 1)
+    several = alone is None and (_several(inventory, max_devices) or (elastic and max_devices != 1))
     verify_configuration(trainer)  # in Lightning's own words what it would say later
-    excluded = exclusions(trainer)
+    excluded = {**exclusions(trainer), **({} if alone is None else {"multi": alone, "pipeline": alone})}
 
     def asked(engine: Engine) -> bool:
         return (engine in settings.allow if settings.plan is None else settings.plan.engine == engine) and engine not in excluded
@@ -169,11 +181,13 @@ def _look(
             sharded=several and asked("fsdp"),
             partitioned=asked("zero"),
             staged=several and asked("pipeline") and "multi" not in excluded,
-            gpu=any(device.kind != "cpu" for device in inventory.devices),
+            target=target_of(inventory.devices),
         ),
     )
+    if settings.own_draws:
+        findings = drawn_by_rank(findings)
     training = findings.footprint.training
-    refusal = findings.unshardable
+    refusal = findings.sharded.refusal
     if refusal is None and not several and asked("fsdp"):  # with offload it runs on one device as well
         refusal = unshardable(trainer.lightning_module)
     if refusal is not None:
@@ -192,6 +206,9 @@ def _look(
         excluded.setdefault("micro_batches", findings.whole)
     if findings.counted and not findings.footprint.batch_norm:
         excluded.setdefault("micro_batches", f"the step counts in the buffer {findings.counted[0]!r}, which each part of a batch would do")
+    if findings.split is not None and findings.split.part_reason is not None:
+        excluded.setdefault("micro_batches", findings.split.part_reason)
+        excluded.setdefault("pipeline", findings.split.part_reason)
     if findings.staging is not None and findings.staging.staging.refusal is not None:
         excluded.setdefault("pipeline", findings.staging.staging.refusal)
     if findings.staging is not None and not findings.staging.in_halves:

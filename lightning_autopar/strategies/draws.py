@@ -6,6 +6,8 @@ step in the same state, makes the draws that one device would make, and so ends 
 Knows shapes, generators and a batch's share. It doesn't know which operators draw (``random_ops`` does), nor modules, trainers or
 processes.
 
+On a GPU most of a large draw can be left out, as ``own_rows`` says: the rank's rows are drawn by themselves, the same numbers.
+
 What can't be reproduced is listed in :attr:`GlobalDraws.unreproducible`: dropout inside fused attention, rejection sampling (gamma,
 Poisson), a permutation over the samples. Not seen at all are cuDNN's recurrent dropout and the draws of compiled graphs (inductor has
 generators of its own). Draws of Python's ``random`` and of NumPy are the same on all ranks: right for a choice made once a batch, while one
@@ -27,7 +29,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from lightning_autopar.state.share import BatchShare
+from lightning_autopar.state.share import BatchShare, index_of
 
 _LOG = logging.getLogger(__name__)
 _MASK = 2**64 - 1
@@ -167,8 +169,9 @@ class GlobalDraws:
 
     @property
     def seeded(self) -> bool:
-        """Whether ranks draw by themselves."""
-        return self._plan.seeded
+        """Whether ranks draw by themselves. A rank that has the whole batch draws as one device does, whatever is known of the draws."""
+        share = self._share()
+        return self._plan.seeded and not (share is not None and share.whole)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,6 +189,8 @@ class GlobalDraws:
         assert share is not None
         if generator is not None:
             self.on_generator(generator)
+        if share.whole:
+            return None
         samples = max(share.rows, 1)
         if self._plan.draws is None:
             return guess(op, shape, samples)
@@ -203,6 +208,7 @@ class GlobalDraws:
             if found is not None:
                 self.place = found + 1
         if found is None:
+            self._check_rows(op, shape, samples)
             choice = guess(op, shape, samples)
             self._warn(op, shape, choice)
         else:
@@ -253,6 +259,20 @@ class GlobalDraws:
             if not isinstance(draw.choice, Rows) or shape[draw.choice.dim] % samples == 0:
                 return index
         return None
+
+    def _check_rows(self, op: str, shape: tuple[int, ...], samples: int) -> None:
+        """Raise where a draw that ran over the samples no longer does: its rows are nodes, say, that were dealt out evenly by chance."""
+        for draw in self._plan.draws or ():
+            if draw.op != op or len(draw.shape) != len(shape) or not isinstance(draw.choice, Rows):
+                continue
+            dim = draw.choice.dim
+            if (*shape[:dim], *shape[dim + 1 :]) == (*draw.shape[:dim], *draw.shape[dim + 1 :]) and shape[dim] % samples:
+                had = f"{draw.shape[dim]} rows for {self._plan.batch_size} samples"
+                raise RuntimeError(
+                    f"a random draw ({op}) had {had} in what planning looked at, and now has {shape[dim]} for {samples}: it isn't over "
+                    "samples, so that a part of a batch can't draw what one device would; run on one device "
+                    '(allow=["single"]), or let each device draw its own (batch=Batch(draws="per-rank"))'
+                )
 
     def _warn(self, op: str, shape: tuple[int, ...], choice: Choice) -> None:
         if not self._warned:
@@ -326,7 +346,7 @@ def take(whole: Tensor, part: Tensor, rows: Rows, share: BatchShare) -> None:
     if isinstance(own, range):
         target.copy_(_sliced(samples, place, own))
     else:
-        target.copy_(samples.index_select(place, torch.tensor(own, device=whole.device)))
+        target.copy_(samples.index_select(place, index_of(own, whole.device)))
 
 
 def put(part: Tensor, whole: Tensor, rows: Rows, share: BatchShare) -> None:
@@ -336,7 +356,7 @@ def put(part: Tensor, whole: Tensor, rows: Rows, share: BatchShare) -> None:
     if isinstance(own, range):
         _sliced(target, place, own).copy_(samples)
     else:
-        target.index_copy_(place, torch.tensor(own, device=whole.device), samples.to(whole.dtype))
+        target.index_copy_(place, index_of(own, whole.device), samples.to(whole.dtype))
 
 
 def _sliced(tensor: Tensor, dim: int, own: range) -> Tensor:

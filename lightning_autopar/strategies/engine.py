@@ -15,22 +15,23 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.nn import Parameter
 
-from lightning_autopar._lightning_compat import TrainerFn, hyperparameters_added
+from lightning_autopar._lightning_compat import TrainerFn, hyperparameters_added, loaders_of_one_device
+from lightning_autopar.state.alone import without_group
 from lightning_autopar.state.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
-from lightning_autopar.strategies import resume
+from lightning_autopar.strategies import own_backward, resume
 from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.batchnorm import restore as restore_batch_norm
 from lightning_autopar.strategies.batchnorm import synchronise as synchronise_batch_norm
 from lightning_autopar.strategies.draws import GlobalDraws
-from lightning_autopar.strategies.early import Early
 from lightning_autopar.strategies.failure import LACKED, out_of_memory
 from lightning_autopar.strategies.growth import Growth, shortage_words
 from lightning_autopar.strategies.loaders import current_loaders, exact_loader
 from lightning_autopar.strategies.logged import GlobalLogging
 from lightning_autopar.strategies.logged_plan import hyperparameters
-from lightning_autopar.strategies.measure import Meter
+from lightning_autopar.strategies.measure import Exits, Meter
 from lightning_autopar.strategies.micro import MicroBatches
 from lightning_autopar.strategies.plan_changes import PlanChanges
 from lightning_autopar.strategies.predictions import Dropped
@@ -53,11 +54,15 @@ class EngineMixin(Strategy):
         """Give the engine its assignment; called once, before the trainer sees the engine."""
         self.assignment = assignment
         self._share: BatchShare | None = None
-        self._exit = ExitStack()
+        #: Of how many samples the loader made the batch that is worked on, where this rank has all of them.
+        self._samples: int | None = None
+        self._exit: ExitStack = Exits()
         self._draws: GlobalDraws | None = None
         self._logging: GlobalLogging | None = None
         self._micro: MicroBatches | None = None
         self._drawing = False
+        self._stepping = False  # through the parts of a batch
+        self._in_backward = False
         self._resumed = 0
         self._resumption: resume.Resumption | None = None
         self._positions: dict[int, int] = {}
@@ -68,8 +73,6 @@ class EngineMixin(Strategy):
         self.at_boundary = False
         #: What this rank may take of its GPU; None where nothing says.
         self.growth: Growth | None = None
-        #: What it holds of that before its first batch.
-        self.early: Early | None = None
         #: How an elastic run came to this plan.
         self.plan_changes = PlanChanges()
         #: Called when Lightning is about to enter its loops.
@@ -115,7 +118,7 @@ class EngineMixin(Strategy):
         """Hand out the user's own order: this rank's samples of each batch, resumable at any batch."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self._trainer
-        loader = exact_loader(dataloader, trainer, self.assignment, rank=self._rank, broadcast=self.broadcast)
+        loader = exact_loader(dataloader, trainer, self.assignment, rank=self._rank, broadcast=self.broadcast, alike=self._alike)
         if loader is None:
             return dataloader
         if trainer.training:
@@ -123,6 +126,12 @@ class EngineMixin(Strategy):
         if trainer.predicting and self.splits:
             self._limit_predictions(trainer, dataloader)
         return loader
+
+    def _alike(self, number: int) -> bool:
+        """Whether all ranks have the same number; each calls this."""
+        word = torch.tensor([number, -number])
+        dist.all_reduce(word, dist.ReduceOp.MAX, group=None if self._logging is None else self._logging.host_group)
+        return int(word[0]) == -int(word[1])
 
     def _resume_loader(self, trainer: Trainer, loader: ExactLoader) -> None:
         """Give a training loader its saved state; Lightning does so too, but not where the saved epoch was over."""
@@ -144,12 +153,15 @@ class EngineMixin(Strategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
-        self._give_room()
-        self._share, self._drawing = None, False
+        self._share, self._drawing, self._samples = None, False, None
         if self._micro is not None:
             self._micro.part = None
-        shares = [loader.next_share() for loader in current_loaders(self._trainer, dataloader_idx)] if self.splits else []
-        if shares:
+        counts = self.splits or self.in_parts
+        loaders = current_loaders(self._trainer, dataloader_idx) if counts else []
+        shares = [loader.next_share() for loader in loaders]
+        if shares and not self.splits:
+            self._samples = shares[0].of if loaders[0].knows_samples else None
+        elif shares:
             self._share = shares[0]
             if any(share.weight != self._share.weight for share in shares):
                 sizes = ", ".join(str(share.of) for share in shares)
@@ -178,9 +190,12 @@ class EngineMixin(Strategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
+        self.meter.begin(self.root_device)
         module = self.lightning_module
         assert module is not None
         self._exit.enter_context(recomputed(module, self.assignment.plan.recompute))
+        if self.assignment.batch == "global" and self.assignment.plan.world_size > 1:
+            self._exit.enter_context(loaders_of_one_device(trainer, without_group))
         if self.splits:
             self._layer_sync = None  # Lightning's knows CUDA only; ours replaces it
             synchronise_batch_norm(module, self._share_for_draws, self.data_group)
@@ -205,18 +220,21 @@ class EngineMixin(Strategy):
 
     def teardown(self) -> None:
         """Undo what :meth:`setup` patched."""
-        self._give_room()
         self.meter.stop(self)
         self._exit.close()
         super().teardown()
         if self.growth is not None:
             self.growth.release()
 
-    def _give_room(self) -> None:
-        """A batch comes, or nothing does any more: what was taken early is free for it."""
-        if self.early is not None:
-            self.meter.count_from(self.early.release())
-            self.early = None
+    def wait_for_peers(self) -> None:
+        """Wait until the GPU has done what this rank has begun, and until all ranks have come here; every rank calls it before it ends.
+
+        NCCL's calls return when they are enqueued. A process that ends before they are done takes its part of a gather from its peers,
+        which wait for it for ever.
+        """
+        if self.root_device.type == "cuda":
+            torch.cuda.synchronize(self.root_device)
+        self.barrier()
 
     def explain(self, error: BaseException) -> None:
         """Where a GPU's memory ran out: say with the exception what was promised and predicted, and what to do."""
@@ -251,7 +269,7 @@ class EngineMixin(Strategy):
         assert module is not None
         if self._micro is not None:
             return self._step_in_parts(self._micro, super().training_step, args, kwargs)
-        with self._step():
+        with self._step(), self._own_backward():
             output = super().training_step(*args, **kwargs)
             if self._logging is not None and module.automatic_optimization:
                 self._logging.note_loss(output)
@@ -260,12 +278,29 @@ class EngineMixin(Strategy):
         self.meter.note(self, "forward")
         return output
 
+    @contextmanager
+    def _own_backward(self) -> Iterator[None]:
+        """Around a step of manual optimization, in which the user may call ``loss.backward()`` past Lightning."""
+        module = self.lightning_module
+        if self._share is None or module is None or module.automatic_optimization:
+            yield
+            return
+        with own_backward.noticed(self._share.weight, lambda: self._in_backward, self.exchange_gradients):
+            yield
+
+    def exchange_gradients(self, reached: list[Parameter]) -> None:
+        """A backward pass of the user's own is over, which brought gradients to these; sharded ones have been reduced in it."""
+
     def _step_in_parts(self, micro: MicroBatches, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._share = self._share or micro.share(args[0])
+        self._share = self._share or micro.share(args[0], self._samples)
         self._drawing = True
         backward, optimizer = super().backward, self.optimizers[0]
-        with self._step():
-            return micro.run(step, lambda loss: backward(loss, optimizer), self._share, args, kwargs)
+        self._stepping = True
+        try:
+            with self._step():
+                return micro.run(step, lambda loss: backward(loss, optimizer), self._share, args, kwargs)
+        finally:
+            self._stepping = False
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step`` on this rank's share."""
@@ -291,20 +326,23 @@ class EngineMixin(Strategy):
         self._drawing = False
         return output
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Weigh this rank's mean by its samples, so that the ranks' average is the whole batch's mean."""
-        if self._share is not None and self._share.weight != 1.0:
-            closure_loss = closure_loss * self._share.weight
-        if self._micro is not None and not self._micro.gradients.watched:
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """The gradients of earlier parts of the batch come to light before its last part's backward."""
+        if self._micro is not None and not self._stepping and not self._micro.gradients.watched:
             self._micro.gradients.take_up()
         self.meter.note(self, "backward")
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._in_backward = True
+        super().pre_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """The gradients are there, and after those of the whole batch nothing more is drawn for it."""
+        super().post_backward(closure_loss)
+        self._in_backward = False
         self.meter.note(self, "gradients")
         module = self.lightning_module
         assert module is not None
-        if module.automatic_optimization:
+        if module.automatic_optimization and not self._stepping:
             self._drawing = False
-        return loss
 
     # -- snapshots ---------------------------------------------------------------------------------------------------------------------
 
@@ -350,7 +388,6 @@ class EngineMixin(Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Measure time and memory at the boundary between two steps."""
-        self._give_room()
         self.meter.boundary(self, batch_idx)
         if self.growth is not None:
             accumulates = self._trainer.accumulate_grad_batches
@@ -377,7 +414,6 @@ class EngineMixin(Strategy):
 
     def on_validation_start(self) -> None:
         """An evaluation between two steps is no part of either."""
-        self._give_room()
         self.meter.pause(self)
         super().on_validation_start()
 
@@ -391,3 +427,13 @@ class EngineMixin(Strategy):
         module = self.lightning_module
         assert module is not None
         return module.trainer
+
+
+class SplitMixin(EngineMixin):
+    """Of an engine whose ranks average the gradients of their parts of a batch."""
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Weigh this rank's mean by its samples, so that the ranks' average is the whole batch's mean."""
+        if self._share is not None and self._share.weight != 1.0:
+            closure_loss = closure_loss * self._share.weight
+        return super().backward(closure_loss, optimizer, *args, **kwargs)

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ _SLOTS = 64
 _HEADER = 3
 #: Combinations that are remembered; a step that logs under ever new names makes as many.
 _REMEMBERED = 1024
+#: On a GPU so many exchanges' values wait to be checked, so that the host needn't wait at each.
+_UNCHECKED = 100
 #: Relative difference up to which a hook's values on one replica's ranks are the same: they were computed alike.
 _SAME = 1e-6
 
@@ -45,12 +47,17 @@ class _Block:
     places: tuple[int, ...]
     ranks: Tensor | None = None
     columns: Tensor | None = None
+    #: Both as they are on a device.
+    _there: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def of(self, table: Tensor) -> Tensor:
         """This block's part of what all ranks sent, (ranks, entries)."""
         if self.ranks is None or self.columns is None:
             return table[:, : len(self.entries)]
-        return table[self.ranks.to(table.device), self.columns.to(table.device)]
+        device = table.device
+        if device not in self._there:
+            self._there[device] = self.ranks.to(device, non_blocking=True), self.columns.to(device, non_blocking=True)
+        return table[self._there[device]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +73,11 @@ class _Agreement:
     blocks: tuple[_Block, ...]
     same: bool
     twins: tuple[tuple[Entry, tuple[int, int], tuple[int, int]], ...] = ()
+
+    @property
+    def valued(self) -> bool:
+        """Whether there are values, beside metrics that have their own."""
+        return any(entry.valued or not entry.is_metric for block in self.blocks for entry in block.entries)
 
 
 class Exchange:
@@ -87,6 +99,7 @@ class Exchange:
         self._agreements: dict[tuple[int, ...], _Agreement] = {}
         self._hashes: dict[tuple[Any, ...], int] = {}
         self._warned: set[str] = set()
+        self._unchecked: list[tuple[_Agreement, Tensor]] = []
         self._open: list[dist.ProcessGroup] = []
         #: For what the host knows; None is the default group.
         self.host_group: dist.ProcessGroup | None = None
@@ -123,7 +136,8 @@ class Exchange:
         """Whether all ranks logged the same, and what all of them logged together: entry, value, and what it weighs in an epoch's mean.
 
         Raises:
-            RuntimeError: on every rank, if a hook logged a tensor that isn't the same on all ranks of a replica.
+            RuntimeError: on every rank, if a hook logged a tensor that isn't the same on all ranks of a replica; on GPUs some batches
+                later, or at the epoch's end.
         """
         on_host = self._device.type == "cpu"
         width = 3 if on_host else 2
@@ -137,7 +151,7 @@ class Exchange:
         if most > _SLOTS:
             gathered = self._gather(header + numbers, _HEADER + width * most)
         table = torch.tensor(gathered, dtype=torch.float64)[:, _HEADER : _HEADER + width * most].view(len(gathered), most, width)
-        values = table[:, :, 2] if on_host else self._gather_values(entries, most)
+        values = table[:, :, -1] if on_host or not agreement.valued else self._gather_values(entries, most)
         self._check(agreement, values)
         samples = int(max(row[2] for row in gathered))
         found: dict[int, tuple[Entry, Tensor | None, int]] = {}
@@ -161,7 +175,7 @@ class Exchange:
         if known is not None:
             return known
         same = len(set(hashes)) == 1
-        own = [replace(entry, value=None) for entry in entries]
+        own = [replace(entry, value=None, states=None) for entry in entries]
         lists = [own] * len(hashes)
         if not same:
             lists = [[] for _ in hashes]
@@ -224,7 +238,21 @@ class Exchange:
         """What a hook logs is the same on all ranks of a replica, or nothing that all of them could speak for."""
         if not agreement.twins:
             return
-        table = values.tolist()
+        self._unchecked.append((agreement, values))
+        if values.device.type == "cpu" or len(self._unchecked) >= _UNCHECKED:
+            self.settle()
+
+    def settle(self) -> None:
+        """Check what hasn't been checked yet; on a GPU the host waits for it.
+
+        Raises:
+            RuntimeError: as calling it.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        for agreement, values in unchecked:
+            self._compare(agreement, values.tolist())
+
+    def _compare(self, agreement: _Agreement, table: list[list[float]]) -> None:
         for entry, (speaker, column), (rank, other) in agreement.twins:
             ours, theirs = table[speaker][column], table[rank][other]
             if ours == theirs or math.isclose(ours, theirs, rel_tol=_SAME) or (math.isnan(ours) and math.isnan(theirs)):
@@ -244,7 +272,7 @@ class Exchange:
 
     def _hash(self, entries: list[Entry]) -> int:
         """48 bits of what was logged, the same in every process: a float64 holds them exactly."""
-        keys = tuple((entry.stage, entry.valued, entry.given_as_number, entry.of > 0, *entry.key) for entry in entries)
+        keys = tuple((entry.stage, entry.valued, entry.deferred, entry.given_as_number, entry.of > 0, *entry.key) for entry in entries)
         if keys not in self._hashes:
             if len(self._hashes) >= _REMEMBERED:
                 self._hashes.clear()

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -29,9 +29,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_autopar._lightning_compat import find_free_network_port
 from lightning_autopar.memory.host import host_cores, host_memory
-from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.inventory import Device, Inventory, Link
+from lightning_autopar.memory.nvml import NvmlUnavailable, read_links
 from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.group import meet_at
+from lightning_autopar.strategies.peer_watch import watch
 from lightning_autopar.strategies.script import rerun_command
 from lightning_autopar.strategies.worker import die_with
 
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 STORE = "AUTOPAR_STORE"
 #: The process id of the one that started a rerun, without which the rerun has no reason to live.
 PARENT = "AUTOPAR_PARENT"
+#: How many runs that process had had without them, which a rerun has alone too before it joins.
+EARLIER = "AUTOPAR_EARLIER_RUNS"
 _TIMEOUT = timedelta(minutes=30)
 _POLL_SECONDS = 0.01
 #: How long this process may take to end by itself once a rerun has failed.
@@ -66,6 +70,7 @@ class Peers:
         messages: how many rank 0 has told so far.
         children: reruns of the script that this process started.
         running: whether a run is going on that takes all of them.
+        runs: how many there were.
     """
 
     store: Any
@@ -77,6 +82,7 @@ class Peers:
     messages: int = 0
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     running: threading.Event = field(default_factory=threading.Event)
+    runs: int = 0
 
     @property
     def are_reruns(self) -> bool:
@@ -84,11 +90,17 @@ class Peers:
         return bool(self.children) or PARENT in os.environ
 
     @contextmanager
-    def run(self) -> Iterator[None]:
-        """Around a run that takes all ranks: a rerun that fails ends this process while it is open."""
+    def run(self, devices: Sequence[str]) -> Iterator[None]:
+        """Around a run that takes all ranks: a rerun that fails, or a rank here that is stopped, ends this process while it is open.
+
+        Args:
+            devices: the ranks'.
+        """
         self.running.set()
+        self.runs += 1
         try:
-            yield
+            with watch(self.store, self.rank, devices, self.runs):
+                yield
         finally:
             self.running.clear()
 
@@ -118,24 +130,32 @@ class Peers:
                     f"{self.world_size} processes were started, but the devices given are {len(here.devices)}; give one for each"
                 )
             return replace(here, devices=here.devices[: self.world_size]), None
-        devices = [self._introduced(rank) for rank in range(self.world_size)]
+        told = [self._introduced(rank) for rank in range(self.world_size)]
+        devices, ids = [device for device, _ in told], {device.id for device, _ in told}
+        links = {frozenset((link.a, link.b)): link for _, its in told for link in its if {link.a, link.b} <= ids}
         total_bytes, free_bytes = host_memory()
         found = Inventory(
-            devices=tuple(devices), host_total_bytes=total_bytes, host_free_bytes=free_bytes, source="peers", host_threads=host_cores()
+            devices=tuple(devices),
+            links=tuple(links.values()),
+            host_total_bytes=total_bytes,
+            host_free_bytes=free_bytes,
+            source="peers",
+            host_threads=host_cores(),
         )
         return found, None
 
-    def _introduced(self, rank: int) -> Device:
+    def _introduced(self, rank: int) -> tuple[Device, tuple[Link, ...]]:
         found = pickle.loads(self.store.get(f"autopar/device/{self.messages}/{rank}"))
         if isinstance(found, BaseException):
             raise RuntimeError(f"rank {rank} has no device: {found}") from found
-        device: Device = found
-        return device
+        device, links = found
+        return device, links
 
     def introduce(self, strategy: AutoParallelStrategy) -> None:
-        """Every rank: say which device is this process's, or what keeps it from having one."""
+        """Every rank: say which device is this process's and how others are linked to it, or what keeps it from having one."""
         try:
-            word: Any = self._own_device(strategy)
+            device = self._own_device(strategy)
+            word: Any = device, _links_to(device)
         except Exception as error:
             word = error
         self.store.set(f"autopar/device/{self.messages}/{self.rank}", _pickled(word))
@@ -172,16 +192,30 @@ class Peers:
         return [torch_device for device, torch_device in devices if device.node == assignment.devices[self.rank].node]
 
 
+def _links_to(device: Device) -> tuple[Link, ...]:
+    """How the GPUs of this node are linked to this process's one, whether or not CUDA shows them to it; none where NVML can't say."""
+    if device.kind != "cuda":
+        return ()
+    try:
+        return tuple(link for link in read_links() if device.id in (link.a, link.b))
+    except NvmlUnavailable:
+        return ()
+
+
 #: A process has the same peers for as long as it lives, whatever strategies it makes.
 _peers: Peers | None = None
+#: How many runs it has begun without any.
+_alone = 0
 
 
 def under_external_launcher(strategy: AutoParallelStrategy) -> Peers | None:
-    """This process's peers where somebody else has started several processes; None where it is alone."""
-    global _peers
-    if _peers is None:
+    """This process's peers for a run that begins, where somebody else has started several processes; None where it is alone."""
+    global _peers, _alone
+    if _peers is None and _alone >= int(os.environ.get(EARLIER, "0")):
         _peers = _find_peers(strategy)
-    if _peers is not None:
+    if _peers is None:
+        _alone += 1
+    else:
         _peers.introduce(strategy)
     return _peers
 
@@ -192,6 +226,7 @@ def _find_peers(strategy: AutoParallelStrategy) -> Peers | None:
         die_with(int(os.environ[PARENT]))
         world_size = int(os.environ["WORLD_SIZE"])
         store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=_TIMEOUT)
+        meet_at(_groups_part(host, int(port)))
         return Peers(store=store, rank=int(os.environ["LOCAL_RANK"]), world_size=world_size, node=0, environment=LightningEnvironment())
     environment = strategy.cluster_environment
     if environment is None or not environment.creates_processes_externally or environment.world_size() == 1:
@@ -215,6 +250,11 @@ def _find_peers(strategy: AutoParallelStrategy) -> Peers | None:
 def _connect(rank: int, world_size: int) -> Any:
     store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=_TIMEOUT)))
     return store
+
+
+def _groups_part(host: str, port: int) -> Any:
+    """Where the process groups of a script and its reruns meet, by a connection of its own as above."""
+    return dist.PrefixStore("group", dist.TCPStore(host, port, None, is_master=False, timeout=_TIMEOUT))
 
 
 def _own_part(store: Any, rank: int, world_size: int) -> str:
@@ -249,20 +289,30 @@ def rerun_script(strategy: AutoParallelStrategy, world_size: int) -> Peers:
     """Start this very script once for each further rank, and become rank 0.
 
     For the case that this process has initialised CUDA, after which a forked child can't use it. The children run the user's code up to
-    ``fit``.
+    this very run, with those before it. This process's leases are for them too.
 
     Args:
         world_size: how many processes the plan takes.
+
+    Raises:
+        RuntimeError: in a rerun, whose earlier runs came to take several processes.
     """
+    if STORE in os.environ:
+        raise RuntimeError(
+            f"a rerun of the script came to a plan of {world_size} processes before the run that it was started for, which ran otherwise "
+            "in the process that started it; give the earlier fit its plan (plan=, or allow=['single']), or a script of its own"
+        )
     port = find_free_network_port()
     store = dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+    meet_at(_groups_part("127.0.0.1", port))
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()), WORLD_SIZE=str(world_size), LOCAL_RANK="0", NODE_RANK="0"
     )
     peers = Peers(store=store, rank=0, world_size=world_size, node=0, environment=LightningEnvironment())
     rank_zero_info(f"autopar: CUDA is initialised in this process already, so the script is run again for {world_size - 1} further ranks")
     for rank in range(1, world_size):
-        environment = {**os.environ, "LOCAL_RANK": str(rank), STORE: f"127.0.0.1:{port}", PARENT: str(os.getpid())}
+        own = {"LOCAL_RANK": str(rank), STORE: f"127.0.0.1:{port}", PARENT: str(os.getpid()), EARLIER: str(_alone - 1)}
+        environment = {**os.environ, **own, "AUTOPAR_LEDGER": "off"}
         peers.children.append(subprocess.Popen(rerun_command(), env=environment))
     threading.Thread(target=_watch, args=(peers,), daemon=True, name="autopar-watch").start()
     atexit.register(_see_off, peers.children)

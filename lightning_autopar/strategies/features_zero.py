@@ -51,7 +51,7 @@ def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
         return f"Lightning's DeepSpeedStrategy refuses the callback {kinds['GradientAccumulationScheduler']}"
     for callback in present:
         for name in _CALLBACK_HOOKS:
-            if getattr(callback, name).__func__ is not getattr(Callback, name):
+            if is_overridden(name, callback, parent=Callback):
                 return f"the callback {type(callback).__name__} has {name}, and DeepSpeed leaves no gradients in the parameters to look at"
     for name in (*_GRADIENT_HOOKS, *_OPTIMIZER_HOOKS):
         if is_overridden(name, module):

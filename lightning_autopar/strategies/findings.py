@@ -6,30 +6,39 @@ It reads the trainer and changes nothing in it; it doesn't know which plans ther
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_autopar._clean import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar.memory.batch import RAISED, FirstBatch, fresh, tensors_of
 from lightning_autopar.memory.fake import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.guess import guess
 from lightning_autopar.memory.rehearsal import STEPS
 from lightning_autopar.memory.trace import first_batch, trace
+from lightning_autopar.memory.workspace import Target
+from lightning_autopar.planning import scaling
 from lightning_autopar.planning.candidates import SplitFinding, shardable
-from lightning_autopar.strategies.backward import backward_survives_fork
-from lightning_autopar.strategies.batch_parts import pads
+from lightning_autopar.planning.constraints import SPLIT_TOLERANCE
+from lightning_autopar.state.collate import CollateAll
+from lightning_autopar.state.dealing import Dealing
+from lightning_autopar.strategies.check import PASSED, Check, failed, not_made
 from lightning_autopar.strategies.draws import DrawPlan
 from lightning_autopar.strategies.failure import Failure
 from lightning_autopar.strategies.features_zero import unpartitioned_module, unpartitioned_optimizer
+from lightning_autopar.strategies.loading import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.strategies.micro import why_whole
 from lightning_autopar.strategies.probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.random_ops import draws_apart
 from lightning_autopar.strategies.rehearse import rehearsed
-from lightning_autopar.strategies.rehearse_fsdp import rehearse_fsdp, unshardable
+from lightning_autopar.strategies.rehearse_fsdp import evaluable, rehearse_fsdp, unshardable
 from lightning_autopar.strategies.staged.finding import StagingFinding, refused
 from lightning_autopar.strategies.staged.probe import precision_of, probe_stages
 
@@ -40,8 +49,12 @@ log = logging.getLogger(__name__)
 
 #: Tracing and probing together may take so long; after that the estimate is coarse, and the report says so.
 _TRACE_SECONDS = 600.0
-#: Why a forked child may be unable to run a backward pass.
-_THREADS = "autograd's threads for the GPU were started"
+#: Where the first batch's probe takes longer, other batches' isn't tried: the run's first step waits for it.
+_QUICK_SECONDS = 0.4
+_OWN_DRAWS = (
+    "draws='per-rank': each rank, and each part of a batch, draws the random numbers of its own samples, so that this is another run than "
+    "one device's"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +67,7 @@ class Questions:
         sharded: whether some shard the module with FSDP2.
         partitioned: whether some partition it with DeepSpeed.
         staged: whether some run it in stages.
-        gpu: whether there are devices other than the CPU.
+        target: what the step is traced for.
     """
 
     split: bool = False
@@ -62,7 +75,7 @@ class Questions:
     sharded: bool = False
     partitioned: bool = False
     staged: bool = False
-    gpu: bool = False
+    target: Target = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +87,7 @@ class Findings:
         split: what a split batch changes; None where no candidate splits it.
         draws: the step's random draws; None where it draws nothing.
         data_draws: where making a batch draws, see :class:`.assignment.Assignment`.
-        unshardable: why FSDP2 can't run it; None where it can.
+        sharded: whether FSDP2 runs it right.
         unpartitionable: why DeepSpeed can't, by what the module and its optimizer are; None where that isn't known.
         ungathered: why it can't gather parameters module by module, at stage 3; None where it can.
         several_loaders: whether a batch comes from several of them.
@@ -82,13 +95,15 @@ class Findings:
         staging: where it can be cut into stages; None where no candidate does so.
         counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
+        loadings: how ranks may make the batches of loaders, by :func:`.loading.loader_key`.
+        untraced: why the step couldn't be traced, so that memory and time are guessed; None where it was.
     """
 
     footprint: Footprint
     split: SplitFinding | None
     draws: DrawPlan | None
     data_draws: tuple[str, ...]
-    unshardable: str | None
+    sharded: Check
     unpartitionable: str | None = None
     ungathered: str | None = None
     several_loaders: bool = False
@@ -96,6 +111,8 @@ class Findings:
     staging: StagingFinding | None = None
     counted: tuple[str, ...] = ()
     batches: int | None = None
+    loadings: Mapping[str, Loading] = field(default_factory=dict)
+    untraced: str | None = None
 
 
 def find_out(trainer: Trainer, questions: Questions) -> Findings:
@@ -106,10 +123,9 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
         RuntimeError: if not even the first batch can be had.
     """
     try:
-        if backward_survives_fork():
-            findings = run_forked(_find, trainer, questions, timeout_seconds=_TRACE_SECONDS)
-        else:
-            findings = _find_here(trainer, questions)
+        findings = run_clean(_find, trainer, questions, timeout_seconds=_TRACE_SECONDS)
+    except CannotTravel as error:
+        findings = _find_here(trainer, questions, error.reason)
     except ChildFailed as error:
         rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {error.reason}")
         try:
@@ -121,37 +137,79 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
             ) from again
     if isinstance(findings, Failure):
         raise findings.exception()
-    return findings
+    if findings.untraced is not None:
+        rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {findings.untraced}")
+    return _with_draws_apart(findings)
+
+
+def _with_draws_apart(findings: Findings) -> Findings:
+    """The same, with the names of the draws that no rank can make as one device would."""
+    apart = tuple(sorted(name.removeprefix("aten.") for name in findings.footprint.random_draws if draws_apart(name)))
+    if not apart or findings.split is None:
+        return findings
+    return replace(findings, split=replace(findings.split, drawn_apart=apart))
+
+
+def drawn_by_rank(findings: Findings) -> Findings:
+    """The same where each rank draws the random numbers of its own samples, from a stream of its own."""
+    if findings.draws is None:
+        return findings
+    split = findings.split
+    return replace(
+        findings,
+        footprint=scaling.drawn_by_rank(findings.footprint),
+        draws=replace(findings.draws, seeded=True),
+        split=None if split is None else replace(split, notes=(*split.notes, _OWN_DRAWS)),
+    )
 
 
 def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
-    """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split."""
+    """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split.
+
+    The batch is had here, once. What runs a backward pass is forked from here, so that this process never does.
+    """
     module = trainer.lightning_module
     stage = stage_of(trainer)
     try:
         batch = first_batch(module, trainer, stage)
-    except Exception as error:  # the user's own code, which would raise it in the run as well
+    except RAISED as error:  # the user's own code, which would raise it in the run as well
         return Failure.of(error)
     validation = validation_batch(module, trainer) if stage == "fit" else None
-    footprint = _traced(trainer, questions, batch, validation)
+    footprint, untraced = _looked_at(trainer, questions, batch, validation)
     room_bytes = questions.room_bytes
     probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
     unpartitionable = _unpartitionable(module, trainer) if questions.partitioned and stage == "fit" else None
-    # What follows changes the module in this process.
     staging = _staged(module, trainer, stage, batch, validation, footprint) if questions.staged else None
-    refusal = None
+    sharded, units = PASSED, shardable(footprint)[0]
     if questions.sharded:
-        units = shardable(footprint)[0]
-        refusal = rehearse_fsdp(module, trainer, batch, units, flops=footprint.flops) if stage == "fit" else unshardable(module)
+        sharded = evaluable(module)
+        if stage == "fit":
+            sharded = rehearse_fsdp(module, trainer, batch, units, flops=footprint.flops, conduct=footprint.conduct)
     # An evaluation has no loss that anything is trained on; what it draws is told by shape.
     split, draws = None, DrawPlan() if footprint.random_draws else None
+    loadings: dict[str, Loading] = {}
+    more: list[FirstBatch] = []
+    whole = _whole(batch, stage)
+    if probe and stage != "predict":
+        own, validating = batch.loaders, () if validation is None else validation.loaders
+        loadings, looked = look_at([*own, *validating])
+        if batch.kind != "combined":
+            batch, more = (_marked(batch, own[0], loadings), [_marked(each, own[0], loadings) for each in _two(looked[0])])
+        if validation is not None:
+            validation = _marked(validation, validating[0], loadings)
+        whole = next((words for each in (batch, *more) if (words := _whole(each, stage)) is not None), None)
     if probe and stage == "fit":
-        batch = _collated_whole(batch)
-        # Where collating draws random numbers or pads, ranks take their rows of the collated batch, and so does the probe.
-        probed = replace(batch, samples=None, collate=None) if "collate" in batch.draws else batch
-        split, draws = probe_split(module, trainer, probed, flops=footprint.flops)
-        if refusal is None and questions.sharded:
-            refusal = _routed(module, split.uneven_calls, units)
+        began, cut = time.monotonic(), batch.cut
+        batch, split, draws = _split_as_made(module, trainer, batch, footprint.flops)
+        if cut and batch.samples is not None and not batch.cut:
+            more = [replace(each, cut=False) for each in more]
+            key = loader_key(own[0])
+            loadings[key] = replace(loadings[key], collation="samples")
+        if time.monotonic() - began < _QUICK_SECONDS and split.probed:
+            split, draws = _on_others(module, trainer, more, split, draws, footprint.flops)
+        routed = _routed(module, split.uneven_calls, units)
+        if routed is not None and sharded.refusal is None:
+            sharded = failed(routed)
     if probe and stage != "predict":
         split = _with_evaluation(split or SplitFinding(), module, trainer, validation if stage == "fit" else batch, stage)
     return Findings(
@@ -159,15 +217,89 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         split=split,
         draws=draws,
         data_draws=batch.draws,
-        unshardable=refusal,
+        sharded=sharded,
         unpartitionable=unpartitionable,
         ungathered=None if split is None else _uneven(module, split.uneven_calls),
         several_loaders=batch.kind == "combined",
-        whole=_whole(batch, stage),
+        whole=whole,
         staging=staging,
         counted=(*(() if staging is None else staging.counted), *(() if split is None else split.counted)),
         batches=_batches_of_fit(trainer, batch),
+        loadings=loadings,
+        untraced=untraced,
     )
+
+
+def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> tuple[Footprint, str | None]:
+    """The step's footprint; where the process that traces it ends by it, a coarse one and why: other checks are made all the same."""
+    try:
+        return run_forked(_traced, trainer, questions, batch, validation), None
+    except ChildFailed as error:
+        log.debug("the step can't be traced", exc_info=True)
+        module, stage = trainer.lightning_module, stage_of(trainer)
+        return run_forked(partial(guess, stage=stage, dtype=None, reason=error.reason), module, trainer, batch), error.reason
+
+
+def _marked(batch: FirstBatch, loader: Any, loadings: Mapping[str, Loading]) -> FirstBatch:
+    """The batch, with how ranks make its parts, and what other batches of its loader tell of it."""
+    loading = loadings.get(loader_key(loader))
+    if batch.samples is None or loading is None:
+        return batch
+    batch = replace(batch, draws=tuple(sorted({*batch.draws, *loading.draws})))
+    if loading.collation != "whole" or makes_rows(loader):
+        return batch
+    rows = CollateAll(batch.collate, 0, Dealing.even(1))(fresh(batch.samples))[0] if batch.collate is not None else batch.batch_size
+    if rows == batch.batch_size:
+        return replace(batch, cut=True)
+    return replace(batch, samples=None, collate=None, batch_size=rows)  # its collate function leaves samples out
+
+
+def _two(looked: Sequence[FirstBatch]) -> list[FirstBatch]:
+    """The largest and the last of a loader's batches, beside the first."""
+    more = looked[1:]
+    largest = max(more, key=lambda batch: sum(tensor.numel() for tensor in tensors_of(batch.batch)), default=None)
+    last = more[0] if more else None  # see `some_batches`
+    return [batch for batch in (largest, None if last is largest else last) if batch is not None]
+
+
+def _split_as_made(module: LightningModule, trainer: Trainer, batch: FirstBatch, flops: int) -> tuple[FirstBatch, SplitFinding, DrawPlan]:
+    """What a split batch changes, its parts made as ranks make them: cut out of the whole one, or of their own samples if that is truer."""
+    if "collate" in batch.draws:  # ranks take their rows of the collated batch, and so does the probe
+        batch = replace(batch, samples=None, collate=None)
+    split, draws = _split(module, trainer, batch, flops)
+    if not batch.cut or batch.samples is None or (split.splittable and split.probed and split.difference <= SPLIT_TOLERANCE):
+        return batch, split, draws
+    apart = replace(batch, cut=False)
+    other, others_draws = _split(module, trainer, apart, flops)
+    truer = other.splittable and other.probed and (not split.splittable or other.difference < split.difference)
+    return (apart, other, others_draws) if truer else (batch, split, draws)
+
+
+def _on_others(
+    module: LightningModule, trainer: Trainer, more: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan, flops: int
+) -> tuple[SplitFinding, DrawPlan]:
+    """The finding, with what a split of other batches adds to it."""
+    for batch in more:
+        if batch.batch_size < 2 or not split.splittable:
+            continue
+        if "collate" in batch.draws or batch.samples is None:
+            batch = replace(batch, batch=transfer_batch(module, batch.batch), samples=None, collate=None)
+        other, others_draws = _split(module, trainer, batch, flops)
+        draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
+        split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
+        if not other.splittable or (other.probed and not other.difference <= max(split.difference, SPLIT_TOLERANCE)):
+            reason = f"{other.reason}, in another batch than the first, of {batch.batch_size} samples"
+            split = replace(split, splittable=other.splittable, difference=other.difference, reason=reason)
+    return split, draws
+
+
+def _split(module: LightningModule, trainer: Trainer, batch: FirstBatch, flops: int) -> tuple[SplitFinding, DrawPlan]:
+    """What a split batch changes, found out in another child."""
+    try:
+        return run_forked(partial(probe_split, flops=flops), module, trainer, batch)
+    except ChildFailed as error:
+        reason = f"whether its parts make the whole batch couldn't be tried ({error.reason})"
+        return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
 
 
 def _unpartitionable(module: LightningModule, trainer: Trainer) -> str | None:
@@ -208,7 +340,7 @@ def _traced(trainer: Trainer, questions: Questions, batch: FirstBatch, validatio
         batch,
         stage=stage_of(trainer),
         precision=str(trainer.precision),
-        target="cuda" if questions.gpu else "cpu",
+        target=questions.target,
         validation=validation,
     )
 
@@ -221,13 +353,19 @@ def _step_bytes(footprint: Footprint) -> int:
 
 def _whole(batch: FirstBatch, stage: str) -> str | None:
     """Why a training step's batch can't be worked off in parts; None where it can."""
-    return why_whole(batch.batch, several=batch.kind == "combined") if stage == "fit" else None
+    samples = None if batch.samples is None else batch.batch_size
+    return why_whole(batch.batch, samples, several=batch.kind == "combined") if stage == "fit" else None
 
 
-def _find_here(trainer: Trainer, questions: Questions) -> Findings | Failure:
-    """The same where no forked child can run a backward pass: the batches come from a child, the step is traced on a fake copy in here.
+def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
+    """The same where there is no process for it: the batches come from a child, the step is traced on a fake copy in here.
 
-    What needs backward passes on real copies isn't looked at: how a split changes the loss, and whether the step survives shards.
+    What needs backward passes on real copies isn't looked at, and what depends on it is left out.
+
+    Args:
+        trainer: with module and data attached.
+        questions: as for :func:`find_out`.
+        reason: why there is none, as the end of a sentence.
     """
     module = trainer.lightning_module
     stage = stage_of(trainer)
@@ -237,18 +375,25 @@ def _find_here(trainer: Trainer, questions: Questions) -> Findings | Failure:
     batch, validation = batches
     footprint = _traced(trainer, questions, batch, validation)
     unpartitionable = _unpartitionable(module, trainer) if questions.partitioned and stage == "fit" else None
+    untried = SplitFinding(splittable=False, probed=False, reason=f"whether its parts make the whole batch couldn't be tried, as {reason}")
     return Findings(
         footprint=footprint,
-        split=SplitFinding(probed=False, reason=f"{_THREADS} before this run, so that no copy of the step could be run"),
-        draws=DrawPlan(),
+        split=untried if stage != "predict" else None,
+        draws=DrawPlan() if stage == "fit" or footprint.random_draws else None,
         data_draws=batch.draws,
-        unshardable=unshardable(module),
+        sharded=_unlooked(module, reason) if stage == "fit" else evaluable(module),
         unpartitionable=unpartitionable,
         several_loaders=batch.kind == "combined",
         whole=_whole(batch, stage),
-        staging=refused(f"{_THREADS} before this run, so that no stages could be tried") if questions.staged else None,
+        staging=refused(not_made(reason).reason) if questions.staged else None,
         batches=_batches_of_fit(trainer, batch),
     )
+
+
+def _unlooked(module: LightningModule, reason: str) -> Check:
+    """Of a module that isn't rehearsed with FSDP2."""
+    refusal = unshardable(module)
+    return failed(refusal) if refusal is not None else not_made(reason)
 
 
 def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | None] | Failure:
@@ -256,12 +401,15 @@ def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | Non
     module = trainer.lightning_module
     try:
         batch = first_batch(module, trainer, stage)
-    except Exception as error:  # as in _find
+    except RAISED as error:  # as in _find
         return Failure.of(error)
     validation = validation_batch(module, trainer) if stage == "fit" else None
-    if stage == "fit":
-        batch = _collated_whole(batch)
-    return replace(batch, samples=None, collate=None), None if validation is None else replace(validation, samples=None, collate=None)
+    return _alone(batch), None if validation is None else _alone(validation)
+
+
+def _alone(batch: FirstBatch) -> FirstBatch:
+    """Without what made it."""
+    return replace(batch, samples=None, collate=None, loaders=())
 
 
 def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:
@@ -279,11 +427,6 @@ def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:
         else:
             found.append(steps * each)
     return min(found, default=None)
-
-
-def _collated_whole(batch: FirstBatch) -> FirstBatch:
-    """The batch, marked as one that ranks must collate whole if its samples are padded to the longest: a part would be padded otherwise."""
-    return replace(batch, draws=(*batch.draws, "collate")) if "collate" not in batch.draws and pads(batch) else batch
 
 
 def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
@@ -322,7 +465,13 @@ def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trai
     hook = "test_step" if stage == "test" else "validation_step"
     if not split.splittable or not is_overridden(hook, module) or batch is None:
         return split
-    compared = probe_evaluation(module, trainer, batch, hook)
+    try:
+        compared = run_forked(probe_evaluation, module, trainer, batch, hook)
+    except ChildFailed as error:
+        return replace(
+            split,
+            notes=(*split.notes, f"how the values that {hook} logs on parts make the whole batch's couldn't be tried ({error.reason})"),
+        )
     return replace(split, log_rules={**split.log_rules, **compared.rules}, notes=(*split.notes, *compared.notes))
 
 
@@ -332,10 +481,8 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
     stage = stage_of(trainer)
     try:
         batch = first_batch(module, trainer, stage)
-    except Exception as error:  # as above
+    except RAISED as error:  # as above
         return Failure.of(error)
-    if stage == "fit":
-        batch = _collated_whole(batch)
     footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
     split = SplitFinding(probed=False, reason=f"the step could not be looked at: {reason}")
     return Findings(
@@ -343,7 +490,7 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
         split=split,
         draws=DrawPlan(),
         data_draws=batch.draws,
-        unshardable=None,
+        sharded=_unlooked(module, f"the step could not be looked at: {reason}") if stage == "fit" else evaluable(module),
         several_loaders=batch.kind == "combined",
         whole=_whole(batch, stage),
         staging=refused(f"the step could not be looked at: {reason}") if questions.staged else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
@@ -23,6 +23,7 @@ from torchmetrics import Metric
 from lightning_autopar._lightning_compat import (
     TrainerFn,
     bare_optimizer,
+    is_overridden,
     materialize_module,
     optimizers_to_device,
     update_properties,
@@ -30,11 +31,13 @@ from lightning_autopar._lightning_compat import (
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.engine import EngineMixin
+from lightning_autopar.strategies.device_draws import drawn_on, random_states, set_random_states
+from lightning_autopar.strategies.engine import SplitMixin
 from lightning_autopar.strategies.gathered import Gathered, numbers_of_whole_tensors
 from lightning_autopar.strategies.group import join_group
 from lightning_autopar.strategies.host_optimizers import on_host, why_not
 from lightning_autopar.strategies.sharded_updates import fused_on_shards
+from lightning_autopar.strategies.written import groups_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -53,6 +56,8 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     assignment: Assignment
     _gathered: Any = None
+    #: Ids of the parameters that became shards, and their names: an optimizer that was made before has them.
+    _names: Mapping[int, str] = {}  # replaced, never changed
     #: Whether parameters, gradients and the optimizer's state lie in host memory between uses.
     _offloads = False
 
@@ -68,13 +73,17 @@ class _ShardingStrategy(ModelParallelStrategy):
         if self.assignment.plan.offload and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms and checkpoints of what lies in host memory
         join_group(self, self._process_group_backend)
-        self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=_DIMENSIONS)
+        # One dimension has all ranks' group, and no communicator of its own; a user's configure_model may ask for the second.
+        dimensions = len(_DIMENSIONS) if is_overridden("configure_model", self._module) else 1
+        shape = (self.world_size, 1)[:dimensions]
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=_DIMENSIONS[:dimensions])
         self._module._device_mesh = self._device_mesh
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where ``configure_model`` builds a large module, rank 0 alone builds it for real, in host memory; the others get shapes."""
-        with shapes_only() if self._shapes_only else torch.device("cpu"), self.precision_plugin.tensor_init_context():
+        """Where ``configure_model`` builds the module: in host memory, by the device's draws. A large one is only shapes but on rank 0."""
+        where = shapes_only() if self._shapes_only else torch.device("cpu")
+        with where, drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
             yield
 
     @property
@@ -95,7 +104,7 @@ class _ShardingStrategy(ModelParallelStrategy):
             originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.assignment.large else {}
             plan = self.assignment.plan
             self._offloads = bool(plan.offload)
-            shard(
+            self._names = shard(
                 self._module,
                 plan.shard,
                 self._sharding_mesh(),
@@ -124,6 +133,11 @@ class _ShardingStrategy(ModelParallelStrategy):
             if self._offloads and self.root_device.type != "cpu":  # a CPU device's host is itself: no reason to update otherwise there
                 self._speed_up()
         self._gathered = Gathered(self._module, self.optimizers)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """The user's, on the shards; also those that were made before there were any."""
+        super().setup_optimizers(trainer)
+        onto_shards(map(bare_optimizer, self.optimizers), self._module, self._names)
 
     @property
     def _home(self) -> torch.device:
@@ -187,7 +201,7 @@ class _ShardingStrategy(ModelParallelStrategy):
                 metric._defaults = kept[1]
                 for name, state in kept[0].items():
                     setattr(metric, name, state)
-        torch.set_rng_state(self.broadcast(torch.get_rng_state()))
+        set_random_states(self.broadcast(random_states(self.root_device)), self.root_device)
 
     # -- steps: the only time when parameters are whole --------------------------------------------------------------------------------
 
@@ -220,7 +234,7 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Recomputation calls modules here that a hook may call elsewhere."""
-        with self._gathered.inside():
+        with self._gathered.inside(backward=True):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def teardown(self) -> None:
@@ -233,6 +247,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         """Make the module whole and plain again, for what comes after the run in this process; a collective."""
         self._gathered.close()
         unshard(self._module)
+        self._module._device_mesh = None  # it has no pickle, by which the next run's checks may have to take the module
 
     # -- checkpoints: whole, plain, one file -------------------------------------------------------------------------------------------
 
@@ -268,7 +283,7 @@ class _ShardingStrategy(ModelParallelStrategy):
             whole.load_whole_optimizer_state(optimizer, state)
 
 
-class FSDPEngine(EngineMixin, _ShardingStrategy):
+class FSDPEngine(SplitMixin, _ShardingStrategy):
     """Executes an FSDP plan: each rank a shard of parameters, gradients and optimizer state.
 
     The plan's blocks are units of their own; the root takes the rest. Where the user's ``configure_model`` has already sharded the module,
@@ -281,7 +296,9 @@ class FSDPEngine(EngineMixin, _ShardingStrategy):
         self.attach(assignment)
 
 
-def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward: bool, offload: OffloadPolicy | None = None) -> None:
+def shard(
+    module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward: bool, offload: OffloadPolicy | None = None
+) -> dict[int, str]:
     """``fully_shard`` on the units, then on the root.
 
     Args:
@@ -290,7 +307,11 @@ def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward:
         mesh: a device mesh of the ranks that share the parameters; a first dimension more is that of replicas (hybrid sharding).
         reshard_after_forward: whether a unit's parameters are freed between forward and backward.
         offload: where parameters, gradients and the optimizer's state lie between uses; None: on the device.
+
+    Returns:
+        Ids of the parameters that there were, with their names, for :func:`onto_shards`.
     """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     _let_go(module)
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy()}
     units = [module.get_submodule(fqn) for fqn in fqns]
@@ -309,6 +330,30 @@ def shard(module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward:
         # functools.wraps on a bound method makes inspect take the first argument for self (torch 2.13).
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         getattr(module, name).__func__.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
+    return names
+
+
+def onto_shards(optimizers: Iterable[Optimizer], module: nn.Module, names: Mapping[int, str]) -> None:
+    """Give optimizers that were made before the module was sharded its shards in place of its parameters.
+
+    Args:
+        optimizers: of the module; those that have shards already stay as they are.
+        module: the root, sharded.
+        names: what :func:`shard` returned.
+    """
+    shards = dict(module.named_parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for index, before in enumerate(group["params"]):
+                if isinstance(before, DTensor) or id(before) not in names:
+                    continue
+                now: Any = shards[names[id(before)]]
+                group["params"][index] = now
+                for name, value in (state := optimizer.state.pop(before, {})).items():
+                    if isinstance(value, Tensor) and value.shape == before.shape:
+                        state[name] = distribute_tensor(value, now.device_mesh, now.placements)
+                if state:
+                    optimizer.state[now] = state
 
 
 def _let_go(module: nn.Module) -> None:
@@ -372,9 +417,7 @@ def unshard(module: nn.Module) -> None:
             state: Any = child._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
-            # torch 2.11 has one group or None there, 2.13 a list
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            for group in filter(None, groups):
+            for group in groups_of(child):
                 for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
                     for handle in handles.values():
                         handle.remove()

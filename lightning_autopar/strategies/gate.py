@@ -1,7 +1,8 @@
-"""Where the ranks of an elastic generation meet: at one boundary between two batches, without a collective.
+"""Where the ranks of a generation meet: at one boundary between two batches, without a collective.
 
-Shared memory in which the agent asks for something and each rank counts its boundaries. Knows ranks and counts; knows no process, no
-trainer and no snapshot.
+Shared memory in which the parent asks for something and each rank counts its boundaries: the brake those of every loop, at which all leave;
+the gate of an elastic generation those of training, at which all write a snapshot. Knows ranks and counts; knows no process, no trainer and
+no snapshot.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from lightning_autopar._lightning_compat import SIGTERMException
 
 #: What the agent may ask for: a snapshot, after which training goes on, or one after which the workers leave.
 Ask = Literal["snapshot", "pause"]
 _ASKS: tuple[Ask, ...] = ("snapshot", "pause")
-_HOLD, _STOP_AT, _ASK, _NUMBER, _FINAL, _NOTED, _TO_BE_SAVED, _FIRST = range(8)
-_COUNT, _DONE, _BATCH_NS, _AT_NS, _STEP, _LEFT, _SAVE_NS, _BYTES, _LOSS, _LOSS_STEP, _CELLS = range(11)
+_INTERRUPTS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SIGTERMException)
+#: Numbers of all ranks together, and of each rank: first those of any meeting, then the gate's or the brake's.
+_HOLD, _STOP_AT, _ASK, _NUMBER, _FINAL, _WORDS = range(6)
+_COUNT, _BATCH_NS, _AT_NS, _DONE, _STEP, _LEFT, _SAVE_NS, _BYTES, _LOSS, _LOSS_STEP, _CELLS = range(11)
 #: Longer than a store takes to become visible to another core, by orders of magnitude.
 _SETTLE_SECONDS = 0.01
 #: A rank's figure that isn't known.
@@ -44,12 +50,12 @@ class Pace:
     at: float | None
 
 
-class Gate:
-    """Counts each rank's boundaries, and holds all ranks at the same one.
+class _Meeting:
+    """Counts each rank's boundaries in memory that parent and workers share, and holds all ranks at the same one.
 
-    As :class:`lightning_autopar.strategies.brake.Brake`: to stop, the agent first raises *hold*, so that ranks wait at their boundaries.
-    A rank whose count was ``n`` when the agent read it can't pass boundary ``n + 1`` any more, so the highest count plus one is a boundary
-    that nobody has passed and everybody can reach.
+    To stop, the parent first raises *hold*: from then on a rank that comes to a boundary waits there. A rank whose count was ``n`` when the
+    parent read it can't pass boundary ``n + 1`` any more, so the highest count plus one is a boundary that nobody has passed and
+    everybody can reach: the ranks behind it go on until they are there.
 
     Args:
         world_size: how many ranks there are.
@@ -57,13 +63,90 @@ class Gate:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._cells = memoryview(mmap.mmap(-1, 8 * (_FIRST + _CELLS * world_size))).cast("q")
+        self._cells = memoryview(mmap.mmap(-1, 8 * (_WORDS + _CELLS * world_size))).cast("q")
         for rank in range(world_size):
             for cell in (_BATCH_NS, _AT_NS, _STEP, _LEFT, _SAVE_NS, _LOSS_STEP):
                 self._cells[self._place(rank, cell)] = _UNKNOWN
 
     def _place(self, rank: int, cell: int) -> int:
-        return _FIRST + _CELLS * rank + cell
+        return _WORDS + _CELLS * rank + cell
+
+    def _everyones(self, cell: int) -> list[int]:
+        return [int(self._cells[self._place(rank, cell)]) for rank in range(self._world_size)]
+
+    def _come(self, rank: int) -> bool:
+        """This rank is at a boundary, and waits until it is decided at which all stop; whether they do here, or were to earlier."""
+        cells, now = self._cells, time.monotonic_ns()
+        last = cells[self._place(rank, _AT_NS)]
+        if last != _UNKNOWN:
+            cells[self._place(rank, _BATCH_NS)] = now - last
+        cells[self._place(rank, _AT_NS)] = now
+        cells[self._place(rank, _COUNT)] += 1
+        while cells[_HOLD] and not cells[_STOP_AT]:
+            time.sleep(1e-3)
+        return bool(cells[_HOLD]) and cells[self._place(rank, _COUNT)] >= cells[_STOP_AT]
+
+    def _hold(self) -> None:
+        """Have all ranks stop at the next boundary that all of them can reach."""
+        self._cells[_STOP_AT] = 0
+        self._cells[_HOLD] = 1
+        time.sleep(_SETTLE_SECONDS)
+        self._cells[_STOP_AT] = max(self._everyones(_COUNT)) + 1
+
+
+class Brake(_Meeting):
+    """Has all ranks leave at the same batch, of whatever loop.
+
+    Lightning's own way (``received_sigterm``) is a flag in each process, read at places that ranks reach at different times: one
+    rank leaves while another waits for it in a collective, and a checkpoint written then is no rank's truth.
+    """
+
+    # -- in a worker -------------------------------------------------------------------------------------------------------------------
+
+    def boundary(self, rank: int) -> None:
+        """A batch begins on this rank.
+
+        Raises:
+            KeyboardInterrupt, SIGTERMException: if all ranks are to leave here.
+        """
+        if self._come(rank):
+            raise _INTERRUPTS[self._cells[_ASK]]
+
+    def watch(self, engine: Any, rank: int) -> None:
+        """Make each of an engine's batches a boundary: Lightning calls ``batch_to_device`` once for each, in every loop."""
+        original: Callable[..., Any] = engine.batch_to_device
+
+        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+            self.boundary(rank)
+            return original(*args, **kwargs)
+
+        engine.batch_to_device = batch_to_device
+
+    # -- in the parent -----------------------------------------------------------------------------------------------------------------
+
+    def pull(self, reason: type[BaseException]) -> None:
+        """Ask all ranks to leave at the same boundary, by an exception of this class."""
+        self._cells[_ASK] = _INTERRUPTS.index(reason)
+        self._hold()
+
+    @property
+    def pulled(self) -> bool:
+        """Whether the ranks have been asked to leave."""
+        return bool(self._cells[_HOLD])
+
+    @property
+    def begun(self) -> list[int]:
+        """How many batches have begun on each rank."""
+        return self._everyones(_COUNT)
+
+    @property
+    def longest_seconds(self) -> float:
+        """The longest of the ranks' latest batches: how far away a boundary may be."""
+        return max(0, *self._everyones(_BATCH_NS)) * 1e-9
+
+
+class Gate(_Meeting):
+    """Has all ranks of an elastic generation write a snapshot at the same boundary between two batches of training."""
 
     # -- in a worker -------------------------------------------------------------------------------------------------------------------
 
@@ -75,20 +158,10 @@ class Gate:
             batches_left: training batches to go, None where unknown.
             in_window: whether gradients of earlier batches wait for their step here: then nothing is done before it. The same on all ranks.
         """
-        cells, now = self._cells, time.monotonic_ns()
-        last = cells[self._place(rank, _AT_NS)]
-        if last != _UNKNOWN:
-            cells[self._place(rank, _BATCH_NS)] = now - last
-        cells[self._place(rank, _AT_NS)] = now
+        cells = self._cells
         cells[self._place(rank, _STEP)] = step
         cells[self._place(rank, _LEFT)] = _UNKNOWN if batches_left is None else batches_left
-        cells[self._place(rank, _COUNT)] += 1
-        if not cells[_HOLD]:
-            return None
-        while cells[_HOLD] and not cells[_STOP_AT]:
-            time.sleep(1e-3)
-        reached = cells[_HOLD] and cells[self._place(rank, _COUNT)] >= cells[_STOP_AT]
-        if not reached or in_window or abs(cells[self._place(rank, _DONE)]) >= cells[_NUMBER]:
+        if not self._come(rank) or in_window or abs(cells[self._place(rank, _DONE)]) >= cells[_NUMBER]:
             return None
         return _ASKS[cells[_ASK]]
 
@@ -112,24 +185,6 @@ class Gate:
         self._cells[self._place(rank, _LOSS)] = struct.unpack("q", struct.pack("d", loss))[0]
         self._cells[self._place(rank, _LOSS_STEP)] = step
 
-    def count(self, rank: int) -> int:
-        """How many boundaries a rank has come to."""
-        return int(self._cells[self._place(rank, _COUNT)])
-
-    @property
-    def noted(self) -> int:
-        """Of which boundary rank 0 has left notes, and where: twice its count, plus 0 or 1; 0 of none yet, -1 if it leaves none."""
-        return int(self._cells[_NOTED])
-
-    @noted.setter
-    def noted(self, value: int) -> None:
-        self._cells[_NOTED] = value
-
-    @property
-    def to_be_saved(self) -> bool:
-        """Whether a rank has failed, so that another one is to save what it has."""
-        return bool(self._cells[_TO_BE_SAVED])
-
     @property
     def final(self) -> bool:
         """Whether a failure ends the run, so that hooks that belong to one are to be run."""
@@ -141,26 +196,19 @@ class Gate:
     def final(self, value: bool) -> None:
         self._cells[_FINAL] = int(value)
 
-    def have_saved(self) -> None:
-        """A rank has failed: whoever can is to save what it has."""
-        self._cells[_TO_BE_SAVED] = 1
-
     def ask(self, what: Ask) -> int:
         """Ask all ranks for something at their next common boundary; returns the request's number."""
         cells = self._cells
         assert not cells[_HOLD], "one request at a time"
-        cells[_STOP_AT] = 0
         cells[_ASK] = _ASKS.index(what)
         cells[_NUMBER] += 1
-        cells[_HOLD] = 1
-        time.sleep(_SETTLE_SECONDS)
-        cells[_STOP_AT] = max(cells[self._place(rank, _COUNT)] for rank in range(self._world_size)) + 1
+        self._hold()
         return self.number
 
     def answered(self) -> bool | None:
         """Whether every rank has done the latest request, or couldn't; None as long as one hasn't said. Then ranks aren't held any more."""
         cells = self._cells
-        answers = [cells[self._place(rank, _DONE)] for rank in range(self._world_size)]
+        answers = self._everyones(_DONE)
         if any(abs(answer) != self.number for answer in answers):
             return None
         cells[_HOLD] = 0
@@ -177,7 +225,7 @@ class Gate:
             return int(self._cells[self._place(0, cell)])
 
         return Pace(
-            boundaries=min(int(self._cells[self._place(rank, _COUNT)]) for rank in range(self._world_size)),
+            boundaries=min(self._everyones(_COUNT)),
             step=value(_STEP),
             batches_left=None if value(_LEFT) == _UNKNOWN else value(_LEFT),
             batch_seconds=None if value(_BATCH_NS) == _UNKNOWN else value(_BATCH_NS) * 1e-9,
@@ -187,11 +235,11 @@ class Gate:
 
     def furthest_step(self) -> int:
         """Where a rank that failed was: none of the others could go past it, but rank 0 may not have come there. -1 before all of them."""
-        return max(int(self._cells[self._place(rank, _STEP)]) for rank in range(self._world_size))
+        return max(self._everyones(_STEP))
 
     def used_bytes(self) -> list[int]:
         """What each rank's device holds for this run, as it last said."""
-        return [int(self._cells[self._place(rank, _BYTES)]) for rank in range(self._world_size)]
+        return self._everyones(_BYTES)
 
     def loss(self) -> tuple[int, float] | None:
         """Rank 0's latest loss with its step, if there is one."""

@@ -1,7 +1,8 @@
 """When FSDP2's parameters are whole: in the user's steps, and in calls from hooks; everywhere else they are shards. Knows modules, no plan.
 
-FSDP2 gathers a unit's parameters for its ``forward`` and may leave them whole after it. What is changed in a whole parameter is lost, and
-what a whole one still holds after the optimizer has stepped on the shards is stale. Hence the rule that this module keeps.
+FSDP2 gathers a unit's parameters for its ``forward`` and may leave them whole after it. A write to a whole parameter is
+taken over by the shards (:mod:`.written`). After the optimizer has stepped on the shards, a parameter that was left whole is stale. Hence
+the rule that this module keeps.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+
+from lightning_autopar.strategies.written import begin_step, groups_of, keep_writes
 
 #: How long a rank waits for the others where the user's code calls the module outside of a step.
 _PATIENCE = timedelta(minutes=5)
@@ -54,6 +57,7 @@ class Gathered:
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._inside = False
         self._visits = 0
+        keep_writes(self._units)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
         if isinstance(root, FSDPModule):
             # The root is what runs first, unless it is said before; and a hook may well call a part of it first.
@@ -65,8 +69,10 @@ class Gathered:
                 ]
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self, *, backward: bool = False) -> Iterator[None]:
         """Around a step or its backward pass, where FSDP2 itself knows when to gather."""
+        if not backward:
+            begin_step(self._units)
         before, self._inside = self._inside, True
         try:
             yield
@@ -85,12 +91,14 @@ class Gathered:
         self._handles.clear()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        root: Any = self._root
         if self._inside:
+            if module is not root and any(group.is_sharded for group in groups_of(root)):
+                root.unshard()  # the step has asked for a state dict, which is one of shards
             return
         self._visits += 1
         if self._visits == 1:
             meet(f"{type(module).__name__} was called")
-            root: Any = self._root
             root.unshard()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

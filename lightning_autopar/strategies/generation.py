@@ -24,11 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.strategies import results as handover
-from lightning_autopar.strategies.brake import Brake
-from lightning_autopar.strategies.failure import WorkerFailed
+from lightning_autopar.strategies.failure import Failure, WorkerFailed
+from lightning_autopar.strategies.gate import Brake
+from lightning_autopar.strategies.stalls import Stalls
+from lightning_autopar.strategies.whereabouts import raised_at
 from lightning_autopar.strategies.worker import Job, work
 
 #: How long workers may take to leave once one has failed or the run was interrupted.
@@ -37,9 +40,13 @@ GRACE_SECONDS = 3.5
 _HOOKS_SECONDS = 300.0
 #: A crash shows in no pipe while something that the worker started still holds it open, so we look ourselves so often.
 LOOK_SECONDS = 0.05
-#: What a worker may still take that has not ended by itself after the run was saved.
-_SAVED_SECONDS = 0.2
+#: A killed process that is in the kernel, with a driver or a disk that hangs, stays there; nobody waits for it any longer than this.
+_KILL_SECONDS = 10.0
 _LOCK_NAME = "in-use"
+#: How a worker may crash because another one has ended: torch's watchdogs abort, and libraries read what is no longer there.
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+#: Deaths so near to each other may be found in another order: a process whose sockets are closed already can take a while to end.
+_TOGETHER_SECONDS = 1.0
 
 
 @dataclass(kw_only=True)
@@ -108,6 +115,7 @@ class _Worker:
     open: bool = True
     ready: bool = False
     gone: bool = False
+    gone_seconds: float = float("inf")
     ended_by_us: bool = False
 
     def listen(self) -> None:
@@ -146,9 +154,16 @@ class _Worker:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
+            until = time.monotonic() + _KILL_SECONDS
             while not self.gone:
                 time.sleep(1e-3)
                 self.look()
+                if time.monotonic() > until:
+                    self.gone, self.open = True, False
+                    rank_zero_warn(
+                        f"autopar: process {self.process.pid}, the worker of rank {self.rank}, was killed but doesn't end: the system "
+                        "waits in it for a driver or a disk; what it holds stays taken until then"
+                    )
 
     @property
     def silent(self) -> bool:
@@ -160,7 +175,7 @@ def run_generation(job: Job, look: Callable[[], None] | None = None) -> Outcome:
     """Fork one worker per rank, wait until all are gone, and return what they left, with the exception that ended the run, if one did.
 
     That is the exception which a worker raised first, with that worker's traceback as its cause; :class:`WorkerFailed` if a worker died
-    without a word; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption isn't waited for.
+    without a word before; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption isn't waited for.
 
     Args:
         job: what each worker is to do.
@@ -190,6 +205,12 @@ class Generation:
         self._brake = Brake(job.assignment.plan.world_size)
         self._workers: list[_Worker] = []
         self._deadline = self._hooks_deadline = float("inf")
+        devices = job.assignment.devices
+        self._stalls = Stalls(
+            folder=job.folder, devices=job.assignment.plan.devices, on_cpus=all(device.kind == "cpu" for device in devices)
+        )
+        self._stalled = ""
+        self._asked = False
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         try:
@@ -216,8 +237,8 @@ class Generation:
 
     @property
     def failed(self) -> bool:
-        """Whether some worker has failed, or ended without a word."""
-        return any(worker.silent or "error" in worker.words for worker in self._workers)
+        """Whether some worker has failed, ended without a word, or keeps the others waiting for good."""
+        return bool(self._stalled) or any(worker.silent or "error" in worker.words for worker in self._workers)
 
     @property
     def ended_by_us(self) -> bool:
@@ -227,7 +248,7 @@ class Generation:
     @property
     def progress(self) -> int:
         """How many batches have begun, of all ranks and loops."""
-        return self._brake.batches
+        return sum(self._brake.begun)
 
     def pid(self, rank: int) -> int:
         """A worker's process id."""
@@ -237,7 +258,10 @@ class Generation:
 
     def pids(self) -> list[int]:
         """Those of the workers that still run, in rank order."""
-        return [self.pid(worker.rank) for worker in self._workers if not worker.gone]
+        return list(self._living().values())
+
+    def _living(self) -> dict[int, int]:
+        return {worker.rank: self.pid(worker.rank) for worker in self._workers if not worker.gone}
 
     def round(self, noted: list[type[BaseException]], *, timeout_seconds: float = LOOK_SECONDS) -> None:
         """Listen once. A failure, an interruption or the end of the work sets a time after which workers that linger are killed."""
@@ -246,15 +270,18 @@ class Generation:
         for worker in workers:
             worker.listen()
             worker.look()
+        now = time.monotonic()
+        for worker in workers:
+            if worker.gone:
+                worker.gone_seconds = min(worker.gone_seconds, now)
         if all(worker.gone or not worker.open for worker in workers):
             time.sleep(1e-3)  # they are on their last steps
+        self._look_for_stalls()
         now = time.monotonic()
         if noted and not self._brake.pulled:
             self._brake.pull(noted[0])
             self._deadline = min(self._deadline, now + GRACE_SECONDS + 2 * self._brake.longest_seconds)
-        if self.failed:
-            self._have_saved(now)
-        elif all(worker.gone or worker.words for worker in workers):
+        if self.failed or all(worker.gone or worker.words for worker in workers):
             self._deadline = min(self._deadline, now + GRACE_SECONDS)
         if self._deadline < float("inf"):
             self._hooks_deadline = min(self._hooks_deadline, now + _HOOKS_SECONDS)
@@ -263,26 +290,18 @@ class Generation:
             if not worker.gone and now > (self._hooks_deadline if busy else self._deadline):
                 worker.end()
 
-    def _have_saved(self, now: float) -> None:
-        """A worker has failed: let the others leave, and before that let one of them save the run where it can."""
-        elastic, seconds = self.job.elastic, GRACE_SECONDS
-        if elastic is not None and not elastic.gate.final and elastic.gate.noted > 0:
-            elastic.gate.have_saved()
-            seconds += elastic.patience_seconds + 2 * self._brake.longest_seconds
-            if elastic.saved.exists():
-                seconds = _SAVED_SECONDS
-        self._deadline = min(self._deadline, now + seconds)
-
-    def have_saved(self) -> bool:
-        """Have a worker of a generation that hangs save the run, where it can; whether one has."""
-        elastic = self.job.elastic
-        if elastic is None or elastic.gate.final or elastic.gate.noted <= 0:
-            return False
-        elastic.gate.have_saved()
-        until = time.monotonic() + GRACE_SECONDS + elastic.patience_seconds
-        while not elastic.saved.exists() and not self.gone and time.monotonic() < until:
-            self.round([])
-        return elastic.saved.exists()
+    def _look_for_stalls(self) -> None:
+        """End a worker that keeps the others waiting for good; and where one is gone, have the others say where that left them."""
+        if self.failed:
+            if not self._asked:
+                self._asked = True
+                self._stalls.ask({rank: pid for rank, pid in self._living().items() if not self._workers[rank].words})
+            return
+        stall = self._stalls.look(self._living(), self._brake.begun)
+        if stall is not None:
+            self._stalled, self._asked = stall.sentence, True
+            for rank in stall.ranks:
+                self._workers[rank].end()
 
     def end(self) -> None:
         """Kill what still runs."""
@@ -295,13 +314,19 @@ class Generation:
         job, workers = self.job, self._workers
         if not noted and all("done" in worker.words or "tuner" in worker.words for worker in workers):
             return Outcome(results=_results(job, workers), tuner_exit=any("tuner" in worker.words for worker in workers))
-        failures = [pickle.loads((job.folder / f"error{worker.rank}.pkl").read_bytes()) for worker in workers if "error" in worker.words]
+        failures = [self._failure(worker) for worker in workers if "error" in worker.words]
         failures.sort(key=lambda failure: failure.at_seconds)
-        culprits = [failure for failure in failures if not failure.echo]
         silent = [worker for worker in workers if worker.silent]
+        died_seconds = min((worker.gone_seconds for worker in silent), default=float("inf"))
+        # Of two that died together, one that was killed or left may have made the other crash, never the other way round.
+        together_seconds = died_seconds + _TOGETHER_SECONDS
+        silent.sort(key=lambda worker: (worker.gone_seconds > together_seconds, worker.process.exitcode in _CRASHES, worker.gone_seconds))
+        culprits = [failure for failure in failures if not failure.echo and failure.at_seconds <= died_seconds]
         hooks_ran = True
         error: BaseException
-        if culprits:
+        if self._stalled:
+            error = WorkerFailed(self._stalled)
+        elif culprits:
             error = culprits[0].exception()
         elif noted:
             error = noted[0]()
@@ -309,9 +334,10 @@ class Generation:
         elif silent:
             worker = silent[0]
             error = WorkerFailed(
-                f"the worker of rank {worker.rank} on {job.assignment.plan.devices[worker.rank]} ended without a word: "
-                f"{_describe(worker.process.exitcode)}"
+                f"the worker of {self._stalls.name(worker.rank)} ended without a word: {_describe(worker.process.exitcode)}"
+                f"{self._others(worker.rank)}"
             )
+            error.__cause__ = failures[0].exception() if failures else None
         elif failures:
             error = failures[0].exception()
         else:
@@ -320,6 +346,19 @@ class Generation:
         if not left or [each.rank for each in left[: left[0].ranks]] != list(range(left[0].ranks)):
             left = []  # a part of the state is lost
         return Outcome(results=left, error=error, hooks_ran=hooks_ran)
+
+    def _others(self, dead: int) -> str:
+        """Where the workers were that needed one which has died: those that an exception told of it, and those that waited on."""
+        told = {worker.rank: raised_at(self._failure(worker).text) for worker in self._workers if "error" in worker.words}
+        words = [f"{self._stalls.name(rank)} failed in {place}" for rank, place in told.items() if place is not None]
+        crashed = {worker.rank: worker.process.exitcode for worker in self._workers if worker.silent and worker.rank != dead}
+        words += [f"{self._stalls.name(rank)} ended after that: {_describe(code)}" for rank, code in crashed.items()]
+        waited = self._stalls.places([worker.rank for worker in self._workers if worker.rank not in (dead, *told, *crashed)])
+        return "".join(f"; {part}" for part in (*words, waited) if part)
+
+    def _failure(self, worker: _Worker) -> Failure:
+        failure: Failure = pickle.loads((self.job.folder / f"error{worker.rank}.pkl").read_bytes())
+        return failure
 
 
 def _start(rank: int, job: Job, brake: Brake) -> _Worker:

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 #: Where the parent tells its forked workers which file they meet at. A file needs no port that somebody else could take in between.
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
-#: Where the processes that a launcher started meet, if not as the environment says.
+#: Where processes that weren't forked meet, if not as the environment says.
 _store: Store | None = None
+#: How many groups this process has joined.
+_joined = 0
 
 
 def meet_at(store: Store) -> None:
@@ -30,14 +32,29 @@ def meet_at(store: Store) -> None:
 
 
 def join_group(strategy: ParallelStrategy, backend: str) -> None:
-    """Join the generation's process group, unless this process is in one.
+    """Join the generation's process group, unless this process is in one that will do.
+
+    A process that wasn't forked stays in its group after a run. The next run's plan may need what that group can't: to gather what lies in
+    host memory. It is left for a new one then.
 
     Args:
         strategy: knows the rank, the world size and the device.
-        backend: ``"gloo"`` or ``"nccl"``.
+        backend: ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        ValueError: if the group is the user's own, and won't do.
     """
+    global _joined
     if distributed_is_initialized():
-        return
+        if not backend.startswith("cpu:") or "cpu:" in dist.get_backend_config():
+            return
+        if not _joined:
+            raise ValueError(
+                f"the process group that this script has made ({dist.get_backend_config()}) has no backend for what an offloading plan "
+                f"keeps in host memory; make it by init_process_group({backend!r}), or ask for no offload"
+            )
+        dist.destroy_process_group()
+    _joined += 1
     device = strategy.root_device
     options: dict[str, Any] = {"timeout": strategy._timeout, "device_id": device if device.type != "cpu" else None}  # type: ignore[attr-defined]
     path = os.environ.get(RENDEZVOUS_FILE)
@@ -46,7 +63,7 @@ def join_group(strategy: ParallelStrategy, backend: str) -> None:
     else:
         assert strategy.cluster_environment is not None
         if _store is not None:
-            options["store"] = _store
+            options["store"] = dist.PrefixStore(str(_joined), _store)  # what an earlier group wrote there isn't this one's
         init_dist_connection(strategy.cluster_environment, backend, **options)
         if backend == "gloo":  # for NCCL Lightning does the same (``_init_dist_connection``)
             atexit.register(_leave_group)

@@ -4,6 +4,8 @@ What a lease holds is settled here. A run asks for what its plan is predicted to
 capped there. A prediction that is some per cent too low must not end it: memory peaks inside the first step, when nobody can ask any more.
 So each process asks for a slack at once, which it gets where nobody else has been promised that memory. When some steps are measured, the
 slack is given back but for what they are short of; the prediction itself is kept, as a validation or a longer batch may still need it.
+Where nobody else is on the device, the slack is all that the run may come to have, until its steps are known or somebody else comes: cuDNN
+tries its kernels out, and batches have several lengths, in the middle of a step.
 Where the allocator comes near its cap, more is asked for between two steps. What isn't granted isn't taken: then the run stays under its
 cap, and what goes beyond it is its own out-of-memory.
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,7 +26,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.inventory import Device, probe
 from lightning_autopar.memory.ledger import Held, Ledger, Room, Shortage
-from lightning_autopar.memory.promised import is_leased, open_ledger, room_bytes
+from lightning_autopar.memory.promised import is_leased, open_ledger, owners, room_bytes
+from lightning_autopar.memory.queue_files import live_places
 from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +43,10 @@ _AFTER_SHORTAGE = 0.25
 _LEAST_BYTES = 2 << 20
 #: Steps after which a usual one has been seen: the third is the first to begin with the optimizer's state there.
 _SETTLED_STEPS = 3
+#: The same where nobody else is on the device, who could want it: batches of most lengths have been seen by then.
+_SETTLED_STEPS_ALONE = 50
+#: A device of which less is taken has nobody on it, even where the driver doesn't tell who is: it is what the driver keeps for itself.
+_DRIVERS_BYTES = 1 << 30
 _LOOK_SECONDS, _REFUSED_SECONDS = 1.0, 10.0
 
 #: Asks the ledger for so many more bytes.
@@ -104,12 +111,14 @@ class Lease:
         base_bytes: what its run was promised for it: the prediction with its margin.
         most_bytes: what it may come to: of what was free, what the user leaves to this run.
         around_bytes: what of it lies outside of the allocator: the context, NCCL's buffers.
+        alone: whether nobody else is on the device.
     """
 
     device: str
     base_bytes: int
     most_bytes: int
     around_bytes: int = 0
+    alone: bool = False
 
 
 def target_bytes(lease: Lease, promised_bytes: int, used_bytes: int, *, settled: bool) -> int:
@@ -121,6 +130,8 @@ def target_bytes(lease: Lease, promised_bytes: int, used_bytes: int, *, settled:
         used_bytes: the most that was taken of the device so far, what lies outside of the allocator included.
         settled: whether usual steps have been seen.
     """
+    if lease.alone and not settled:
+        return max(lease.base_bytes, lease.most_bytes)
     floor = lease.base_bytes if settled else int(lease.base_bytes * (1 + SLACK_SHARE))
     wanted = max(floor, int(used_bytes * (1 + SLACK_SHARE)))
     near = used_bytes * (1 + _LOW_SHARE) > promised_bytes
@@ -137,11 +148,19 @@ class Growth:
         allocator: that is capped.
         ask: the ledger for more; None where there are no leases, so that the cap stays where it is.
         clock: in seconds.
+        alone: whether still nobody else is on the device, where nobody was.
     """
 
-    def __init__(self, lease: Lease, allocator: Allocator, ask: Ask | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        allocator: Allocator,
+        ask: Ask | None,
+        clock: Callable[[], float] = time.monotonic,
+        alone: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.lease = lease
-        self._allocator, self._ask, self._clock = allocator, ask, clock
+        self._allocator, self._ask, self._clock, self._alone = allocator, ask, clock, alone
         self._more: list[tuple[int, Held]] = []
         self._steps = 0
         self._again_at = float("-inf")
@@ -156,11 +175,6 @@ class Growth:
         return self.lease.base_bytes + sum(size for size, _ in self._more)
 
     @property
-    def is_leased(self) -> bool:
-        """Whether others know what was promised."""
-        return self._ask is not None
-
-    @property
     def limit_bytes(self) -> int:
         """What its allocator may hold."""
         return max(0, self.promised_bytes - self.lease.around_bytes) + self._before_bytes
@@ -169,7 +183,9 @@ class Growth:
         """Between two batches; by now so many more have been run."""
         self._steps += steps
         if self._ask is not None and self._clock() >= self._again_at:
-            self._adjust(settled=self._steps > _SETTLED_STEPS)
+            if self.lease.alone and not self._alone():
+                self.lease = replace(self.lease, alone=False)
+            self._adjust(settled=self._steps > (_SETTLED_STEPS_ALONE if self.lease.alone else _SETTLED_STEPS))
 
     def release(self) -> None:
         """The run is over: nothing is capped, and what was asked for is given back."""
@@ -193,7 +209,7 @@ class Growth:
     def _adjust(self, *, settled: bool) -> None:
         if self._ask is None:
             return
-        self._again_at = self._clock() + (_LOOK_SECONDS if settled else 0.0)
+        self._again_at = self._clock() + (_LOOK_SECONDS if settled or self.lease.alone else 0.0)
         used_bytes = max(0, self._allocator.most_bytes() - self._before_bytes) + self.lease.around_bytes
         target = target_bytes(self.lease, self.promised_bytes, used_bytes, settled=settled)
         missing_bytes = target - self.promised_bytes
@@ -249,7 +265,9 @@ def growth_for(assignment: Assignment, rank: int, *, ledger: Ledger | None = Non
         try:
             ledger = ledger or open_ledger()
             if ledger is not None and (leader := _leader(ledger, device.id, needed)) is not None:
-                return Growth(_lease(assignment, device, needed), allocator, _asker(ledger, device.id, leader))
+                watch, lease = _Alone(ledger, device.id, leader), _lease(assignment, device, needed)
+                lease = replace(lease, alone=watch.was(device) and watch())
+                return Growth(lease, allocator, _asker(ledger, device.id, leader), alone=watch)
         except (OSError, ValueError) as error:  # the process that planned has said so, too
             rank_zero_info(f"autopar: the leases of this host can't be read ({error}); the allocator is capped by what was free")
     if device.free_bytes >= device.total_bytes:
@@ -302,6 +320,33 @@ def _leader(ledger: Ledger, device: str, needed: int) -> int | None:
     """The process that has the run's lease on the device: this one, or the one that has started it; None where neither has."""
     holders = {lease.pid for lease in ledger.leases() if lease.here and not lease.part_of and lease.bytes.get(device, 0) >= needed}
     return next((pid for pid in (os.getpid(), os.getppid()) if pid in holders), None)
+
+
+class _Alone:
+    """Whether nobody but a run is on a device, or waits for it.
+
+    Args:
+        ledger: the host's.
+        device: its id.
+        leader: the process that has the run's lease.
+    """
+
+    def __init__(self, ledger: Ledger, device: str, leader: int) -> None:
+        self._ledger, self._device, self._leader = ledger, device, leader
+
+    def was(self, device: Device) -> bool:
+        """By the driver, when the run was planned."""
+        strangers = [process for process in device.processes if not process.own and not owners(process.pid, {self._leader})]
+        return device.kind == "cuda" and not strangers and device.total_bytes - device.free_bytes < _DRIVERS_BYTES
+
+    def __call__(self) -> bool:
+        """By the ledger, now."""
+        try:
+            leases = [lease for lease in self._ledger.leases() if self._device in lease.bytes]
+            waits = any(place.wants.get(self._device, 0) for place in live_places(self._ledger.folder))
+        except OSError:
+            return False
+        return not waits and all(lease.here and self._leader in (lease.pid, lease.part_of) for lease in leases)
 
 
 def _asker(ledger: Ledger, device: str, leader: int) -> Ask:

@@ -5,6 +5,7 @@ It doesn't know who offloads (ZeRO or FSDP), nor how parameters and gradients co
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from weakref import WeakSet
 
@@ -64,7 +65,24 @@ class _HostStep:
     def __init__(self) -> None:
         self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
-    def before(self, optimizer: Optimizer, *_: Any) -> None:
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Set them before the step, and again when its closure, Lightning's way to run backward, has made this step's gradients."""
+        self._set(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself is the first one
+        if closure is None:
+            return args, kwargs
+
+        @functools.wraps(closure)
+        def then_set() -> Any:
+            result = closure()
+            self._set(optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], then_set, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then_set}
+
+    def _set(self, optimizer: Optimizer) -> None:
         """Fused, and not capturable, which torch refuses on the host."""
         self.after()  # of a step that failed
         for group in optimizer.param_groups:

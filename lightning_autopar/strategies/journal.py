@@ -33,26 +33,6 @@ class Journal:
         with self._path.open("a", encoding="utf-8") as journal:
             journal.write(json.dumps(file) + "\n")
 
-    def position(self) -> tuple[str, int]:
-        """The journal's file, and how long it is by now."""
-        return str(self._path), self._path.stat().st_size if self._path.exists() else 0
-
-    def begin_with_rest_of(self, position: tuple[str, int]) -> None:
-        """What was written after a :meth:`position`, in its journal and in later ones, was written after the snapshot of this journal.
-
-        Later ones are of snapshots that were made at the same boundary as that one.
-        """
-        first, size_bytes = Path(position[0]), position[1]
-        later = [path for path in self._journals() if first.name < path.name < self._path.name and path.parent == first.parent]
-        rest = b""
-        for path, kept_bytes in ((first, size_bytes), *((path, 0) for path in later)):
-            if path.exists() and path.stat().st_size > kept_bytes:
-                content = path.read_bytes()
-                rest += content[kept_bytes:]
-                path.write_bytes(content[:kept_bytes])
-        if rest:
-            self._path.write_bytes(rest)
-
     def undo(self, remove: Callable[[str], None]) -> None:
         """Remove what was written since, after later snapshots as well; on the process that writes, before anything is written."""
         for path in self._journals():

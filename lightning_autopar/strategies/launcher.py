@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_autopar._fork import unforkable
 from lightning_autopar._lightning_compat import (
     Launcher,
     TrainerFn,
@@ -29,10 +30,8 @@ from lightning_autopar._lightning_compat import (
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.account import announce_measured, learn, learn_shortage
 from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.backward import backward_survives_fork
 from lightning_autopar.strategies.decide import consider, decide, decide_again
 from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.strategies.early import take_early
 from lightning_autopar.strategies.elastic import ElasticRun, moving
 from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
@@ -100,9 +99,12 @@ class AutoLauncher(Launcher):
             silent=peers is not None and peers.rank > 0,
             external=peers is not None and not peers.are_reruns,
         ) as self._shown:
-            if peers is not None:
-                return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
-            return self._run_alone(arguments, function, args, kwargs, trainer)
+            try:
+                if peers is not None:
+                    return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
+                return self._run_alone(arguments, function, args, kwargs, trainer)
+            finally:
+                self._shown = Showing(None, dict)  # the module and its trainer can be pickled again
 
     def _run_alone(self, arguments: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         """Decide and run where no launcher has started several processes."""
@@ -112,11 +114,11 @@ class AutoLauncher(Launcher):
                 f"torchrun --nnodes={nodes} or srun, or leave num_nodes at 1"
             )
         how = moving(trainer, self._strategy.settings.batch)
-        if how is not None and (torch.cuda.is_initialized() or not backward_survives_fork()):
+        if how is not None and (reason := unforkable()) is not None:
             how = None
             rank_zero_warn(
-                "autopar: this run can't be moved: the process has used a GPU (or run a backward pass) already, so that no workers can be "
-                "forked from it; call fit before anything touches CUDA, or start the script anew"
+                f"autopar: this run can't be moved: {reason}, so that no workers can be forked from it; call fit before anything touches "
+                "CUDA, or start the script anew"
             )
         self._shown.show(elastic=how is not None)
         settings, leases = self._strategy.settings, self._strategy.leases
@@ -174,7 +176,7 @@ class AutoLauncher(Launcher):
             return self._run_elastic(decision, how, function, args, kwargs, trainer)
         if decision.assignment.plan.engine == "single" and decision.assignment.devices[0].index is not None:
             return self._run_here(decision, function, args, kwargs, trainer)
-        if torch.cuda.is_initialized() or not backward_survives_fork():
+        if unforkable() is not None:
             peers = rerun_script(self._strategy, decision.assignment.plan.world_size)
             peers.tell(replace(decision, look=None))
             return self._run_as_peer(decision, peers, function, args, kwargs, trainer)
@@ -188,7 +190,6 @@ class AutoLauncher(Launcher):
         device = assignment.devices[0]
         with installed(trainer, engine, trainer.lightning_module, assignment.torch_devices, keep_sampler=False), _threads(device.threads):
             engine.growth = growth_for(assignment, 0)
-            engine.early = take_early(assignment, 0, engine.growth)
             self._shown.watch(decision, engine, trainer)
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
@@ -208,7 +209,7 @@ class AutoLauncher(Launcher):
             if not isinstance(error, TunerExit):
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does: who presses twice must not interrupt the hooks
-                call_on_exception(trainer, error)
+                call_on_exception(trainer, error, finalize=False)
                 self._strategy.mute(trainer)
             engine.teardown()
             raise
@@ -341,11 +342,10 @@ class AutoLauncher(Launcher):
             engine.parallel_devices = devices  # of this node, as Lightning counts them
         keep_sampler = assignment.batch == "per_device"
         with (
-            peers.run(),
+            peers.run(assignment.plan.devices),
             installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=keep_sampler, external=peers.environment),
         ):
             engine.growth = growth_for(assignment, peers.rank)
-            engine.early = take_early(assignment, peers.rank, engine.growth)
             self._shown.watch(decision, engine, trainer)
             try:
                 with nullcontext((args, kwargs)) if run is None else run.going_on() as (args, kwargs):

@@ -8,20 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader
 
 from lightning_autopar._lightning_compat import combined_mode
 from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.loader import ExactLoader
+from lightning_autopar.state.loader import ExactLoader, orders_alike
 from lightning_autopar.state.track import fit_progress
 from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.strategies.loading import collation_for
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
 def exact_loader(
-    dataloader: object, trainer: Trainer, assignment: Assignment, *, rank: int, broadcast: Callable[[Any], Any]
+    dataloader: object,
+    trainer: Trainer,
+    assignment: Assignment,
+    *,
+    rank: int,
+    broadcast: Callable[[Any], Any],
+    alike: Callable[[int], bool] | None = None,
 ) -> ExactLoader | None:
     """The user's own order with this rank's samples of each batch, resumable at any batch; None where a loader stays as it is.
 
@@ -31,6 +38,7 @@ def exact_loader(
         assignment: the rank's.
         rank: this rank.
         broadcast: gives every rank the object that rank 0 called it with.
+        alike: whether all ranks called it with the same number; a collective.
     """
     # Several ranks go through one order of the samples, be it that each has its part or that all have the same.
     plan = assignment.plan
@@ -39,17 +47,22 @@ def exact_loader(
         return None
     if not isinstance(dataloader, DataLoader) and not shares_order and not (assignment.elastic and trainer.training):
         return None
+    collation, draws = collation_for(dataloader, assignment.loadings)
+    draws = (*assignment.data_draws, *draws)
+    splits = plan.data_ranks > 1 and not trainer.predicting
     return ExactLoader(
         dataloader,
         rank=plan.data_rank(rank),
         world_size=plan.data_ranks,
         dealing=Dealing(plan.dealing),
         whole_batches=trainer.predicting,
-        sync=broadcast if shares_order and (trainer.training or not _in_sequence(dataloader)) else None,
+        sync=broadcast if shares_order and (trainer.training or not orders_alike(dataloader)) else None,
         progress=fit_progress(trainer) if trainer.training else None,
         # Of several loaders nobody knows whether their samples draw; one rank loads all of them anyway.
-        load_all="samples" in assignment.data_draws or (assignment.elastic and plan.data_ranks == 1),
-        collate_all="collate" in assignment.data_draws,
+        load_all="samples" in draws or (assignment.elastic and plan.data_ranks == 1),
+        collate_all=splits and ("collate" in draws or collation in ("whole", None)),
+        by_samples=collation is None and "collate" not in draws,
+        alike=alike if splits and collation == "rows" and "collate" not in draws else None,
     )
 
 
@@ -62,13 +75,3 @@ def current_loaders(trainer: Trainer, dataloader_idx: int) -> list[ExactLoader]:
     together = combined_mode(combined) != "sequential"
     loaders = combined.flattened if together else [combined.flattened[dataloader_idx]]
     return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.has_share]
-
-
-def _in_sequence(loader: object) -> bool:
-    """Whether a loader's order is the same on every rank without a word between them: a collective that a rank can't miss."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) is SequentialSampler
-        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
-    )

@@ -50,6 +50,8 @@ class Entry:
         own: whether it is this rank's alone (``rank_zero_only``).
         stage: which stage of a pipeline logged it in a step; None outside of one, and where there are no stages.
         given_as_number: whether the user gave a number rather than a tensor.
+        deferred: whether it is a metric whose value of the step is yet to be brought together, from ``states``.
+        states: of the metric on this rank's part of the batch, and how many updates they have seen.
     """
 
     collection: int
@@ -69,6 +71,8 @@ class Entry:
     given_as_number: bool = False
     #: Whether a metric has left a value of the step to be logged, which ``value`` is.
     valued: bool = False
+    deferred: bool = False
+    states: Any = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -115,7 +119,7 @@ class Combiner:
         # Before any sample was seen (on_train_start), parts weigh the same.
         rows = torch.where(rows.sum(0) > 0, rows, torch.ones_like(rows))
         row_lists = rows.tolist()
-        weights = rows.to(values.device)
+        weights = rows.to(values.device, non_blocking=True)
         counts = weights > 0
         combined: dict[str, Tensor] = {}
         found: list[tuple[Entry, Tensor | None, int]] = []
@@ -164,8 +168,8 @@ class Combiner:
         together = self.combine(first, torch.stack(stacked).view(len(parts), -1), rows, sizes, last=last)
         counts = rows.sum(0).tolist()
         return [
-            replace(entry, value=value, batch_size=size, rows=int(count))
-            for (entry, value, size), count in zip(together, counts, strict=True)
+            replace(entry, value=value, batch_size=size, rows=int(count), states=latest.states)
+            for (entry, value, size), count, latest in zip(together, counts, parts[-1], strict=True)
         ]
 
     def _batch_size(self, entry: Entry, sizes: list[tuple[int, int]]) -> int:
@@ -208,7 +212,7 @@ def loss_entry(loss: Tensor, rows: int, of: int, stage: int | None) -> Entry:
     return Entry(
         collection=LOSS,
         fx="training_step",
-        name="loss",
+        name="",  # no name of the user's: what is known of a value that is logged as "loss" says nothing of this one
         options=(False, False, False, False, "mean", False, False, None),
         dataloader_idx=None,
         is_metric=False,

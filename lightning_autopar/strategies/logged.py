@@ -7,6 +7,9 @@ other hook runs, the ranks exchange what they logged by one collective; the loca
 their place. What hooks outside a step log is exchanged before something could read it: at the batch's end, and at the epoch's. Where a
 batch is worked off in parts, what the parts logged is brought together first; on one device that is all.
 
+A training step exchanges nothing where the code of ``training_step`` logs nothing and nobody gets to see the loss. Should something be
+logged there all the same, by code that isn't found, it waits for the epoch's end, and later epochs exchange at each step.
+
 Under a pipeline every stage runs the user's step; what counts is what a stage's own code logs. The rest is dropped unseen, as its values
 may be holes. What the last stage logged reaches the others, the first rank's loggers among them, by the same exchange.
 """
@@ -16,21 +19,31 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar.state.share import BatchShare
 from lightning_autopar.strategies.exchange import Exchange
 from lightning_autopar.strategies.logentries import LOSS, OPTIONS, Combiner, Entry, already_global, kept_dtype, loss_entry
-from lightning_autopar.strategies.loghooks import logs_between_steps, shadow_hooks, shadow_log
+from lightning_autopar.strategies.loghooks import (
+    logs_between_steps,
+    logs_in_training_step,
+    looks_within_step,
+    sees_loss,
+    shadow_hooks,
+    shadow_log,
+)
 from lightning_autopar.strategies.logresults import log_again, take_back
 from lightning_autopar.strategies.logrules import LogRules
-from lightning_autopar.strategies.metrics import MetricParts, adopt, hold_metrics
+from lightning_autopar.strategies.metric_parts import MetricParts
+from lightning_autopar.strategies.metrics import States, adopt, hold_metrics, metrics_of, value_of
 from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
@@ -89,10 +102,18 @@ class GlobalLogging:
         self._metric_parts = MetricParts()
         #: Names under which a step logged what a metric's ``forward`` gave: the last part's speaks for all.
         self._last: set[str] = set()
+        #: Of each metric that a step's code called, past whose value it went: the states of this rank's part of the batch.
+        self._metric_states: dict[int, States] = {}
         #: Results as they were before the first value since the last exchange; None where that made them.
         self._before: dict[tuple[int, str], dict[str, Any] | None] = {}
         self._rows: defaultdict[int, int] = defaultdict(int)
         self._loss: Tensor | None = None
+        #: Whether training steps exchange what they log, and the loss among that. The same on all ranks.
+        self._steps_log = self._shows_loss = True
+        #: Whether they do so when the whole step is over, backward and the optimizer's step included: the ranks have just waited for each
+        #: other there, and a GPU has work to do meanwhile.
+        self._late = False
+        self._decided = False
 
     def install(self) -> None:
         """Start. Every rank calls this, when the process group is there. With one rank there is nothing to do but for parts."""
@@ -111,7 +132,9 @@ class GlobalLogging:
         if not self._alone:
             between = logs_between_steps(trainer)
             self._undo.append(
-                shadow_hooks(trainer, self.flush if between else _nothing, self._end_epoch, self.flush, self._with_global_loss)
+                shadow_hooks(
+                    trainer, self.flush if between else _nothing, self._end_epoch, self.flush, self._with_global_loss, self._end_step
+                )
             )
         if self._in_parts:
             self._undo.append(shadow_log(self._module, self._note_log))
@@ -133,10 +156,16 @@ class GlobalLogging:
         if not self._installed:
             yield
             return
+        if not self._decided and self._trainer.training:
+            self._decided = True
+            self._shows_loss = self._exchange.staged or sees_loss(self._trainer)
+            self._steps_log = self._shows_loss or logs_in_training_step(self._trainer)
+            self._late = not self._in_parts and self._module.automatic_optimization and not looks_within_step(self._trainer)
         self._current = share = self._share()
         self._parts.clear()
         self._last.clear()
         self._metric_parts.clear()
+        self._metric_states.clear()
         self._in_step = True
         if self._exchange.staged:
             self._loss = None
@@ -156,7 +185,9 @@ class GlobalLogging:
         index = self._index()
         if index is not None:
             self._rows[index] += 1 if share is None else share.rows
-        self.flush()
+        training = self._trainer.training
+        if self._alone or not training or (self._steps_log and not self._late):
+            self.flush()
 
     @contextmanager
     def part(
@@ -185,7 +216,7 @@ class GlobalLogging:
         if not in_step:  # a predict step, which logs nothing
             self._metric_parts.clear()
         try:
-            with self._metric_parts.part(stage, self._owns), hold_metrics(self._module) if share.rows == 0 else nullcontext():
+            with self._metric_parts.part(share.rows, stage, self._owns), hold_metrics(self._module) if share.rows == 0 else nullcontext():
                 yield
         finally:
             self._current, self._in_part, self._stage, self._owns = whole, False, None, _always
@@ -204,7 +235,7 @@ class GlobalLogging:
         """
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self._loss = None
-        if not self._installed or self._current is None or not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not self._shows_loss or not self._installed or self._current is None or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         self._pending.append(loss_entry(loss, self._current.rows, self._current.of, self._stage))
 
@@ -230,13 +261,28 @@ class GlobalLogging:
             (own if self._alone or entry.own else shared).append(entry)
         agreed, exchanged = (True, []) if self._alone else self._exchange(shared)
         take_back(self._collections, before, keep=agreed)
+        states = {entry.key: entry.states for entry in shared if entry.deferred}
+        if not self._steps_log and any(entry.fx == "training_step" for entry, _, _ in exchanged):
+            self._steps_log = True
+            rank_zero_warn(
+                "autopar: training_step has logged values by code that wasn't found in it beforehand. What was logged for single steps up "
+                "to here is of rank 0's samples; the epoch's values, and all from now on, are of all samples"
+            )
         exchanged += [(entry, entry.value, entry.batch_size) for entry in own]
         for entry, value, batch_size in exchanged:
             if entry.collection == LOSS:
                 assert value is not None
                 self._loss = value.to(entry.dtype)
+            elif entry.deferred:
+                self._log_metric(entry, states.get(entry.key), batch_size)
             else:
                 log_again(self._trainer, self._collections[entry.collection], entry, value, batch_size)
+
+    def _log_metric(self, entry: Entry, states: States | None, batch_size: int) -> None:
+        """Log a metric with the whole batch's value; a collective."""
+        metric = self._module.get_submodule(entry.options[OPTIONS.index("metric_attribute")])
+        value = value_of(metric, states, self._exchange.host_group, dist.get_world_size())
+        log_again(self._trainer, self._collections[entry.collection], replace(entry, dtype=value.dtype), value, batch_size)
 
     # -- taking in -------------------------------------------------------------------------------------------------------------------------
 
@@ -275,6 +321,9 @@ class GlobalLogging:
                 stage=self._stage,
                 given_as_number=self._given_as_number,
             )
+            if entry.is_metric and arguments.get("on_step"):
+                entry.states = self._metric_states.get(id(value))
+                entry.deferred = entry.states is not None
             logging.append((entry, len(results)))
             try:
                 result = results.get(keys.get(entry.key))
@@ -322,9 +371,18 @@ class GlobalLogging:
 
     def _end_epoch(self) -> None:
         self.flush()
+        self._exchange.settle()
         index = self._index()
         if index is not None:
             self._rows[index] = 0
+
+    def _end_step(self, output: Any) -> None:
+        """An automatic step is over; hooks get to see its output now."""
+        if not (self._late and self._steps_log):
+            return
+        self.flush()
+        if self._loss is not None and output.get("loss") is not None:
+            output["loss"] = (self._loss / self._trainer.accumulate_grad_batches).reshape(output["loss"].shape)
 
     def _with_global_loss(self, result: Any) -> Any:
         """What Lightning knows a step by, with the whole batch's loss."""
@@ -332,10 +390,10 @@ class GlobalLogging:
             result.loss = (self._loss / self._trainer.accumulate_grad_batches).reshape(result.loss.shape)
         return result
 
-    def _note_log(self, name: str, value: Any) -> bool:
-        """The user's code logs: whether that counts. Keeps in mind under which names it logs what a metric's ``forward`` gave."""
+    def _note_log(self, name: str, value: Any) -> Any:
+        """What of the user's log counts, None if nothing does. Keeps in mind under which names it logs what a metric's ``forward`` gave."""
         if self._in_part and not self._owns():
-            return False
+            return None
         if is_hole(value):
             where = f"stage {self._stage}" if self._in_part else f"the hook {self._module._current_fx_name}"
             raise RuntimeError(
@@ -343,28 +401,39 @@ class GlobalLogging:
                 "Log it where it is computed, or run without a pipeline (allow=['single', 'ddp', 'fsdp'])"
             )
         self._given_as_number = not isinstance(value, (Tensor, Metric))
-        if self._metric_parts.speaks(value):
-            self._last.add(name)
-        return True
+        of_batch = self._metric_parts.of_batch(value)
+        if of_batch is None:
+            return value
+        self._last.add(name)
+        return of_batch
 
     # -- torchmetrics ----------------------------------------------------------------------------------------------------------------------
 
     def _adopt_metrics(self) -> None:
         """Have every metric of the module synchronise at each step, by an exchange that ragged and empty shares can't disturb."""
-        for metric in self._module.modules():
-            if not isinstance(metric, Metric) or id(metric) in self._adopted:
+        for metric in metrics_of(self._module):
+            if id(metric) in self._adopted:
                 continue
             self._adopted.add(id(metric))
             if not self._alone:
-                self._undo.append(adopt(metric, self._metric_group))
+                self._undo.append(adopt(metric, self._metric_group, self._keep_states))
             if self._in_parts:
                 self._undo.append(self._metric_parts.adopt(metric))
         if not self._exchange.staged:
             return
-        for each in self._module.modules():
-            if isinstance(each, (Metric, MetricCollection)) and id(each) not in self._staged_metrics:
+        staged: list[Metric | MetricCollection] = [*metrics_of(self._module)]
+        staged += [each for each in self._module.modules() if isinstance(each, MetricCollection)]
+        for each in staged:
+            if id(each) not in self._staged_metrics:
                 self._staged_metrics.add(id(each))
                 self._undo.append(self._metric_parts.leave_out(each))
+
+    def _keep_states(self, metric: Metric, states: States) -> bool:
+        """Nobody has looked at a metric's value: it is brought together with what is logged, if it is."""
+        if not self._in_step or self._exchange.staged:
+            return False
+        self._metric_states[id(metric)] = states
+        return True
 
     def _metric_group(self) -> tuple[dist.ProcessGroup | None, int]:
         """With whom a metric exchanges its states, and how many they are: in a stage's step only those who run the same one."""

@@ -6,13 +6,16 @@ attributes, which is undone by what each function returns.
 
 from __future__ import annotations
 
+import inspect
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 
-from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar._lightning_compat import bare_optimizer, is_overridden
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -37,22 +40,134 @@ _BATCH_HOOKS = (
 )
 
 
+#: Of these, what is called between an automatic step's forward and its end.
+_WITHIN_STEP = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "backward",
+)
+#: Packages whose modules and callbacks log nothing in a step.
+_QUIET = ("torch.", "torchmetrics.", "transformers.", "lightning.pytorch.", "lightning_autopar.callbacks.")
+
+
 def logs_between_steps(trainer: Trainer) -> bool:
-    """Whether the user's code may log in a hook of a batch. Lightning's own callbacks have the hooks, but don't log in them."""
+    """Whether the user's code may log in a hook of a batch, as far as its code says. Lightning's own callbacks don't."""
     module: Any = trainer.lightning_module
-    watched: list[Any] = [module]
+    return any(_mentions_log([getattr(each, hook)], module) for each, hook in _overridden(trainer, _BATCH_HOOKS))
+
+
+def logs_in_training_step(trainer: Trainer) -> bool:
+    """Whether ``training_step`` may log, as far as its code says, and that of the modules that it may call."""
+    module: Any = trainer.lightning_module
+    others = {type(each) for each in module.modules() if each is not module and not f"{type(each).__module__}.".startswith(_QUIET)}
+    functions = [value for kind in others for base in kind.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
+    return _mentions_log([module.training_step, module.forward, *functions], module)
+
+
+def sees_loss(trainer: Trainer) -> bool:
+    """Whether anybody gets to see the loss of a step: an optimizer that may go by it, or a hook that gets the step's output."""
+    optimizers = [type(bare_optimizer(each)) for each in trainer.optimizers]
+    if any(not each.__module__.startswith("torch.optim.") or each is torch.optim.LBFGS for each in optimizers):
+        return True
+    return any(True for _ in _overridden(trainer, ("on_train_batch_end", "optimizer_step")))
+
+
+def looks_within_step(trainer: Trainer) -> bool:
+    """Whether the user's code runs between the forward of an automatic step and its end, where it may read what was logged."""
+    optimizers = [type(bare_optimizer(each)) for each in trainer.optimizers]
+    if any(not each.__module__.startswith("torch.optim.") or each is torch.optim.LBFGS for each in optimizers):
+        return True
+    return any(True for _ in _overridden(trainer, _WITHIN_STEP))
+
+
+def _overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:
+    """Module and callbacks of the user's, each with those of the hooks that they have code for."""
+    module: Any = trainer.lightning_module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    watched += [each for each in callbacks if not type(each).__module__.startswith("lightning.pytorch.")]
-    parents = {id(each): Callback if isinstance(each, Callback) else LightningModule for each in watched}
-    return any(hasattr(parents[id(each)], hook) and is_overridden(hook, each) for each in watched for hook in _BATCH_HOOKS)
+    ours = ("lightning.pytorch.callbacks.", "lightning_autopar.callbacks.")
+    users = [each for each in callbacks if not type(each).__module__.startswith(ours)]
+    parents = [(module, LightningModule), *((each, Callback) for each in users)]
+    names = tuple(hooks)
+    return ((each, hook) for each, parent in parents for hook in names if hasattr(parent, hook) and is_overridden(hook, each))
+
+
+def _mentions_log(functions: Iterable[Any], module: LightningModule) -> bool:
+    """Whether one of these functions has the name ``log`` in its code, or mentions by name another function that has.
+
+    That may be one of the module's, of its file's, or of an object, a class or a Python module that the code names, too. What can't be
+    looked into counts as if it had.
+    """
+    left, seen = [(function, getattr(function, "__self__", module)) for function in functions], set()
+    while left:
+        function, owner = left.pop()
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return True
+        if code in seen or f"{getattr(function, '__module__', '')}.".startswith(_QUIET):
+            continue
+        seen.add(code)
+        names = set(_names(code))
+        if any(name in ("log", "log_dict") or name.startswith("log_") for name in names):
+            return True
+        left += _mentioned(function, names, owner, module)
+    return False
+
+
+def _mentioned(function: types.FunctionType, names: set[str], owner: Any, module: LightningModule) -> Iterator[tuple[Any, Any]]:
+    """The functions that a function's code may call by these names, each with the object whose attributes it sees."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    spaces = [getattr(owner, "__dict__", {}), vars(module), function.__globals__, {name: _content(cell) for name, cell in cells}]
+    kinds = dict.fromkeys((*type(owner).__mro__, *type(module).__mro__))  # also what is behind an override, which super() calls
+    held: list[Any] = []
+    for name in {*names, *function.__code__.co_freevars}:
+        for found in (*(vars(kind).get(name) for kind in kinds), *(space.get(name) for space in spaces)):
+            found = getattr(found, "__func__", found)
+            if inspect.isfunction(found):
+                yield found, owner
+            elif found is not None and found is not owner and found is not module:
+                held.append(found)
+    for each in held:
+        kind = each if isinstance(each, (types.ModuleType, type)) else type(each)
+        home = kind.__name__ if isinstance(kind, types.ModuleType) else kind.__module__
+        if home.partition(".")[0] in sys.stdlib_module_names or f"{home}.".startswith(_QUIET):
+            continue
+        for name in (*names, "__call__"):
+            found = inspect.getattr_static(kind, name, None)
+            found = getattr(found, "__func__", found)
+            if inspect.isfunction(found):
+                yield found, each
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return None
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """What code mentions, functions within it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def shadow_hooks(
     trainer: Trainer,
-    before_batch_end: Callable[[], None],
+    before_batch_end: Callable[[], object],
     before_epoch_end: Callable[[], None],
-    after_train_epoch_end: Callable[[], None],
+    after_train_epoch_end: Callable[[], object],
     with_step: Callable[[Any], Any],
+    after_step: Callable[[Any], None],
 ) -> Callable[[], None]:
     """Be called where Lightning or a monitoring callback is about to read what hooks logged; the returned function undoes it.
 
@@ -62,6 +177,7 @@ def shadow_hooks(
         before_epoch_end: before it reads an epoch's.
         after_train_epoch_end: after the module's hook of this name, before the callbacks'.
         with_step: what the optimizer is given of an automatic step, from what Lightning would give it.
+        after_step: when an automatic step is over; gets what hooks will get of it, as a dictionary.
     """
     connector = trainer._logger_connector
 
@@ -80,7 +196,12 @@ def shadow_hooks(
         step = type(optimization)._make_step_fn(optimization, *args, **kwargs)
         return lambda: with_step(step())
 
-    optimization.__dict__["_make_step_fn"] = _make_step_fn
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = type(optimization).run(optimization, *args, **kwargs)
+        after_step(output)
+        return output
+
+    optimization.__dict__.update(_make_step_fn=_make_step_fn, run=run)
     module: Any = trainer.lightning_module
     shadowed = module.__dict__.get("on_train_epoch_end")
 
@@ -95,7 +216,7 @@ def shadow_hooks(
     module.__dict__["on_train_epoch_end"] = types.MethodType(on_train_epoch_end, module)
 
     def undo() -> None:
-        del connector.on_batch_end, connector.on_epoch_end, optimization.__dict__["_make_step_fn"]
+        del connector.on_batch_end, connector.on_epoch_end, optimization.__dict__["_make_step_fn"], optimization.__dict__["run"]
         del module.__dict__["on_train_epoch_end"]
         if shadowed is not None:
             module.__dict__["on_train_epoch_end"] = shadowed
@@ -103,12 +224,13 @@ def shadow_hooks(
     return undo
 
 
-def shadow_log(module: LightningModule, counts: Callable[[str, Any], bool]) -> Callable[[], None]:
-    """Ask before each ``log`` of the module, with name and value, whether it counts; the returned function undoes it."""
+def shadow_log(module: LightningModule, counted: Callable[[str, Any], Any]) -> Callable[[], None]:
+    """Ask before each ``log`` of the module, with name and value, what is logged, None for nothing; the returned function undoes it."""
     shadowed = module.__dict__.get("log")
 
     def log(self: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if not counts(name, value):
+        value = counted(name, value)
+        if value is None:
             return
         own = type(self).log.__get__(self) if shadowed is None else shadowed
         own(name, value, *args, **kwargs)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -38,7 +40,7 @@ class Measured:
 
     Args:
         peak_bytes: the most that tensors took at once: in the recorded steps on a CPU device, in the whole run on a GPU (torch's
-            ``max_memory_allocated``). None where the run was too short, or the user profiled.
+            ``max_memory_allocated``). None where the run was too short, the user profiled, or a GPU had held more before the run.
         step_seconds: median of a step; None where the run was too short.
         bytes: what held a training step's peak: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``, and ``"rest"``, which is
             activations, temporaries, communication and input. Without ``"gradients"`` where those can't be told from the rest. Empty where
@@ -61,6 +63,13 @@ class Measured:
         return asdict(self)
 
 
+class Exits(ExitStack):
+    """What is to be undone at an end. Who copies a trainer or a callback of a run copies this with it, and a copy has nothing to undo."""
+
+    def __reduce__(self) -> tuple[type[Exits], tuple[()]]:
+        return Exits, ()
+
+
 class Meter:
     """Collects the times of step boundaries, and what the steps after the second one hold.
 
@@ -73,16 +82,16 @@ class Meter:
 
     def __init__(self, device_id: str) -> None:
         self._device_id = device_id
-        self._steps: list[float] = []
-        self._last: float | None = None
+        self._clock = StepClock()
+        self._runs = False
         self._begun = 0
         self._recorder = Recorder()
         self._recorded = 0
         self._tries = 0
-        self._quiet = ExitStack()
+        self._quiet = Exits()
         self._gpu: GpuSteps | None = None
+        self._before = (0, 0)  # a GPU's counters when the run began: they are the user's as well, and aren't set back
         self._peak_bytes: int | None = None
-        self._before_bytes = 0
         self._bytes: dict[str, int] = {}
         self._reserved_bytes: int | None = None
         self._context_bytes: int | None = None
@@ -93,16 +102,17 @@ class Meter:
         """What is known up to now."""
         return Measured(
             peak_bytes=self._peak_bytes,
-            step_seconds=statistics.median(self._steps) if self._steps else None,
+            step_seconds=self._clock.median_seconds(),
             bytes=self._bytes,
             reserved_bytes=self._reserved_bytes,
             context_bytes=self._context_bytes,
             host_bytes=self._host_bytes,
         )
 
-    def count_from(self, before_bytes: int) -> None:
-        """A GPU's counters begin anew; so much was their peak."""
-        self._before_bytes = max(self._before_bytes, before_bytes)
+    def begin(self, device: torch.device) -> None:
+        """The run begins: the module is about to go to its device."""
+        if device.type == "cuda" and torch.cuda.is_initialized():
+            self._before = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
     def boundary(self, strategy: Strategy, batch_idx: int) -> None:
         """The step of this batch starts now, and with it the one before has ended."""
@@ -113,7 +123,8 @@ class Meter:
         elif self._wanted and _settled(strategy, batch_idx):
             self._record(strategy)
         self._begun += 1
-        self._last = time.perf_counter()
+        self._runs = True
+        self._clock.start(strategy.root_device)
 
     def note(self, strategy: Strategy, point: Point) -> None:
         """The running step has come so far; costs nothing outside of the steps that are measured."""
@@ -133,6 +144,7 @@ class Meter:
     def finish(self, strategy: Strategy) -> None:
         """The steps are over; what comes of them is known after this. Does nothing more when called again."""
         self.pause(strategy)
+        self._clock.wait()
         self._ask(strategy.root_device)
 
     def stop(self, strategy: Strategy) -> None:
@@ -142,20 +154,20 @@ class Meter:
 
     def _end_step(self, strategy: Strategy) -> None:
         """If one is running: take its time, unless it is one of those that say nothing, and see whether the record is complete."""
-        if self._last is None:
+        if not self._runs:
             return
+        self._runs = False
         if self._recorder.running:
             self._recorded += 1
             if self._recorded == _RECORDED:
                 self._conclude(strategy)
         elif self._begun > _WARM_UP:
-            self._steps.append(time.perf_counter() - self._last)
+            self._clock.stop(strategy.root_device)
         if self._gpu is not None:
             self._note_on_gpu(strategy, None)
             if self._begun > _WARM_UP:
                 held = {kind: sum(sizes.values()) for kind, sizes in held_storages(strategy).items() if kind != "gradients"}
                 self._bytes, self._gpu = self._gpu.bytes(held), None
-        self._last = None
 
     # -- CPU devices -------------------------------------------------------------------------------------------------------------------
 
@@ -200,11 +212,67 @@ class Meter:
 
     def _ask(self, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.is_initialized():
-            self._peak_bytes = max(self._before_bytes, torch.cuda.max_memory_allocated(device))
-            self._reserved_bytes = torch.cuda.max_memory_reserved(device)
+            # A counter that hasn't risen since the run began tells of what was before, unless as much is there now.
+            peak_bytes, reserved_bytes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            self._peak_bytes = peak_bytes if peak_bytes > self._before[0] else None
+            held = peak_bytes > self._before[0] and reserved_bytes == torch.cuda.memory_reserved(device)
+            self._reserved_bytes = reserved_bytes if reserved_bytes > self._before[1] or held else None
             process_bytes = _process_bytes(self._device_id)
             if process_bytes is not None:
                 self._context_bytes = max(0, process_bytes - torch.cuda.memory_reserved(device))
+
+
+class StepClock:
+    """Seconds of steps: the host's time where the host computes; on a GPU the device's own, as the host runs ahead of it.
+
+    On a GPU each step's ends are events in the device's current stream, which are read when the device has passed them. Nobody waits for it
+    but :meth:`wait`.
+
+    Args:
+        event: makes a GPU's event; torch's own unless given.
+    """
+
+    def __init__(self, event: Callable[[], Any] | None = None) -> None:
+        self._event = event or partial(torch.cuda.Event, enable_timing=True)
+        self._seconds: list[float] = []
+        self._begun: Any = None
+        self._ahead: deque[tuple[Any, Any]] = deque()
+
+    def start(self, device: torch.device) -> None:
+        """A step begins."""
+        self._begun = self._now(device)
+
+    def stop(self, device: torch.device) -> None:
+        """It has ended, as far as the host is concerned."""
+        now = self._now(device)
+        if device.type != "cuda":
+            self._seconds.append(now - self._begun)
+        else:
+            self._ahead.append((self._begun, now))
+            self._read()
+
+    def wait(self) -> None:
+        """Wait until the device has done all steps."""
+        if self._ahead:
+            self._ahead[-1][1].synchronize()
+            self._read()
+
+    def median_seconds(self) -> float | None:
+        """Of the steps that are over; None before there are any."""
+        return statistics.median(self._seconds) if self._seconds else None
+
+    def _now(self, device: torch.device) -> Any:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = self._event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _read(self) -> None:
+        """Take in what the device has passed by now."""
+        while self._ahead and self._ahead[0][1].query():
+            begun, ended = self._ahead.popleft()
+            self._seconds.append(begun.elapsed_time(ended) * 1e-3)
 
 
 class _Updates:

@@ -1,54 +1,88 @@
-"""torchmetrics over ranks that see unequal numbers of samples, none included, over parts of a batch, and over a pipeline's stages.
+"""torchmetrics over ranks that see unequal numbers of samples, none included.
 
-Knows metrics and a process group, nothing of logging.
+A step's value that the user's code throws away (``self.accuracy(y, target)``) costs no exchange: the batch's states are kept, and exchanged
+when the step is over, where the metric was logged with ``on_step``. A value that is trained on keeps its graph: each rank's states lead to
+its own samples, and what backward brings to the whole batch's states is added up over the ranks. Knows metrics and a process group, nothing
+of logging.
 """
 
 from __future__ import annotations
 
 import types
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, zip_longest
+from functools import partial
+from itertools import chain, islice, zip_longest
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.data import dim_zero_mean
+from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_autopar.strategies.staged.hole import hole_of
+from lightning_autopar.strategies.thrown_away import is_thrown_away
 
 #: A process group for what lies on the host, None for the default one, and how many ranks it has.
 Group: TypeAlias = tuple[dist.ProcessGroup | None, int]
 
 
-def adopt(metric: Metric, group: Callable[[], Group]) -> Callable[[], None]:
+#: A metric's states, and how many updates they have seen.
+States: TypeAlias = tuple[dict[str, Any], int]
+_REDUCED = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
+#: Of a container that may hold metrics: a data set has millions of elements.
+_LOOKED_AT = 100
+
+
+def metrics_of(module: nn.Module) -> Iterator[Metric]:
+    """A module's metrics, also those that it or its metrics hold in a list or a dictionary, where torch doesn't look for modules."""
+    left: list[nn.Module] = [module]
+    seen: set[int] = set()
+    while left:
+        for child in left.pop().modules():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if isinstance(child, Metric):
+                yield child
+            for value in child.__dict__.values():
+                held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+                left += [each for each in islice(held, _LOOKED_AT) if isinstance(each, (Metric, MetricCollection))]
+
+
+def adopt(
+    metric: Metric, group: Callable[[], Group], keep: Callable[[Metric, States], bool] = lambda metric, states: False
+) -> Callable[[], None]:
     """Prepare one metric; the returned function undoes it.
 
     Args:
-        metric: it exchanges its states at each step from now on.
+        metric: it exchanges its states at each step from now on, unless they are kept.
         group: tells with whom it does so now.
+        keep: gets the states of a step whose value is thrown away; says whether it takes them, for :func:`value_of` when they are needed.
     """
     on_step = metric.dist_sync_on_step
     metric.dist_sync_on_step = True
-    replaced = type(metric)._sync_dist is Metric._sync_dist and "_sync_dist" not in metric.__dict__
+    own_way = type(metric)._sync_dist is not Metric._sync_dist
+    replaced = "_sync_dist" not in metric.__dict__
 
     def _sync_dist(self: Any, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
         among, size = group()
-        if dist_sync_fn is not gather_all_tensors or process_group is not None or self.process_group is not None:
-            if size < dist.get_world_size():
+        if own_way or dist_sync_fn is not gather_all_tensors or process_group is not None or self.process_group is not None:
+            if not own_way and size < dist.get_world_size():
                 raise RuntimeError(
                     f"the metric {type(self).__name__} has a process group or a dist_sync_fn of its own and exchanges its states within a "
                     "step, which not all ranks of a pipeline come to; leave them out, or run without a pipeline "
                     "(allow=['single', 'ddp', 'fsdp'])"
                 )
-            Metric._sync_dist(self, dist_sync_fn, process_group=process_group)
-        elif size > 1:
+            states = {name: getattr(self, name) for name in self._reductions}
+            type(self)._sync_dist(self, dist_sync_fn, process_group=process_group)
+            if _has_graph(states):  # of which torchmetrics keeps this rank's own
+                _share_gradients(self, states, process_group or self.process_group, on_host=False)
+        elif size > 1 and not (is_thrown_away(self) and keep(self, (dict(self._copy_state_dict()), self._update_count))):
             sync_states(self, among, size)
 
     if replaced:
@@ -63,17 +97,60 @@ def adopt(metric: Metric, group: Callable[[], Group]) -> Callable[[], None]:
     return undo
 
 
+def value_of(metric: Any, states: States | None, group: dist.ProcessGroup | None, size: int) -> Any:
+    """What a metric's ``forward`` would have given of all ranks' batch; a collective.
+
+    Args:
+        metric: whose own states stay as they are.
+        states: of this rank's part of the batch; None where it saw nothing.
+        group: for what lies on the host, as for :func:`sync_states`.
+        size: of the group.
+    """
+    kept = {**metric.__dict__, **{name: getattr(metric, name) for name in metric._defaults}}
+    try:
+        metric.reset()
+        if states is not None:
+            metric._update_count = states[1]
+            for name, state in states[0].items():
+                setattr(metric, name, state)
+        sync_states(metric, group, size)
+        metric._update_count, metric._to_sync, metric._should_unsync = max(1, metric._update_count), False, False
+        return metric.compute()
+    finally:
+        metric.__dict__.update(kept)
+
+
 def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0) -> None:
     """``Metric._sync_dist`` for ranks that may have seen unequal numbers of samples: as many as the group has, or all.
 
     torchmetrics gathers tensor by tensor, which needs equally many of one type on every rank, and lets a rank that saw nothing count as one
-    that did. Here each rank's states travel as a whole, and those of ranks without an update are left out.
+    that did. Here each rank's states travel as a whole, and those of ranks without an update are left out. Tensors of fixed shapes that are
+    added up, averaged, or of which the largest or smallest counts stay on their device, without the host's waiting for it.
     """
-    states = {name: _to_host(getattr(metric, name)) for name in metric._reductions}
-    gathered: list[Any] = [None] * (size or dist.get_world_size())
-    dist.all_gather_object(gathered, (metric._update_count, states), group=group)
-    updated = [each for each in gathered if each[0] > 0] or gathered
     reductions: dict[str, Any] = metric._reductions
+    world_size = dist.get_world_size()
+    if size in (0, world_size) and all(_is_fixed(metric, name) for name in reductions):
+        _sync_on_device(metric, world_size)
+        return
+    own = {name: getattr(metric, name) for name in metric._reductions}
+    gathered: list[Any] = [None] * (size or world_size)
+    dist.all_gather_object(gathered, (metric._update_count, {name: _to_host(state) for name, state in own.items()}), group=group)
+    if _has_graph(own):
+        gathered[dist.get_rank(group)] = metric._update_count, own
+    merge_states(metric, gathered)
+    if _has_graph(own):
+        _share_gradients(metric, own, group, on_host=True)
+
+
+def merge_states(metric: Metric, gathered: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    """Set a metric's states to those of all ranks together.
+
+    Args:
+        metric: whose reductions say how.
+        gathered: of each rank, how many updates its states have seen, and the states.
+    """
+    reductions: dict[str, Any] = metric._reductions
+    updated = [each for each in gathered if each[0] > 0] or gathered
     for name, reduction in reductions.items():
         parts = [state[name] for _, state in updated]
         own = getattr(metric, name)
@@ -85,7 +162,7 @@ def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0) 
                 setattr(metric, name, [])
                 continue
         else:
-            moved = torch.stack(parts).to(metric.device)
+            moved = torch.stack([part.to(metric.device) for part in parts])
         if reduction is dim_zero_mean and isinstance(moved, Tensor):
             counts = torch.tensor([count for count, _ in updated], dtype=torch.float64, device=metric.device)
             shape = [-1] + [1] * (moved.dim() - 1)
@@ -95,20 +172,101 @@ def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0) 
             setattr(metric, name, reduction(moved) if reduction is not None else moved)
 
 
+def _is_fixed(metric: Metric, name: str) -> bool:
+    """Whether a state has one shape on all ranks, and a reduction that can leave out ranks without asking which."""
+    state, default = getattr(metric, name), metric._defaults[name]
+    if not isinstance(state, Tensor) or not isinstance(default, Tensor) or state.dtype.is_complex:
+        return False
+    return state.shape == default.shape and metric._reductions[name] in _REDUCED
+
+
+def _sync_on_device(metric: Metric, world_size: int) -> None:
+    """All states of all ranks by one collective. float64 holds counts exactly up to 2⁵³."""
+    own = {name: getattr(metric, name) for name in metric._reductions}
+    count = torch.full((1,), float(metric._update_count), dtype=torch.float64, device=metric.device)
+    mine = torch.cat([count, *(state.to(metric.device, torch.float64).reshape(-1) for state in own.values())])
+    gathered = mine.new_empty(world_size, mine.numel())
+    dist.all_gather(list(gathered.unbind()), mine.detach())
+    if mine.requires_grad:
+        gathered = torch.stack([mine if rank == dist.get_rank() else row for rank, row in enumerate(gathered.unbind())])
+    counts, *columns = gathered.split([1, *(state.numel() for state in own.values())], dim=1)
+    # Where nobody has seen anything, all count alike.
+    weights = torch.where(counts.sum() > 0, counts, torch.ones_like(counts))
+    for (name, state), values in zip(own.items(), columns, strict=True):
+        reduction: Any = metric._reductions[name]
+        if reduction is dim_zero_mean:
+            whole = torch.where(weights > 0, values * weights, 0.0).sum(0) / weights.sum()
+        elif reduction is dim_zero_sum:
+            whole = torch.where(weights > 0, values, 0.0).sum(0)
+        else:
+            largest = reduction is dim_zero_max
+            whole = torch.where(weights > 0, values, -torch.inf if largest else torch.inf)
+            whole = whole.amax(0) if largest else whole.amin(0)
+        setattr(metric, name, whole.to(state.dtype).reshape(state.shape).to(state.device))
+    if mine.requires_grad:
+        _share_gradients(metric, own, None, on_host=False)
+
+
+def _has_graph(states: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(states))
+
+
+def _share_gradients(metric: Metric, own: dict[str, Any], group: dist.ProcessGroup | None, *, on_host: bool) -> None:
+    """Have backward bring to a rank's own states what all ranks' losses have to say to the whole batch's.
+
+    Args:
+        metric: which has the whole batch's states by now.
+        own: this rank's. Every rank goes through backward with the others, also one whose states count for nothing.
+        group: to add up gradients among.
+        on_host: whether they are added up there.
+    """
+    whole = {name: getattr(metric, name) for name in own}
+    leaves, spec = tree_flatten(whole)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    theirs = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    shared = _SharedStates.apply(group, on_host, len(places), *(leaves[place] for place in places), *theirs)  # type: ignore[no-untyped-call]
+    for place, state in zip(places, shared, strict=True):
+        leaves[place] = state
+    for name, state in tree_unflatten(leaves, spec).items():
+        setattr(metric, name, state)
+
+
+class _SharedStates(torch.autograd.Function):
+    """All ranks' states, the same on each; what backward brings to them is that of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup | None, on_host: bool, count: int, *states: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.on_host, ctx.own = group, on_host, len(states) - count
+        return tuple(state.clone() for state in states[:count])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        flat = torch.cat([gradient.reshape(-1).double() for gradient in gradients])
+        summed = flat.cpu() if ctx.on_host else flat
+        dist.all_reduce(summed, group=ctx.group)
+        parts = summed.to(flat.device).split([gradient.numel() for gradient in gradients])
+        whole = [part.view(gradient.shape).to(gradient.dtype) for part, gradient in zip(parts, gradients, strict=True)]
+        return None, None, None, *whole, *[None] * ctx.own
+
+
 def _to_host(state: Any) -> Any:
     return [_to_host(each) for each in state] if isinstance(state, list) else state.detach().cpu() if isinstance(state, Tensor) else state
 
 
 @contextmanager
 def hold_metrics(module: nn.Module) -> Iterator[None]:
-    """Leave the module's torchmetrics as they are: an update within counts for nothing, though they take part in what others exchange."""
-    metrics = [each for each in module.modules() if isinstance(each, Metric)]
+    """Leave the module's torchmetrics as they are: an update within counts for nothing, though they take part in what others exchange.
+
+    A value that is trained on gets its graph all the same, of the row that stands in for this rank's: all ranks go through its backward.
+    """
+    metrics = list(metrics_of(module))
     updates = [metric.__dict__.get("update") for metric in metrics]
     collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
     # Which of a collection's metrics share their states is found out by comparing them after the first update; here there was none.
     groups = [(dict(each._groups), each._groups_checked, each._state_is_copy) for each in collections]
     for metric in metrics:
-        metric.__dict__["update"] = _no_update
+        metric.__dict__["update"] = partial(_uncounted, metric, metric.update)
     try:
         with warnings.catch_warnings():
             # A metric's forward computes on what its update has seen, which here is nothing.
@@ -123,142 +281,9 @@ def hold_metrics(module: nn.Module) -> Iterator[None]:
             collection._groups, collection._groups_checked, collection._state_is_copy = before, checked, is_copy
 
 
-def _no_update(*_: Any, **__: Any) -> None:
-    """What a metric's ``update`` does on a rank whose row belongs to another rank."""
-
-
-class MetricParts:
-    """Makes a metric's ``forward`` speak for a whole batch that is worked off in parts.
-
-    What it gives on a part, and leaves to be logged, is the value of the batch as far as it has come: on the last part that of all of it.
-    Of a pipeline's stages, only that whose own code calls a metric has it take in anything.
-    """
-
-    def __init__(self) -> None:
-        #: What ``forward`` gave in the part that runs.
-        self._given: list[Tensor] = []
-        self._adopted: set[int] = set()
-        self._running = False
-        self._stage: int | None = None
-        self._owns: Callable[[], bool] = lambda: True
-        self._calls: Counter[int] = Counter()
-        #: By stage, metric and call: the states of the batch as far as it has come, and how many updates they have seen.
-        self._states: dict[tuple[int | None, int, int], tuple[dict[str, Any], int]] = {}
-
-    def clear(self) -> None:
-        """A batch begins."""
-        self._states.clear()
-
-    def speaks(self, value: object) -> bool:
-        """Whether a value, or what a metric leaves to be logged, is that of the batch as far as it has come."""
-        return id(value) in self._adopted if isinstance(value, Metric) else any(value is given for given in self._given)
-
-    @contextmanager
-    def part(self, stage: int | None, owns: Callable[[], bool]) -> Iterator[None]:
-        """Around the user's step on a part.
-
-        Args:
-            stage: which stage of a pipeline runs it; None where there are none.
-            owns: whether the code that runs now is the stage's own.
-        """
-        self._running, self._stage, self._owns = True, stage, owns
-        try:
-            yield
-        finally:
-            self._running = False
-            self._calls.clear()
-            self._given.clear()
-
-    @property
-    def _foreign(self) -> bool:
-        """Whether the code that runs is another stage's."""
-        return self._running and not self._owns()
-
-    def adopt(self, metric: Metric) -> Callable[[], None]:
-        """Take in one metric; the returned function lets it go. One with a ``forward`` of its own stays as it is."""
-        if type(metric).forward is not Metric.forward or "forward" in metric.__dict__:
-            return lambda: None
-
-        def forward(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._running:
-                return Metric.forward(this, *args, **kwargs)
-            this._forward_cache = self._forward(this, args, kwargs)
-            self._given += [leaf for leaf in tree_leaves(this._forward_cache) if isinstance(leaf, Tensor)]
-            return this._forward_cache
-
-        metric.__dict__["forward"] = types.MethodType(forward, metric)
-        self._adopted.add(id(metric))
-
-        def undo() -> None:
-            del metric.__dict__["forward"]
-            self._adopted.discard(id(metric))
-
-        return undo
-
-    def leave_out(self, metric: Metric | MetricCollection) -> Callable[[], None]:
-        """Have a metric take in nothing that another stage's code gives it, which may be no value at all; the returned function undoes it.
-
-        A metric that is updated on another rank only is no reason to warn that it was never updated.
-        """
-        shadowed = {name: metric.__dict__.get(name) for name in ("update", "forward", "compute")}
-
-        def own(this: Any, name: str, args: Any, kwargs: Any) -> Any:
-            call = shadowed[name] or getattr(type(this), name)
-            if shadowed[name] is not None and not isinstance(call, types.MethodType):
-                return call(*args, **kwargs)  # torchmetrics' own, which a copy gets anew
-            return getattr(call, "__func__", call)(this, *args, **kwargs)
-
-        def update(this: Any, *args: Any, **kwargs: Any) -> Any:
-            return None if self._foreign else own(this, "update", args, kwargs)
-
-        def forward(this: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._nothing(this) if self._foreign else own(this, "forward", args, kwargs)
-
-        def compute(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._foreign:
-                return self._nothing(this)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-                return own(this, "compute", args, kwargs)
-
-        # Bound methods of the methods' own names: a copy gets its own, an unpickled metric the class's.
-        metric.__dict__.update({each.__name__: types.MethodType(each, metric) for each in (update, forward, compute)})
-
-        def undo() -> None:
-            for name, before in shadowed.items():
-                del metric.__dict__[name]
-                if before is not None:
-                    metric.__dict__[name] = before
-
-        return undo
-
-    def _nothing(self, metric: Metric | MetricCollection) -> Any:
-        """Stands for what a metric gives in another stage's code."""
-        if isinstance(metric, MetricCollection):
-            return {name: self._nothing(each) for name, each in metric.items(keep_base=False, copy_state=False)}
-        return hole_of((), torch.float32, metric.device, f"the value of a {type(metric).__name__}, which another stage's code computes")
-
-    def _forward(self, metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``Metric._forward_full_state_update`` (torchmetrics 1.x), but that the batch's state goes on with the earlier parts'."""
-        key = self._stage, id(metric), self._calls[id(metric)]
-        self._calls[id(metric)] += 1
-        metric.update(*args, **kwargs)
-        count, states, on_cpu = metric._update_count, metric._copy_state_dict(), metric.compute_on_cpu
-        metric._to_sync, metric._should_unsync, metric.compute_on_cpu = metric.dist_sync_on_step, False, False
-        metric._enable_grad = True
-        metric.reset()
-        if key in self._states:
-            earlier, metric._update_count = self._states[key]
-            for name, state in earlier.items():
-                setattr(metric, name, state)
-        metric.update(*args, **kwargs)
-        self._states[key] = torch.utils._pytree.tree_map_only(Tensor, torch.detach, metric._copy_state_dict()), metric._update_count
-        value = metric.compute()
-        for name, state in states.items():
-            setattr(metric, name, state)
-        metric._update_count, metric._is_synced, metric._should_unsync = count, False, True
-        metric._to_sync, metric._computed, metric._enable_grad = metric.sync_on_compute, None, False
-        metric.compute_on_cpu = on_cpu
-        if on_cpu:
-            metric._move_list_states_to_cpu()
-        return value
+def _uncounted(metric: Metric, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """What a metric's ``update`` does on a rank whose row belongs to another rank: at most a graph, for the value of a training step."""
+    if metric._enable_grad and metric._to_sync and torch.is_grad_enabled():
+        count = metric._update_count
+        update(*args, **kwargs)
+        metric._update_count = count

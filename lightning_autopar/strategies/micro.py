@@ -13,19 +13,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_autopar._lightning_compat import combined_mode, is_overridden
 from lightning_autopar.plans import Plan
 from lightning_autopar.state import rng
 from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.share import BatchShare, count_rows, take_rows
+from lightning_autopar.state.rows import count_rows, take_rows
+from lightning_autopar.state.share import BatchShare
 from lightning_autopar.strategies.draws import GlobalDraws
 from lightning_autopar.strategies.logged import GlobalLogging
 from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from torch.nn import Parameter
 
 #: Runs the user's step, or a backward pass.
@@ -44,7 +46,7 @@ class MicroBatches:
         logging: brings together what the parts log.
         draws: makes their random draws those of the whole batch; None where the step draws nothing.
         before_last: makes a context around forward and backward of a part that isn't the last one.
-        note: called when a part's backward begins, and when it is over.
+        note: called when the forward of the last part is over.
     """
 
     def __init__(
@@ -68,10 +70,10 @@ class MicroBatches:
         #: The part that runs, or ran last, of the batch that is worked on.
         self.part: BatchShare | None = None
 
-    def share(self, batch: Any) -> BatchShare:
-        """A whole batch, as the user's step gets it, as the share of the only rank."""
+    def share(self, batch: Any, samples: int | None) -> BatchShare:
+        """A whole batch, as the user's step gets it, as the share of the only rank; ``samples`` as for :func:`whole_share`."""
         try:
-            return whole_share(batch, several=several_loaders(self._trainer))
+            return whole_share(batch, samples, several=several_loaders(self._trainer))
         except ValueError as error:
             raise uncut(self._plan, error) from error
 
@@ -103,7 +105,7 @@ class MicroBatches:
                 if draws is not None:
                     draws.begin(place)
             try:
-                rows = args[0] if number == 1 else take_part(args[0], index, number, several=several_loaders(self._trainer))
+                rows = args[0] if number == 1 else take_part(args[0], index, number, share.fed, several=several_loaders(self._trainer))
             except ValueError as error:
                 raise uncut(self._plan, error) from error
             with nullcontext() if last else self._before_last():
@@ -124,10 +126,8 @@ class MicroBatches:
                 if not last:
                     extras.append(detached(output) if isinstance(output, Mapping) else {})
                     if loss is not None and goes_back:
-                        self._note("backward")
                         with self._silent():
                             backward(loss * (self.part.weight / self._trainer.accumulate_grad_batches))
-                        self._note("gradients")
                     del output, loss  # and with them the part's graph
         if number == 1 or losses[0] is None:
             return output
@@ -266,10 +266,8 @@ class PartGradients:
     def _overridden(self, *hooks: str) -> bool:
         module: LightningModule = self._trainer.lightning_module
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        return any(
-            is_overridden(hook, module) or any(hasattr(callback, hook) and is_overridden(hook, callback) for callback in callbacks)
-            for hook in hooks
-        )
+        users = [callback for callback in callbacks if any(hasattr(Callback, hook) and is_overridden(hook, callback) for hook in hooks)]
+        return bool(users) or any(is_overridden(hook, module) for hook in hooks)
 
 
 class _Whole(torch.autograd.Function):
@@ -292,32 +290,45 @@ def several_loaders(trainer: Trainer) -> bool:
     return combined is not None and len(combined.flattened) > 1 and combined_mode(combined) != "sequential"
 
 
-def whole_share(batch: Any, *, several: bool = False) -> BatchShare:
+def whole_share(batch: Any, samples: int | None = None, *, several: bool = False) -> BatchShare:
     """A whole batch as the share of the only rank.
 
     Args:
         batch: as the user's step gets it.
+        samples: of how many its loader made it, where that is known.
         several: whether it holds the batches of several loaders.
 
     Raises:
         ValueError: if it has no samples to count.
     """
-    rows = count_rows(next(iter(_children(batch)), batch) if several else batch)
+    first = next(iter(_children(batch)), batch) if several else batch
+    rows = _count(first, None if several else samples)
     return BatchShare(rows=rows, of=rows, rank=0, world_size=1)
+
+
+def _count(batch: Any, samples: int | None) -> int:
+    try:
+        rows = count_rows(batch)
+    except ValueError:
+        if samples is None:
+            raise
+        rows = None
+    return rows if rows is not None and samples in (None, rows) else take_rows(batch, 0, Dealing.even(2), samples=samples)[0]
 
 
 def uncut(plan: Plan, error: ValueError) -> ValueError:
     """What to say where a batch can't be cut into parts."""
-    return ValueError(f"{plan.title()!r} works a batch off in parts, but {error}; or take a plan with micro_batches=1")
+    return ValueError(f"{plan.title()!r} works a batch off in parts, but {error}; take a plan with micro_batches=1")
 
 
-def take_part(batch: Any, index: int, number: int, *, several: bool = False) -> Any:
+def take_part(batch: Any, index: int, number: int, samples: int | None = None, *, several: bool = False) -> Any:
     """A part of a rank's batch: every ``number``-th sample from the ``index``-th on, the first one where there is none.
 
     Args:
         batch: as the user's step gets it.
         index: which part.
         number: how many parts there are.
+        samples: how many samples it has, where that is known.
         several: whether it holds the batches of several loaders; then the part has a part of each.
 
     Raises:
@@ -325,7 +336,7 @@ def take_part(batch: Any, index: int, number: int, *, several: bool = False) -> 
     """
     dealing = Dealing.even(number)
     if not several:
-        return take_rows(batch, index, dealing)[1]
+        return take_rows(batch, index, dealing, samples=samples)[1]
     counts = {count_rows(child) for child in _children(batch) if child is not None}
     if len(counts) > 1 and any(count % number for count in counts):
         raise ValueError(
@@ -337,15 +348,16 @@ def take_part(batch: Any, index: int, number: int, *, several: bool = False) -> 
     return parts if isinstance(batch, list) else tuple(parts)
 
 
-def why_whole(batch: Any, *, several: bool = False) -> str | None:
+def why_whole(batch: Any, samples: int | None = None, *, several: bool = False) -> str | None:
     """Why a batch can't be worked off in parts; None where it can.
 
     Args:
         batch: the first batch, as the user's step gets it.
+        samples: of how many its loader made it, where that is known.
         several: as for :func:`take_part`.
     """
     try:
-        take_part(batch, 0, 2, several=several)
+        take_part(batch, 0, 2, samples, several=several)
     except ValueError as error:
         return f"parts are cut out of the collated batch: {error}"
     return None
@@ -353,9 +365,9 @@ def why_whole(batch: Any, *, several: bool = False) -> str | None:
 
 def _mean(losses: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
     """Weighted by samples; where there are none, each counts as much."""
-    shares = torch.tensor(weights if any(weights) else [1] * len(weights), dtype=torch.float64, device=losses[0].device)
-    stacked = torch.stack([loss.reshape(()).double() for loss in losses])
-    return (torch.where(shares > 0, stacked * shares, 0.0).sum() / shares.sum()).to(losses[0].dtype)
+    counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight] or [(loss, 1) for loss in losses]
+    total = sum(weight for _, weight in counted)
+    return torch.stack([loss.reshape(()).double() * (weight / total) for loss, weight in counted]).sum().to(losses[0].dtype)
 
 
 def joined(extras: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, Any]:

@@ -123,12 +123,12 @@ class Survey:
         parts: dict[Part, Any] = {}
         differing, changes.gone = self.differing(names, under=under)
         for (number, part), (value, now) in differing.items():
-            if _size_bytes(value) <= LIMIT_BYTES and self._travels(payload := self.payload(number, value), names):
+            if _size_bytes(value) <= LIMIT_BYTES and self.travels(payload := self.payload(number, value), names):
                 parts[number, part] = payload
                 changes.parts[number, part] = now
             elif not dispensable(self._targets[number], part):
                 changes.kept[number, part] = self.name(number, part)
-        sent = {key: value for key, value in extra.items() if self._travels(value, names)}
+        sent = {key: value for key, value in extra.items() if self.travels(value, names)}
         changes.unsent = [key for key in extra if key not in sent]
         sink = Sink(limit_bytes=None)
         Pickler(sink, self, names).dump((parts, sent))  # together, so that what two parts share stays one object
@@ -284,16 +284,17 @@ class Survey:
             if is_array(value):
                 return value.dtype.str, value.shape, fingerprint(value)
         sink = Sink(limit_bytes=0)
-        few = value is not self._targets[number] or not hasattr(value, "__len__") or len(value) <= _MOST_ITEMS
+        few = value is not self._targets[number] or _length(value) <= _MOST_ITEMS
         path = f"{self._paths[number]}.{part}" if part else f"{self._paths[number]}[…]"
         pickler = Pickler(sink, self, names or {}, path=path if discover and few else None, hashing=True)
         try:
             pickler.dump(self.payload(number, value))
         except Exception as error:  # whatever comes out of a stranger's __reduce__: up to there it can be compared
-            return sink.digest(), type(error).__name__, id(value), len(value) if hasattr(value, "__len__") else 0
+            return sink.digest(), type(error).__name__, id(value), _length(value)
         return sink.digest()
 
-    def _travels(self, payload: Any, names: Mapping[int, Any]) -> bool:
+    def travels(self, payload: Any, names: Mapping[int, Any]) -> bool:
+        """Whether something has a pickle that may travel; names as in :meth:`changes`."""
         try:
             Pickler(Sink(limit_bytes=LIMIT_BYTES), self, names).dump(payload)
         except Exception:  # as above: any exception means that it has no pickle
@@ -323,6 +324,14 @@ def _is_of_atom(digest: Any) -> bool:
 def _is_partial(digest: Any) -> bool:
     """Whether a digest is of a part's beginning only."""
     return type(digest) is tuple and len(digest) == 4 and digest[1] == TooLarge.__name__
+
+
+def _length(value: Any) -> int:
+    """How many items an object has; 0 where it can't tell: a class has ``__len__`` for its instances, a stranger's may raise anything."""
+    try:
+        return len(value)
+    except Exception:
+        return 0
 
 
 def _size_bytes(value: Any) -> int:

@@ -99,7 +99,10 @@ class Pickler(pickle.Pickler):
         if self._hashing and type(target) in (Tensor, nn.Parameter) and target.layout == torch.strided and not target.is_meta:
             kind = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
             return fingerprint, (kind, fingerprint(target.detach()))  # never called
-        if isinstance(target, Tensor) and target.device.type not in ("cpu", "meta"):
+        # The way that a result came by, and what waits on it for backward, is nothing elsewhere.
+        if isinstance(target, Tensor) and (
+            target.device.type not in ("cpu", "meta") or (target.grad_fn is not None and not target.is_meta)
+        ):
             return target.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if type(target) is types.FunctionType and not importable(target) and _globals(_home(target)) is target.__globals__:
             return _function, _parts_of_function(target), target.__dict__ or None

@@ -23,6 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
 from lightning_autopar.state.share import BatchShare
 from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.strategies.device_draws import drawn_on
 from lightning_autopar.strategies.draws import GlobalDraws
 from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.group import join_group
@@ -51,6 +52,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
     assignment: Assignment
     _staged: StagedStep
     _share: BatchShare | None
+    _samples: int | None
 
     def __init__(self, devices: list[torch.device]) -> None:
         super().__init__(parallel_devices=devices)
@@ -96,8 +98,8 @@ class _StagedStrategy(StagedState, ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where ``configure_model`` builds the module: in host memory, as stages are taken before anything is on the device."""
-        with torch.device("cpu"), self.build_context(), self.precision_plugin.tensor_init_context():
+        """Where ``configure_model`` builds the module: in host memory, by the device's draws, as stages are taken before it moves."""
+        with torch.device("cpu"), self.build_context(), drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
             yield
 
     def model_to_device(self) -> None:
@@ -122,6 +124,15 @@ class _StagedStrategy(StagedState, ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Over all ranks."""
         return reduce_over_ranks(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    def teardown(self) -> None:
+        """Leave module and optimizers where they are. Lightning would move them to the CPU, where NCCL can't gather what is sharded."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     # -- steps -------------------------------------------------------------------------------------------------------------------------
 
@@ -148,7 +159,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         trainer = self.lightning_module.trainer
         several = trainer.training and several_loaders(trainer)
         try:
-            return whole_share(batch, several=several)
+            return whole_share(batch, self._samples, several=several)
         except ValueError as error:
             if trainer.training and self.assignment.plan.micro_batches > 1:
                 raise uncut(self.assignment.plan, error) from error
@@ -353,15 +364,12 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
             self._part_gradients.take_up()
             self.gradients_there()
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def pre_backward(self, closure_loss: Tensor) -> None:
         """The backward passes are over: bring their gradients to light, where hooks look for them."""
         assert self._part_gradients is not None
         if not self._part_gradients.watched:
             self._take_up()
-        self.meter.note(self, "backward")
-        loss = ParallelStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
-        self.meter.note(self, "gradients")
-        return loss
+        super().pre_backward(closure_loss)
 
 
 class _Ready(torch.autograd.Function):

@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_autopar._lightning_compat import transfer_batch
-from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.memory.batch import FirstBatch, copied
 from lightning_autopar.memory.rehearsal import Rehearsal
 from lightning_autopar.planning.candidates import SplitFinding
 from lightning_autopar.state import rng
@@ -28,11 +28,13 @@ from lightning_autopar.state.share import BatchShare, share_of
 from lightning_autopar.strategies.batch_parts import BatchParts
 from lightning_autopar.strategies.draws import DrawPlan, Rows
 from lightning_autopar.strategies.logrules import Comparison, Logged, compare_logs, recorded_logs
+from lightning_autopar.strategies.losses import difference_of, groups_first_of, recorded_backward
+from lightning_autopar.strategies.metric_trial import MetricTrial
 from lightning_autopar.strategies.observe import Observation, everything, observe, shares_of
-from lightning_autopar.strategies.undone import Deeds, drifting, undone, uneven
+from lightning_autopar.strategies.undone import Deeds, drifting, same_values, undone, uneven
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -41,6 +43,10 @@ _T = TypeVar("_T")
 _FLOPS = 3e11
 #: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
 _EQUAL = 1e-5
+#: The same after two steps, whose rounding adds up.
+_AFTER = 1e-4
+#: How often a step that puts samples in a random order is compared again.
+_ORDERS = 4
 
 
 def probe_split(
@@ -119,8 +125,11 @@ class _Probe:
         self.module = module
         self.batches = batches
         self.rehearsal = Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
-        self.grad = not module.automatic_optimization
+        self.metrics = MetricTrial(module)
+        self.part_reason: str | None = None
+        #: As the step finds them; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
+        self._prepared = False
         self.logs: list[dict[str, Logged]] = []
         self.moved: list[dict[str, Tensor]] = []
         self.deeds: list[Deeds] = []
@@ -165,6 +174,7 @@ class _Probe:
         self.module.eval()
 
         def step(batch: Any) -> list[Tensor]:
+            self.metrics.next_run()
             with torch.no_grad(), recorded_logs(self.module) as logged:
                 self.rehearsal._call(hook, transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
             self.logs.append(logged)
@@ -176,8 +186,7 @@ class _Probe:
     def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> Comparison:
         """What a step logs on the whole batch beside what it logs on ``size`` parts."""
         shares = shares_of(self.batches.count, size)
-        self.logs.clear()
-        observe(step, self.batches.part, shares)
+        self._observed(step, shares)
         return compare_logs(hook, self.logs[0], self.logs[1:], [share.rows for share in shares])
 
     def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: Comparison) -> Comparison:
@@ -197,7 +206,6 @@ class _Probe:
         for optimizer in self.rehearsal.optimizers:
             optimizer.step = _call_closure  # type: ignore[method-assign]
         norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-        self._allow_grad()
         if norms:
             for norm in norms:
                 norm.momentum = 1.0
@@ -206,43 +214,55 @@ class _Probe:
             self.losses(self.batches.part(everything(self.batches.count)))
             for norm in norms:
                 norm.eval()
-        self.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-    def _allow_grad(self) -> None:
-        """Find out whether the step differentiates by itself (a gradient penalty, forces)."""
-        try:
-            self.losses(self.batches.part(everything(self.batches.count)))
-        except RuntimeError as error:
-            if self.grad or "grad" not in str(error):
-                raise
-            self.grad = True
+        self.buffers, self._prepared = {name: buffer.clone() for name, buffer in module.named_buffers()}, True
 
     def losses(self, batch: Any) -> list[Tensor]:
         """The losses of one step: of each backward pass under manual optimization, else what the step returns."""
-        recorded: list[Tensor] = []
+        return self._steps([batch])
+
+    def _steps(self, batches: Sequence[Any], *, random: rng.RngState | None = None) -> list[Tensor]:
+        """The same for several steps, each of which finds what the one before has left.
+
+        Args:
+            batches: of each step.
+            random: the random state that each begins in, if it is to be the same for all.
+        """
+        losses: list[Tensor] = []
         moved: dict[str, Tensor] = {}
+        self.metrics.next_run()
         with undone(self.module) as deeds:
-            with torch.set_grad_enabled(self.grad), _recorded_backward(recorded), recorded_logs(self.module) as logged:
-                # The engines count what the transfer hooks draw (augmentation on the device) as the step's, too.
-                output = self.rehearsal._call("training_step", transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
-            for name, buffer in self.module.named_buffers():
-                if name in self.buffers:
-                    if not torch.equal(buffer, self.buffers[name]):
-                        moved[name] = buffer.detach().double()
-                    buffer.data.copy_(self.buffers[name])
+            for index, given in enumerate(batches):
+                recorded: list[Tensor] = []
+                if random is not None:
+                    rng.restore(random, {})
+                # With gradients, as in the run: a step may keep what it computes only where there are any.
+                with torch.enable_grad(), recorded_backward(recorded, list(self.module.parameters())):
+                    # The engines count what is drawn from the transfer hooks on (augmentation on the device) as the step's, too.
+                    given = transfer_batch(self.module, given) if self.batches.raw else given
+                    self.rehearsal._hook("on_train_batch_start", given, index)
+                    with recorded_logs(self.module) as logged:
+                        output = self.rehearsal._call("training_step", given, index)
+                self.module.zero_grad()
+                if self.module.automatic_optimization:
+                    loss = output.get("loss") if isinstance(output, Mapping) else output
+                    recorded = [] if loss is None else [loss]
+                losses += [loss.detach().double().mean() for loss in recorded]
+                output = loss = recorded = None  # type: ignore[assignment]  # and with them the step's graph
+            for name, buffer in self.module.named_buffers() if self._prepared else ():
+                before = self.buffers.get(name)
+                if before is None or buffer.shape != before.shape or not same_values(buffer, before):
+                    moved[name] = buffer.detach().double()
+        for name, buffer in self.module.named_buffers():
+            if name in self.buffers:
+                buffer.data = self.buffers[name].clone()
         self.logs.append(logged)
         self.deeds.append(deeds)
         self.moved.append(moved)
-        self.module.zero_grad()
-        if self.module.automatic_optimization:
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            recorded = [] if loss is None else [loss]
-        return [loss.detach().double().mean() for loss in recorded]
+        return losses
 
     def _split(self, size: int) -> tuple[SplitFinding, DrawPlan]:
         """Compare the whole batch with ``size`` parts of it."""
         reason: str | None
-        subject = "loss"
         try:
             difference, observed = self._compare(size)
             again = any(
@@ -252,21 +272,28 @@ class _Probe:
                 other, reordered = self._compare(size, groups_first=True)
                 if other < difference:
                     difference, observed = other, reordered
+            # A few samples' order may come out alike by chance.
+            for _ in range(_ORDERS if any(draw.op == "randperm" for draw in observed.draws.draws or ()) else 0):
+                if difference <= _EQUAL:
+                    difference, observed = self._compare(size, groups_first=groups_first_of(observed))
         except Exception as error:
             _LOG.debug("the step fails on a part of the first batch", exc_info=True)
             reason = f"the step fails on a part of a batch, though not on the whole ({_words(error)})"
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
         if self.written is not None:
             return SplitFinding(splittable=False, reason=f"the step writes to its own parameters: {self.written[1]}"), DrawPlan()
+        if self.drifting is not None:
+            return SplitFinding(splittable=False, reason=f"the step writes to its own buffers: {self.drifting[1]}"), DrawPlan()
+        if difference <= _EQUAL and not observed.draws.seeded:
+            reason = self._kept(size, observed)
+            if reason is not None:
+                return SplitFinding(splittable=False, reason=reason), DrawPlan()
         if _EQUAL < difference < math.inf:  # which may still be rounding, where large terms cancel
             difference = min(difference, self._compare_in_double(size, observed))
         draws = observed.draws
         uneven = self.batches.uneven(shares_of(self.batches.count, size))
         if difference <= _EQUAL:
             difference, reason = 0.0, None
-            if self.drifting is not None:
-                difference, reason = self.drifting
-                subject = "state"
         elif math.isnan(difference):
             reason = "a loss isn't finite"
         elif len({len(losses) for losses in (observed.whole, *observed.parts)}) > 1:
@@ -279,25 +306,83 @@ class _Probe:
             reason = "the shapes of its random draws depend on the data"
         else:
             reason = "it is no mean over the samples"
-        return SplitFinding(difference=difference, reason=reason, subject=subject), replace(draws, seeded=draws.seeded or uneven)
+        return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason), replace(
+            draws, seeded=draws.seeded or uneven
+        )
 
     def _compare(self, size: int, *, groups_first: bool = False) -> tuple[float, Observation]:
         shares = shares_of(self.batches.count, size)
-        self.logs.clear()
-        self.moved.clear()
-        self.deeds.clear()
-        observed = observe(self.losses, self.batches.part, shares, groups_first=groups_first)
+        observed = self._observed(self.losses, shares, groups_first=groups_first)
         if not self.batches.double:
             self.logged = compare_logs("training_step", self.logs[0], self.logs[1:], [share.rows for share in shares])
             self.drifting = drifting(self.moved)
-            self.counted = tuple(sorted(self.moved[0]))
+            same_shape = (name for name, value in self.moved[0].items() if name in self.buffers and value.shape == self.buffers[name].shape)
+            self.counted = tuple(sorted(same_shape))
             self.written = drifting([deeds.written for deeds in self.deeds])
             self.uneven_calls = uneven([deeds.calls for deeds in self.deeds])
-        return _difference(observed, shares), observed
+        return difference_of(observed, shares), observed
+
+    def _kept(self, size: int, one: Observation) -> str | None:
+        """Why ranks would part by what a step leaves to the next one, though ``one`` step by itself gives the whole batch's loss."""
+        ignored = {*vars(LightningModule()), "trainer"}
+        kept = [name for name in dict.fromkeys(name for deeds in self.deeds for name in deeds.kept) if name not in ignored]
+        if not kept:
+            return None
+        shares = shares_of(self.batches.count, size)
+        try:
+            two = self._observed(lambda batch: self._steps([copied(batch), batch]), shares, groups_first=groups_first_of(one))
+            difference = difference_of(two, shares)
+        except Exception as error:  # the first step ran
+            _LOG.debug("a second step fails", exc_info=True)
+            return f"a second step fails on a part of the batch, after a first one on it ({_words(error)})"
+        names = ", ".join(repr(name) for name in kept if not name.rpartition(".")[2].startswith("_")) or repr(kept[0])
+        if difference <= _AFTER:
+            if self.module.automatic_optimization and self._left_to_parts(shares):
+                self.part_reason = (
+                    f"a step leaves {names} to the next one, which parts of a batch that run one after the other would do, too"
+                )
+            return None
+        return (
+            f"by what the step keeps of a batch ({names}) the next one's loss differs by {difference:.2g} of it when split, as each rank "
+            "would keep its own part"
+        )
+
+    def _left_to_parts(self, shares: Sequence[BatchShare]) -> bool:
+        """Whether a part's loss is another one after another part."""
+        one, other = (self.batches.part(share) for share in shares[:2])
+        random = rng.capture({})
+        alone = self._steps([other], random=random)
+        try:
+            both = self._steps([one, self.batches.part(shares[1])], random=random)
+        except Exception:  # it ran alone
+            _LOG.debug("a part's step fails after another's", exc_info=True)
+            return True
+        return any(not abs(after - before) <= _AFTER * abs(before) for after, before in zip(both[-len(alone) :], alone, strict=True))
+
+    def _observed(self, step: Callable[[Any], list[Tensor]], shares: Sequence[BatchShare], *, groups_first: bool = False) -> Observation:
+        """The step on the whole batch and on its parts, whose metrics exchange their states as those of ranks do."""
+        state = rng.capture({})
+
+        def observed(*, merge: bool) -> Observation:
+            for noted in (self.logs, self.moved, self.deeds):
+                noted.clear()
+            with self.metrics.runs(merge=merge):
+                return observe(step, self.batches.part, shares, groups_first=groups_first)
+
+        apart = observed(merge=False)
+        if not self.metrics.exchanged:
+            return apart
+        rng.restore(state, {})
+        if self.metrics.trained and not difference_of(apart, shares) <= _EQUAL:
+            names = ", ".join(self.metrics.trained)
+            self.part_reason = (
+                f"the loss goes by {names}, which is no mean over the samples, and a part of a batch would be trained on its own"
+            )
+        return observed(merge=True)
 
     def _compare_in_double(self, size: int, observed: Observation) -> float:
         """The difference without single precision's rounding; infinite where the step insists on single precision."""
-        groups_first = any(isinstance(draw.choice, Rows) and draw.choice.groups_first for draw in observed.draws.draws or ())
+        groups_first = groups_first_of(observed)
         before, types = self.buffers, {name: tensor.dtype for name, tensor in _tensors(self.module)}
         try:
             self.module.double()
@@ -312,22 +397,6 @@ class _Probe:
                 tensor.data = tensor.data.to(types[name])
 
 
-def _difference(observed: Observation, shares: Sequence[BatchShare]) -> float:
-    """The largest relative difference between a loss of the whole batch and the parts' mean."""
-    if any(len(losses) != len(observed.whole) for losses in observed.parts):
-        return math.inf
-    largest = 0.0
-    for whole, *parts in zip(observed.whole, *observed.parts, strict=True):
-        mean = sum(float(part) * share.rows / share.of for part, share in zip(parts, shares, strict=True))
-        size = sum(abs(float(part)) * share.rows / share.of for part, share in zip(parts, shares, strict=True))
-        difference = abs(mean - float(whole))
-        relative = difference / max(abs(float(whole)), size) if difference else 0.0
-        if not math.isfinite(relative):
-            return math.nan
-        largest = max(largest, relative)
-    return largest
-
-
 def _tensors(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
@@ -335,22 +404,6 @@ def _tensors(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 def _call_closure(closure: Callable[[], Any] | None = None) -> Any:
     """An optimizer's step that changes nothing."""
     return None if closure is None else closure()
-
-
-@contextmanager
-def _recorded_backward(losses: list[Tensor]) -> Iterator[None]:
-    """Note what ``backward`` is called on, under manual optimization; Lightning and ``Tensor.backward`` both end there."""
-    original = torch.autograd.backward
-
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        losses.extend([tensors] if isinstance(tensors, Tensor) else tensors)
-        return original(tensors, *args, **kwargs)
-
-    torch.autograd.backward = backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = original
 
 
 def _words(error: BaseException) -> str:

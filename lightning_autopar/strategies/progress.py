@@ -178,7 +178,7 @@ def batches_left(trainer: Trainer) -> int | None:
     if trainer.max_steps >= 0:
         left.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        more = trainer.max_epochs - trainer.current_epoch - 1
+        more = max(0, trainer.max_epochs - trainer.current_epoch - 1)
         left.append(an_epoch - done + (more * an_epoch if more else 0))  # of a stream an_epoch is infinite
     least = min(left, default=float("inf"))
     return None if least == float("inf") else max(0, int(least))

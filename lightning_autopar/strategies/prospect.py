@@ -67,6 +67,7 @@ class Prospect:
                 batch=self._batch,
                 draws=findings.draws,
                 data_draws=findings.data_draws,
+                loadings=findings.loadings,
                 log_rules=findings.split.log_rules if findings.split is not None else {},
                 from_snapshot=self._from_snapshot,
                 weights_only=self._weights_only,

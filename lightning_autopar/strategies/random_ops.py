@@ -15,7 +15,9 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from lightning_autopar.state.share import index_of
 from lightning_autopar.strategies.draws import Choice, GlobalDraws, Rows, put, take, whole_like
+from lightning_autopar.strategies.own_rows import drop_own, fill_own
 
 _Call: TypeAlias = Callable[..., Any]
 _Generator: TypeAlias = torch.Generator | None
@@ -62,7 +64,7 @@ def _fill(op: str, draws: GlobalDraws, call: _Call, out: Tensor, *args: Any, gen
     if draws.seeded or choice == "own":
         with draws.aside(out.device, generator, own=choice is not None):
             call(out, *args, generator=generator)
-    elif isinstance(choice, Rows) and share.of > max(share.rows, 1):
+    elif isinstance(choice, Rows) and share.of > max(share.rows, 1) and not fill_own(op, call, out, args, generator, choice, share):
         # With MKL the CPU's kernel draws into integers of 32 bits whatever it fills (DistributionKernels.cpp): no need to hold both.
         integers = op == "bernoulli_" and out.device.type == "cpu" and not any(isinstance(arg, Tensor) for arg in args)
         whole = whole_like(out, choice, share, torch.int32 if integers else None)
@@ -70,7 +72,7 @@ def _fill(op: str, draws: GlobalDraws, call: _Call, out: Tensor, *args: Any, gen
         spread = [_spread(arg.expand(out.shape), whole, draws, choice) if isinstance(arg, Tensor) else arg for arg in args]
         call(whole, *spread, generator=generator)
         take(whole, out, choice, share)
-    else:
+    elif not isinstance(choice, Rows) or share.of == max(share.rows, 1):
         call(out, *args, generator=generator)
     return out
 
@@ -170,10 +172,12 @@ def _randperm(draws: GlobalDraws, call: _Call, n: int, *, generator: _Generator 
         each = n // max(share.rows, 1)
         whole = torch.empty(share.of * each, dtype=out.dtype, device=out.device)
         call(share.of * each, generator=generator, out=whole)
-        own = torch.tensor(share.indices, device=out.device)
+        own = index_of(tuple(share.indices), out.device)
         place = torch.full((share.of,), -1, dtype=out.dtype, device=out.device)
-        place[own] = torch.arange(len(own), dtype=out.dtype, device=out.device)
-        mine = whole[place[whole // each] >= 0]
+        place.index_copy_(0, own, torch.arange(len(own), dtype=out.dtype, device=out.device))
+        # How many are mine is known: a mask would have the host wait for their number.
+        others_last = (place[whole // each] < 0).to(torch.uint8).argsort(stable=True)
+        mine = whole[others_last[: len(own) * each]]
         _into(out, place[mine // each] * each + mine % each)
     else:
         call(n, generator=generator, out=out)
@@ -194,7 +198,8 @@ def _native_dropout(draws: GlobalDraws, call: _Call, input: Tensor, p: float, tr
         if not isinstance(choice, Rows) or share.of == max(share.rows, 1):
             return cast(Sequence[Tensor], call(input, p, train))
         mask = torch.empty_like(input, dtype=torch.bool)
-        take(call(whole_like(input, choice, share), p, train)[1], mask, choice, share)
+        if not drop_own(call, input, p, mask, choice, share):
+            take(call(whole_like(input, choice, share), p, train)[1], mask, choice, share)
         return torch.ops.aten.native_dropout_backward(input, mask, 1 / (1 - p)), mask
 
 
@@ -217,7 +222,8 @@ def _rejecting(op: str, draws: GlobalDraws, call: _Call, tensor: Tensor, *args: 
 def _fused(op: str, draws: GlobalDraws, call: _Call, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Fused attention draws its mask inside: each rank draws its own, from a seed."""
     names = [argument.name for argument in getattr(torch.ops.aten, op).default._schema.arguments]
-    if not {**dict(zip(names[1:], args, strict=False)), **kwargs}.get("dropout_p"):
+    assert draws.share is not None
+    if draws.share.whole or not {**dict(zip(names[1:], args, strict=False)), **kwargs}.get("dropout_p"):
         return call(query, *args, **kwargs)
     draws.unreproducible.add(op)
     with draws.aside(query.device, None, own=True):
@@ -228,6 +234,9 @@ _FILLS = ("bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geome
 _OVERLOADS = {"bernoulli_": (".float", ".Tensor"), "random_": ("", ".from", ".to")}
 _REJECTING = ("_standard_gamma", "_sample_dirichlet", "poisson", "binomial", "rrelu_with_noise", "rrelu_with_noise_")
 _FUSED = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
+
+#: Recurrent layers' dropout, which no kernel here takes the place of.
+_RECURRENT = ("_cudnn_rnn", "miopen_rnn")
 
 _ANYWHERE: dict[str, Callable[..., Any]] = {
     **{op + overload: partial(_fill, op) for op in _FILLS for overload in _OVERLOADS.get(op, ("",))},
@@ -240,3 +249,8 @@ _ANYWHERE: dict[str, Callable[..., Any]] = {
     **{op: partial(_rejecting, op) for op in _REJECTING},
 }
 _ON_CUDA: dict[str, Callable[..., Any]] = {"native_dropout": _native_dropout, **{op: partial(_fused, op) for op in _FUSED}}
+
+
+def draws_apart(name: str) -> bool:
+    """Whether an operator (``aten.poisson``) draws what no rank can make as one device would, so that each draws its own."""
+    return name.removeprefix("aten.") in {*_REJECTING, *_FUSED, *_RECURRENT}

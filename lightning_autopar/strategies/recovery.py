@@ -1,4 +1,4 @@
-"""What an elastic run goes on from after a failure: the plan, the memory promised for it, and where that is said.
+"""What an elastic run goes on with after a failure: the plan, and the memory promised for it.
 
 Decides about one failure; how many there may be the agent knows.
 """
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_autopar.memory.inventory import Inventory
     from lightning_autopar.strategies.decision import Decision
     from lightning_autopar.strategies.leasing import Promises
-    from lightning_autopar.strategies.shelf import Snapshot
 
 
 def with_more(decision: Decision, promises: Promises) -> Decision | None:
@@ -42,19 +41,3 @@ def is_still_there(decision: Decision, inventory: Inventory) -> bool:
     there = {device.id: device.free_bytes for device in usable(inventory).devices}
     needed = decision.assignment.reserved_bytes
     return all(device in there and needed.get(device, 0) <= there[device] for device in decision.assignment.plan.devices)
-
-
-def whence(snapshot: Snapshot | None, why_not_saved: str | None, *, of_survivor: bool) -> str:
-    """Where a run goes on from, in words.
-
-    Args:
-        snapshot: the latest; None where there is none.
-        why_not_saved: why no worker that was left could save the state; None where one could, or none was asked.
-        of_survivor: whether such a worker made the snapshot.
-    """
-    where = "from the beginning" if snapshot is None else f"from the snapshot of step {snapshot.step}"
-    if why_not_saved is not None:
-        return f"{where} (no worker that was left could save it: {why_not_saved})"
-    if snapshot is not None and of_survivor:
-        return f"from step {snapshot.step}, where a worker that was left saved it"
-    return where

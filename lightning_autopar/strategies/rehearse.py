@@ -15,23 +15,27 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.memory.batch import FirstBatch
-from lightning_autopar.memory.fake import fake_copy
+from lightning_autopar.memory.batch import copied as copied_batch
+from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.rehearsal import Rehearsal
-from lightning_autopar.state import rng
+from lightning_autopar.memory.replaced import replaced
 from lightning_autopar.state.checkpoint import whole_state_dict
+from lightning_autopar.state.pretrained import check_values
+from lightning_autopar.strategies.check import PASSED, Check, failed, not_made
+from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -46,7 +50,7 @@ _FLOPS = 4e10
 _PARAMETER_BYTES = 64 << 20
 _TIMEOUT_SECONDS = 60.0
 #: The same arithmetic on the same numbers; what is lost or stale is off by as much as a step changes.
-_EQUAL = 1e-4
+_EQUAL = 1e-5
 #: How far off parameters begin to see what rounding does to them, in units of their last place; and how much further an engine's rounding,
 #: at every operation, may take them.
 _NUDGES, _SWINGS = 4, 4.0
@@ -59,6 +63,14 @@ class Run:
     losses: tuple[float, ...]
     weights: dict[str, Tensor]
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swings:
+    """By how much rounding alone moves what some steps give."""
+
+    losses: tuple[float, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 #: Makes the batch anew, since a step may change what it gets.
@@ -76,6 +88,8 @@ class Engine:
         where: what goes before a finding: ``"on sharded parameters"``.
         lost: what a difference means, in a few words.
         sentence: a failure's cause in a user's words; gets what the child failed with.
+        traced: why it can't run the step, by what the traced step does with parameters; None where it can. It is asked about what is too
+            large to be tried.
         world_size: how many ranks, 1 or 2.
     """
 
@@ -83,11 +97,19 @@ class Engine:
     where: str
     lost: str
     sentence: Callable[[str], str]
+    traced: Callable[[Conduct], str | None]
     world_size: int = 2
 
 
-def rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatch, engine: Engine, *, flops: int = 0) -> str | None:
-    """Why the engine can't run the module's training step, in one sentence; None if it can, or if that is too long to try.
+def rehearse(
+    module: LightningModule, trainer: Trainer | None, first: FirstBatch, engine: Engine, *, flops: int = 0, conduct: Conduct | None = None
+) -> Check:
+    """Whether the engine runs the module's training step as one process does.
+
+    A module or a step that is too large to be tried on a CPU is judged by what the traced step does with parameters: an engine differs
+    from one process in nothing else.
+
+    Meant for a process that hasn't run a backward pass: each part of the rehearsal is forked from it before it runs one itself.
 
     Args:
         module: the user's module, set up; it stays as it is.
@@ -95,20 +117,47 @@ def rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatch
         first: the first training batch.
         engine: what to try.
         flops: of a step on the whole batch.
+        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
     """
-    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     count = _samples(first, flops)
-    if size_bytes > _PARAMETER_BYTES or count == 0 or dist.is_initialized():  # a process that is in a group can't join another
-        return None
+    large = _too_large(module) or (None if count else f"a step of {flops:.1e} floating-point operations is too long to try on the CPU")
+    if large is not None:
+        return by_trace(conduct, engine.traced, large)
+    if dist.is_initialized():
+        return not_made("the process that would try it is in a process group already")
     for last in (False, True):
         try:
             return run_forked(_rehearse, module, trainer, first, count, engine, timeout_seconds=_TIMEOUT_SECONDS)
         except ChildFailed as error:
             _LOG.debug("the step can't be rehearsed %s", engine.where, exc_info=True)
+            if error.timed_out:
+                return not_made(f"it takes more than {_TIMEOUT_SECONDS:.0f} s on the CPU")
             # gloo's threads abort their process where a connection breaks off: once, that says nothing of the module.
             if last or not error.crashed:
-                return engine.sentence(error.reason)
+                return failed(engine.sentence(error.reason))
     raise AssertionError("the last failure is an answer")
+
+
+def by_trace(conduct: Conduct | None, refusal: Callable[[Conduct], str | None], large: str) -> Check:
+    """The check of what is too large to be tried.
+
+    Args:
+        conduct: as for :func:`rehearse`.
+        refusal: as an engine's ``traced``.
+        large: why it is too large, as the end of a sentence.
+    """
+    if conduct is None:
+        return not_made(f"{large}, and it couldn't be traced either")
+    reason = refusal(conduct)
+    return PASSED if reason is None else failed(reason)
+
+
+def _too_large(module: nn.Module) -> str | None:
+    """Why a module is too large to be rehearsed; None for any other."""
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    if size_bytes <= _PARAMETER_BYTES:
+        return None
+    return f"{format_bytes(size_bytes)} of parameters are more than the {format_bytes(_PARAMETER_BYTES)} that are tried"
 
 
 def _samples(first: FirstBatch, flops: int) -> int:
@@ -120,54 +169,54 @@ def _samples(first: FirstBatch, flops: int) -> int:
     return small if first.samples is not None and flops * steps * small / max(1, first.batch_size) <= _FLOPS else 0
 
 
-def _rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int, engine: Engine) -> str | None:
-    """Rank 0, and the judge: forks rank 1, then compares parts with whole parameters."""
-    state = rng.capture({})
-    plain = None
-    with suppress(Exception):  # what fails with whole parameters says nothing about parts
-        plain = _plain_steps(fake_copy(module, None, None), trainer, _batches(module, trainer, first, count))
-    if plain is None:
-        return None
-    rng.restore(state, {})
-    swings = _swings(plain, module, trainer, _batches(module, trainer, first, count))  # while the module is whole
-    rng.restore(state, {})
+def _rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int, engine: Engine) -> Check:
+    """Rank 0, and the judge: has the steps taken with whole parameters, forks rank 1, then compares parts with those.
+
+    Children draw the same numbers, as they are forked in the same state.
+    """
+    batch = _batches(module, trainer, first, count)
+    try:
+        plain = run_forked(_plain_steps, module, trainer, batch)
+    except ChildFailed as error:  # which says nothing about parts
+        return not_made(f"the step fails on the CPU with whole parameters, too ({error.reason})")
+    swings = _swings(plain, module, trainer, batch)
     with tempfile.TemporaryDirectory() as folder:
         if engine.world_size > 1:
             reader, writer = os.pipe()
-            args = (writer, Path(folder), module, trainer, first, count, engine, state)
+            args = (writer, Path(folder), module, trainer, first, count, engine)
             partner = threading.Thread(target=_partner, args=args, daemon=True)
             partner.start()
             os.read(reader, 1)  # rank 1 is forked: from here on threads may be started
         ours = _rank(0, Path(folder), module, trainer, first, count, engine)
     assert ours is not None
-    return _difference(plain, ours, engine, swings)
+    difference = _difference(plain, ours, engine, swings)
+    return PASSED if difference is None else failed(difference)
 
 
-def _swings(plain: Run, module: LightningModule, trainer: Trainer | None, batch: Batch) -> dict[str, float]:
-    """By how much rounding alone moves the weights: what one process gives when each parameter begins in its last bits elsewhere.
+def _swings(plain: Run, module: LightningModule, trainer: Trainer | None, batch: Batch) -> Swings:
+    """By how much rounding alone moves losses and weights: what one process gives when each parameter begins in its last bits elsewhere.
 
     A gradient that is nothing but rounding (of a key's bias, which softmax takes out again) becomes a step of full size under Adam.
     """
-    copy = fake_copy(module, None, None)
-    with torch.no_grad():
-        for parameter in copy.parameters():
-            if parameter.is_floating_point():
-                parameter.mul_(1 + _NUDGES * torch.finfo(parameter.dtype).eps)
     try:
-        nudged = _plain_steps(copy, trainer, batch).weights
-    except Exception:  # it ran a moment ago: a step that fails now and then
+        nudged = run_forked(_nudged_steps, module, trainer, batch)
+    except ChildFailed:  # it ran a moment ago: a step that fails now and then, which isn't granted any swing
         _LOG.debug("the steps can't be taken from elsewhere", exc_info=True)
-        return {}
-    return {name: _SWINGS * float((nudged[name] - value).abs().max()) for name, value in plain.weights.items() if value.is_floating_point()}
+        return Swings()
+    return Swings(
+        losses=tuple(_SWINGS * abs(one - other) for one, other in zip(nudged.losses, plain.losses, strict=False)),
+        weights={
+            name: _SWINGS * float((nudged.weights[name] - value).abs().max())
+            for name, value in plain.weights.items()
+            if value.is_floating_point() and value.numel()
+        },
+    )
 
 
 def _partner(writer: int, folder: Path, *args: Any) -> None:
-    *rest, state = args
-
     def rank_1() -> None:
         os.write(writer, b"1")
-        rng.restore(state, {})
-        _rank(1, folder, *rest)
+        _rank(1, folder, *args)
 
     with suppress(ChildFailed):  # rank 0 fails likewise, and tells of it
         run_forked(rank_1, timeout_seconds=_TIMEOUT_SECONDS)
@@ -189,7 +238,7 @@ def _rank(
 def _batches(module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int) -> Batch:
     def make() -> Any:
         if first.samples is None or first.collate is None or count == first.batch_size:
-            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, first.batch)
+            return copied_batch(first.batch)
         batch = first.collate(first.samples[:count])
         return batch if trainer is None else transfer_batch(module, batch)
 
@@ -197,13 +246,24 @@ def _batches(module: LightningModule, trainer: Trainer | None, first: FirstBatch
 
 
 def _plain_steps(module: LightningModule, trainer: Trainer | None, batch: Batch) -> Run:
-    """The same steps in one process, with whole parameters."""
-    rehearsal = rehearsed(module, trainer)
-    rehearsal.build()
-    with losses_of_backward() as losses:
+    """The same steps in one process, with whole parameters; the module is changed."""
+    with warnings.catch_warnings(), losses_of_backward() as losses:
+        warnings.simplefilter("ignore")  # as for the ranks
+        rehearsal = rehearsed(module, trainer)
+        rehearsal.build()
+        check_values(module)
         for index in range(STEPS):
             rehearsal.training_step(batch(), index)
     return Run(losses=tuple(losses), weights=copied(whole_state_dict(module, keep=True)), notes=tuple(rehearsal.notes))
+
+
+def _nudged_steps(module: LightningModule, trainer: Trainer | None, batch: Batch) -> Run:
+    """The same from parameters that differ in their last bits."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.mul_(1 + _NUDGES * torch.finfo(parameter.dtype).eps)
+    return _plain_steps(module, trainer, batch)
 
 
 def rehearsed(module: LightningModule, trainer: Trainer | None) -> Rehearsal:
@@ -226,23 +286,20 @@ def losses_of_backward() -> Iterator[list[float]]:
         losses.extend(float(tensor.detach().sum()) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors))
         return original(tensors, *args, **kwargs)
 
-    torch.autograd.backward = backward
-    try:
+    with replaced(torch.autograd, "backward", backward):
         yield losses
-    finally:
-        torch.autograd.backward = original
 
 
-def _difference(plain: Run, ours: Run, engine: Engine, swings: Mapping[str, float]) -> str | None:
-    """What the engine changes, in a sentence; weights by more than they swing."""
+def _difference(plain: Run, ours: Run, engine: Engine, swings: Swings) -> str | None:
+    """What the engine changes, in a sentence, by more than it swings."""
     where = engine.where
     failed = Counter(ours.notes) - Counter(plain.notes)
     if failed:
         return f"{where} {next(iter(failed))}"
     if len(plain.losses) != len(ours.losses):
         return f"{where} the step has {len(ours.losses)} losses instead of {len(plain.losses)}"
-    for loss, theirs in zip(ours.losses, plain.losses, strict=True):
-        if math.isfinite(theirs) and not abs(loss - theirs) <= _EQUAL * max(1.0, abs(theirs)):
+    for loss, theirs, swing in zip_longest(ours.losses, plain.losses, swings.losses[: len(plain.losses)], fillvalue=0.0):
+        if math.isfinite(theirs) and not abs(loss - theirs) <= max(_EQUAL * max(1.0, abs(theirs)), swing):
             return f"{where} the loss is {loss:.6g} instead of {theirs:.6g}: {engine.lost}"
     for name, theirs_ in plain.weights.items():
         if name not in ours.weights:
@@ -252,6 +309,6 @@ def _difference(plain: Run, ours: Run, engine: Engine, swings: Mapping[str, floa
         weight = ours.weights[name].to(theirs_.dtype)
         if torch.allclose(weight, theirs_, rtol=_EQUAL, atol=_EQUAL, equal_nan=True):
             continue
-        if not float((weight - theirs_).abs().max()) <= swings.get(name, 0.0):
+        if not float((weight - theirs_).abs().max()) <= swings.weights.get(name, 0.0):
             return f"{where} {name!r} has other values after {STEPS} steps: {engine.lost}"
     return None

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies import zero_deepspeed as doorway
 from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.strategies.check import Check
 from lightning_autopar.strategies.rehearse import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 from lightning_autopar.strategies.zero import ZeroEngine
 from lightning_autopar.strategies.zero_precision import plugin
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
 _DEVICE, _PRECISION = "cpu:1GiB", "32-true"
 
 
-def rehearse_zero(module: LightningModule, trainer: Trainer | None, first: FirstBatch, plan: Plan, *, flops: int = 0) -> str | None:
-    """Why DeepSpeed can't run the module's training step as the plan says, in one sentence; None if it can, or if that is too long to try.
+def rehearse_zero(
+    module: LightningModule, trainer: Trainer | None, first: FirstBatch, plan: Plan, *, flops: int = 0, conduct: Conduct | None = None
+) -> Check:
+    """Whether DeepSpeed runs the module's training step, as the plan says, as one process does.
 
     Args:
         module: the user's module, set up; it stays as it is.
@@ -41,6 +45,7 @@ def rehearse_zero(module: LightningModule, trainer: Trainer | None, first: First
         first: the first training batch.
         plan: of engine ``"zero"``; its stage, what it offloads and what it recomputes is tried, on two ranks at most.
         flops: of a step on the whole batch.
+        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
     """
     world_size = min(2, plan.world_size)
     name = f"ZeRO-{plan.zero_stage}"
@@ -49,9 +54,25 @@ def rehearse_zero(module: LightningModule, trainer: Trainer | None, first: First
         where=f"under {name}",
         lost=f"what the step does is another thing on partitions of {name}",
         sentence=lambda reason: f"the step fails under {name} ({reason})",
+        traced=partial(_traced, plan),
         world_size=world_size,
     )
-    return rehearse(module, trainer, first, engine, flops=flops)
+    return rehearse(module, trainer, first, engine, flops=flops, conduct=conduct)
+
+
+def _traced(plan: Plan, conduct: Conduct) -> str | None:
+    """What the traced step does that partitions don't survive."""
+    if conduct.exchanged and plan.zero_stage == 3:
+        return (
+            f"the step puts another parameter in the place of {conduct.exchanged[0]!r}, which ZeRO-3 has partitioned; write to the "
+            "parameter instead (with torch.no_grad(): parameter.copy_(...))"
+        )
+    if conduct.shared:
+        return (
+            f"the step gives the parameter {conduct.shared[0]!r} the values of another one to share (by its data), and DeepSpeed keeps "
+            "them apart; copy them instead (with torch.no_grad(): parameter.copy_(other))"
+        )
+    return None
 
 
 class _Rehearsed(ZeroEngine):
@@ -90,7 +111,12 @@ def _steps(plan: Plan, module: LightningModule, trainer: Trainer | None, batch: 
     rehearsal.build()
     engine.start(rehearsal.optimizers)
     step: Any = rehearsal._call
-    rehearsal.__dict__["_call"] = lambda *args: _through(engine.model, module, partial(step, *args))
+
+    def call(*args: Any) -> Any:
+        with engine.inside(step=True):
+            return _through(engine.model, module, partial(step, *args))
+
+    rehearsal.__dict__["_call"] = call
     module.__dict__["backward"] = lambda loss, *args, **kwargs: engine.backward_parts(loss, *args, **kwargs)
     with losses_of_backward() as losses:
         for index in range(STEPS):

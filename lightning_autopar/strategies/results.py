@@ -8,6 +8,8 @@ module.
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -193,8 +195,11 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     in_stages = getattr(engine, "in_stages", False)
     ranks = engine.assignment.plan.devices_per_replica if in_stages else 1
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    value, lost = _on_cpu(value), []
+    if not _has_pickle(value):
+        value, lost = None, ["what the trainer's function returned"]
     results = Results(
-        value=_on_cpu(value), measured=engine.meter.measured, rank=rank, ranks=ranks, steps=(int(steps.ready), int(steps.completed))
+        value=value, lost=lost, measured=engine.meter.measured, rank=rank, ranks=ranks, steps=(int(steps.ready), int(steps.completed))
     )
     module = trainer.lightning_module
     fitting = trainer.state.fn == TrainerFn.FITTING
@@ -217,13 +222,19 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
         return results
     persistent = set(state)
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in persistent and not is_hole(buffer)}
+    if not (fitting or is_overridden("configure_model", module)):
+        state = {}
     save_lean(
         {
-            "state_dict": state if fitting or is_overridden("configure_model", module) else {},
+            "state_dict": _with_pickles(state, "module", results.lost),
             "buffers": {name: buffer.detach().cpu() for name, buffer in buffers.items()},
             "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
             "training": {name: submodule.training for name, submodule in module.named_modules()},
-            "optimizer_states": states,
+            # The groups' options travel with the optimizers themselves.
+            "optimizer_states": [
+                _with_pickles({key: value for key, value in each.items() if key != "param_groups"}, "the optimizer", results.lost)
+                for each in states
+            ],
         },
         folder / f"weights{rank}.pt",
     )
@@ -237,6 +248,10 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     results.random = rng.capture({}, cuda=False)
     for optimizer in optimizers:
         optimizer.state.clear()  # its tensors are in the file
+        for index, group in enumerate(optimizer.param_groups):
+            for option in [option for option, value in group.items() if option != "params" and not before.survey.travels(value, names)]:
+                del group[option]  # it would keep the whole optimizer behind
+                results.lost.append(f"the optimizer.param_groups[{index}].{option}")
     configs = trainer.lr_scheduler_configs
     extra: dict[str, Any] = {_LOADERS: combined_loaders(trainer, unwrapped)}
     if fitting:
@@ -247,6 +262,41 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
         changes.unsent.append("the learning-rate schedulers")
     results.changes = changes
     return results
+
+
+def _with_pickles(state: Mapping[Any, Any], name: str, lost: list[str]) -> dict[Any, Any]:
+    """A state dict without the values that have no pickle, which are named: one of them would cost the whole file.
+
+    Args:
+        state: of dictionaries and values.
+        name: what a warning calls it.
+        lost: takes the names.
+    """
+    kept: dict[Any, Any] = {}
+    for key, value in state.items():
+        path = f"{name}.{key}"
+        if isinstance(value, dict):
+            kept[key] = _with_pickles(value, path, lost)
+        elif isinstance(value, Tensor) or _has_pickle(value):
+            kept[key] = value
+        else:
+            lost.append(path)
+    return kept
+
+
+class _Trial(pickle.Pickler):
+    """Pickles all but tensors, which always have a pickle and may be large."""
+
+    def persistent_id(self, target: Any) -> Any:
+        return "" if isinstance(target, Tensor) else None
+
+
+def _has_pickle(value: Any) -> bool:
+    try:
+        _Trial(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception:  # whatever comes out of a stranger's __reduce__
+        return False
+    return True
 
 
 def _merge_metrics(module: nn.Module) -> None:
@@ -311,7 +361,8 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
         raise RuntimeError(f"the ranks ended at different steps ({done}), and their parts of the module don't belong together")
     module: LightningModule = trainer.lightning_module
     first = by_rank[0]
-    saved = _joined([torch.load(folder / f"weights{rank}.pt", mmap=True, weights_only=True) for rank in range(ranks)])
+    # A state may hold any object (a numpy scalar for a learning rate), and this run's own workers have written these files.
+    saved = _joined([torch.load(folder / f"weights{rank}.pt", mmap=True, weights_only=False) for rank in range(ranks)])
     if set(saved["state_dict"]) - set(module.state_dict()) and is_overridden("configure_model", module):
         with torch.random.fork_rng():
             module.configure_model()
@@ -329,7 +380,8 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
         before.survey.apply(changes, tensors.__getitem__, only=parts)
     optimizers, configs = sent.get(_OPTIMIZERS, ([], []))
     for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # no states where they were too large
-        load_whole_optimizer_state(optimizer, state)
+        groups = {"param_groups": optimizer.state_dict()["param_groups"]} if "state" in state else {}
+        load_whole_optimizer_state(optimizer, state | groups)
     strategy: Any = trainer.strategy
     if _OPTIMIZERS in sent:
         strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
@@ -355,7 +407,7 @@ def _joined(files: list[dict[str, Any]]) -> dict[str, Any]:
             whole["optimizer_states"] = []
         whole["optimizer_states"] = (
             [
-                {**one, "state": {**other["state"], **one["state"]}}
+                {**one, "state": {**other["state"], **one["state"]}} if "state" in one else one
                 for one, other in zip(whole["optimizer_states"], part["optimizer_states"], strict=True)
             ]
             if whole["optimizer_states"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,11 @@ class Running:
     def finished(self, noted: list[type[BaseException]]) -> bool:
         """Whether the run is over, by its end or by the user's interruption."""
         return bool(noted) or not (self.generation.failed or self.generation.paused or self.generation.ended_by_us)
+
+    def bury(self) -> None:
+        """End what still runs, and remove what passed between its workers and the agent: a run may have hundreds of generations."""
+        self.generation.end()
+        shutil.rmtree(self.job.folder, ignore_errors=True)
 
     def why(self) -> str:
         """What its failure was."""

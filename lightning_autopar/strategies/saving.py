@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_autopar.state.notes import read_notes
 from lightning_autopar.strategies.gate import Ask
-from lightning_autopar.strategies.journal import Journal
 from lightning_autopar.strategies.running import Running
 from lightning_autopar.strategies.shelf import Shelf, Snapshot
 
@@ -19,8 +16,6 @@ from lightning_autopar.strategies.shelf import Shelf, Snapshot
 COPY_BYTES_PER_SECOND = 1e9
 #: What writing a snapshot takes beside its bytes.
 _SAVE_SECONDS = 0.1
-#: Of what snapshots and notes may take together, the snapshots' part.
-_SNAPSHOTS_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +28,6 @@ class Moving:
         folder: where snapshots go that don't fit into memory, or must survive the machine; None: a folder in the trainer's.
         hang_seconds: without a batch for so long, workers count as hung.
         failures: so many failures at the same step end the run.
-        survivors: whether each batch leaves notes, with which workers that survive a failure can save the run where it was; None: where
-            that takes no more than three quarters of ``overhead``.
     """
 
     snapshot_seconds: float | None = None
@@ -42,14 +35,6 @@ class Moving:
     folder: Path | None = None
     hang_seconds: float = 600.0
     failures: int = 3
-    survivors: bool | None = None
-
-    @property
-    def notes_share(self) -> float:
-        """Of a batch, what its notes may take."""
-        if self.survivors is None:
-            return (1 - _SNAPSHOTS_SHARE) * self.overhead
-        return float("inf") if self.survivors else 0.0
 
     def home(self, root: str) -> Path:
         """The folder on disk, in a trainer's folder where the user named none."""
@@ -77,7 +62,6 @@ class Saver:
         self._saved_at = time.monotonic()
         self._save_seconds: float | None = None
         self._periodic = False
-        self.made_by_survivor: Path | None = None
         self._began, self._spent = time.monotonic(), 0.0
 
     @property
@@ -105,17 +89,16 @@ class Saver:
         """Take in a snapshot that is made, or have one made when it is time."""
         if self._pending is not None:
             self.take_in(running)
-        elif running.elastic.gate.pace().boundaries >= 1 and self._is_due(time.monotonic(), noted=running.elastic.gate.noted > 0):
+        elif running.elastic.gate.pace().boundaries >= 1 and self._is_due(time.monotonic()):
             self._periodic = True
             self.ask(running, "snapshot")
 
-    def _is_due(self, now: float, *, noted: bool) -> bool:
+    def _is_due(self, now: float) -> bool:
         """Whether it is time for a snapshot that nobody has asked for.
 
-        By default each, and all of them together, keep within the share of the time; but for the first, which the others pay for. Where
-        batches leave notes, these have the larger part of it: a snapshot is then for the failures that notes are no help with.
+        By default each, and all of them together, keep within the share of the time; but for the first, which the others pay for.
         """
-        overhead = self._moving.overhead * (_SNAPSHOTS_SHARE if noted and self._moving.survivors is None else 1.0)
+        overhead = self._moving.overhead
         since = now - self._saved_at
         if self._moving.snapshot_seconds is not None or since == float("inf"):
             return since > (self._moving.snapshot_seconds or 0.0)
@@ -159,34 +142,7 @@ class Saver:
             self._shelf.discard(self._pending)
             self._pending = None
 
-    def adopt(self, running: Running) -> str | None:
-        """Take the snapshot that a survivor of a generation that has ended has made; why not, where there is none that can be used."""
-        elastic, self.made_by_survivor = running.elastic, None
-        if not elastic.saved.is_dir():
-            return elastic.why_not_saved()
-        target = self._shelf.target()
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(elastic.saved, target)
-            noted = read_notes(target)
-            if noted["journal"] is not None:
-                Journal(target).begin_with_rest_of(noted["journal"])
-            self.latest = self._shelf.keep(target, noted["step"])
-        except OSError as error:
-            self._shelf.discard(target)
-            return f"{type(error).__name__}: {error}"
-        self.made_by_survivor = target
-        return None
-
-    def disown(self) -> None:
-        """What a survivor saved may be at fault where a generation came to no boundary from it: the snapshot before is tried."""
-        if self.made_by_survivor is not None:
-            self._shelf.discard(self.made_by_survivor)
-            self.made_by_survivor = None
-
-    def pause(
-        self, running: Running, noted: list[type[BaseException]], *, on_disk: bool = False, within_seconds: float = float("inf")
-    ) -> bool:
+    def pause(self, running: Running, noted: list[type[BaseException]], *, within_seconds: float, on_disk: bool = False) -> bool:
         """Have the workers leave with a snapshot; False where they ended otherwise, or it couldn't be written anywhere."""
         until = time.monotonic() + within_seconds
         while self._pending is not None and not running.generation.gone and time.monotonic() < until:

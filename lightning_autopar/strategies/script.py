@@ -95,6 +95,11 @@ def own_traceback(error: BaseException) -> TracebackType | None:
 
 # -- starting it again -----------------------------------------------------------------------------------------------------------------
 
+#: Why a run can have no worker processes, in a notebook or an interactive session whose process can't be forked.
+NO_WORKERS = (
+    "this process has used a GPU (or run a backward pass) already, so that no workers can be forked from it, and it runs no script that "
+    "could be started again for them; to use several devices, restart the kernel and call fit before anything else"
+)
 #: What stands before the script's own arguments in the command that started it here; empty where Python runs the script by itself.
 _command: tuple[str, ...] = ()
 
@@ -114,6 +119,11 @@ def started_by(command: Sequence[str]) -> Iterator[None]:
         _command = before
 
 
+def runs_script() -> bool:
+    """Whether this process runs a script that can be started again; else a notebook, an interactive session, or what was piped to it."""
+    return bool(_command) or (not hasattr(sys, "ps1") and getattr(sys.modules["__main__"], "__file__", "<stdin>") != "<stdin>")
+
+
 def rerun_command() -> list[str]:
     """The command that starts this very script again, with the arguments that it has now.
 
@@ -122,12 +132,8 @@ def rerun_command() -> list[str]:
     """
     if _command:
         return [*_command, *sys.argv[1:]]
-    main = sys.modules["__main__"]
-    if hasattr(sys, "ps1") or not hasattr(main, "__file__"):
-        raise ValueError(
-            "this process has used a GPU (or run a backward pass) already, so that no workers can be forked from it, and it runs no script "
-            "that could be started again for them; restart the kernel and call fit before anything else, or allow=['single']"
-        )
+    if not runs_script():
+        raise ValueError(NO_WORKERS)
     from lightning_autopar._lightning_compat import script_command
 
     return list(script_command())

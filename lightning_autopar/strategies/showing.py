@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from lightning_autopar.strategies.decision import Decision
 
 
+def _nobody_asked(seconds: float) -> None:
+    """Whoever makes no use of the time to go; a function with a name, as a module that is pickled after its run may lead here."""
+
+
 class Showing:
     """How a run is, for others on its host.
 
@@ -37,7 +41,7 @@ class Showing:
         self,
         files: RunFiles | None,
         leased: Callable[[], Mapping[str, int]],
-        expect: Callable[[float], None] = lambda seconds: None,
+        expect: Callable[[float], None] = _nobody_asked,
     ) -> None:
         self._files, self._leased, self._expect = files, leased, expect
         self._pid = os.getpid()
@@ -152,7 +156,7 @@ class Showing:
 def showing(
     trainer: Trainer,
     leased: Callable[[], Mapping[str, int]] = dict,
-    expect: Callable[[float], None] = lambda seconds: None,
+    expect: Callable[[float], None] = _nobody_asked,
     *,
     silent: bool = False,
     external: bool = False,

@@ -13,15 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._fork import ChildFailed, run_forked, unforkable
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.backward import backward_survives_fork
 from lightning_autopar.strategies.calibration import be_silent
 from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.generation import run_folder, run_generation
@@ -71,15 +69,13 @@ def tried(decision: Decision, trainer: Trainer, function: Callable[..., Any], ar
         function: the trainer's ``_fit_impl``.
         arguments: its arguments, by name.
     """
-    if torch.cuda.is_initialized() or not backward_survives_fork():
-        rank_zero_warn(
-            "autopar: no plan is tried, as this process has used a GPU already and none can be run beside it; set calibrate='auto'"
-        )
+    if (reason := unforkable()) is not None:
+        rank_zero_warn(f"autopar: no plan is tried, as {reason} and none can be run beside it; set calibrate='auto'")
         return decision
 
     def run(assignment: Assignment, steps: int, timeout_seconds: float) -> Outcome:
         try:
-            seconds = run_forked(_run, assignment, trainer, function, arguments, steps, timeout_seconds=timeout_seconds)
+            seconds = run_forked(_run, assignment, trainer, function, arguments, steps, timeout_seconds=timeout_seconds, gpus=True)
         except ChildFailed as error:
             log.debug("a plan's trial failed", exc_info=True)
             return Outcome(step_seconds=None, reason=error.reason)

@@ -82,7 +82,7 @@ class Wish:
 
 
 class Watcher(Protocol):
-    """Who says where the run should be; called in the main process, every ``interval_seconds``, or at once where it is ``alarmed``."""
+    """Who says where the run should be; called in the main process, every ``interval_seconds``."""
 
     interval_seconds: float
 

@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,25 +26,34 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
-from lightning_autopar._lightning_compat import SIGTERMException, TunerExit, arguments_from, call_on_exception, installed
+from lightning_autopar._fork import begin_child
+from lightning_autopar._lightning_compat import (
+    SIGTERMException,
+    TunerExit,
+    arguments_from,
+    call_on_exception,
+    installed,
+    share_cores,
+    without_word_of_signals,
+)
 from lightning_autopar.state import rng
 from lightning_autopar.strategies import jupyter
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.boundary import Boundary, Elastic, Paused
-from lightning_autopar.strategies.brake import Brake
-from lightning_autopar.strategies.early import take_early
 from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.failure import Failure
+from lightning_autopar.strategies.gate import Brake
 from lightning_autopar.strategies.group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.growth import growth_for
 from lightning_autopar.strategies.progress import Progress
+from lightning_autopar.strategies.whereabouts import tell_when_asked
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: How much longer than two batches a rank that failed waits for rank 0 to come to the boundary where it is itself.
-_NOTES_SECONDS = 0.5
+#: How long taking leave of the process group may take: NCCL may wait for work that a rank which is gone has no part in any more.
+_ABORT_SECONDS = 10.0
 #: Of the 107 bytes of a UNIX socket's name, less what multiprocessing appends.
 _LONGEST_SOCKET_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
@@ -83,11 +91,12 @@ def make_job(assignment: Assignment, trainer: Trainer, function: Callable[..., A
 def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_pid: int) -> None:
     """The main thread of a worker: environment and signals here, the run in a thread of its own.
 
-    A forked child hangs in its first parallel region if the parent has used OpenMP; a fresh thread gets a pool of its own.
+    Why in a thread of its own, see :mod:`lightning_autopar._fork`.
     """
     with suppress(OSError):
         os.setpgid(0, 0)
     die_with(parent_pid)
+    begin_child(gpus=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_it_to_the_parent)
     for number in (signal.SIGTTIN, signal.SIGTTOU):
@@ -111,6 +120,8 @@ def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(body,), name="autopar-body")
     thread.start()
+    assert thread.ident is not None, "it was started"
+    tell_when_asked(job.folder, rank, thread.ident)
     thread.join()
     _end()
 
@@ -148,6 +159,8 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
     trainer, device = job.trainer, job.assignment.devices[rank]
     if device.kind == "cpu" and device.threads is not None:
         torch.set_num_threads(device.threads)
+    elif device.kind == "cuda":
+        share_cores(job.assignment.plan.world_size)
     module = trainer.lightning_module
     rng.restore(job.before.random, {})
     try:
@@ -157,14 +170,14 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
             job.progress.watch(engine, trainer, rank)
         with installed(trainer, engine, module, job.assignment.torch_devices, keep_sampler=job.assignment.batch == "per_device"):
             engine.growth = growth_for(job.assignment, rank)
-            engine.early = take_early(job.assignment, rank, engine.growth)
             word, value = "done", None
             args, kwargs, boundary = job.args, job.kwargs, None
             try:
                 if job.elastic is not None:
                     boundary = Boundary(trainer, job.elastic, job.before, rank)
                     args, kwargs = _begin(job, job.elastic, engine, boundary, pipe)
-                value = job.function(*args, **kwargs)
+                with without_word_of_signals(trainer):  # the parent has them, and stops all ranks at one batch
+                    value = job.function(*args, **kwargs)
             except TunerExit:
                 word = "tuner"
             except Paused:
@@ -174,10 +187,11 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
                 _end()  # at once: the next generation waits for the memory, and to take shards apart takes a second
             except BaseException as error:
                 engine.explain(error)
-                _leave(error, rank, job, brake, pipe, boundary)
+                _leave(error, rank, job, brake, pipe)
                 return
             left = handover.collect(trainer, value, job.before, job.folder, rank)
         (job.folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(left))
+        engine.wait_for_peers()
         pipe.send(word)
     except BaseException as error:
         _report(error, rank, job, pipe)
@@ -195,7 +209,7 @@ def _begin(job: Job, elastic: Elastic, engine: EngineMixin, boundary: Boundary, 
     return (), arguments_from(snapshot, job.function, job.args, job.kwargs)
 
 
-def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connection.Connection, boundary: Boundary | None) -> None:
+def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None:
     """The run ends by an exception: tell the parent, run the trainer's hooks, and leave the state as it is, where it can be had."""
     trainer = job.trainer
     if (
@@ -204,25 +218,34 @@ def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connec
         and not (brake.pulled and type(error) in (KeyboardInterrupt, SIGTERMException))
     ):
         _report(error, rank, job, pipe)  # the agent goes on from a snapshot, as if nothing had happened: no hook is to see it
-        if boundary is not None:
-            traceback.clear_frames(error.__traceback__)  # which hold what the step had computed, and memory may be what is short
-            boundary.survivor.save_in_time(_NOTES_SECONDS + 2 * brake.longest_seconds)
         return
     if brake.pulled and type(error) in (KeyboardInterrupt, SIGTERMException):
         pipe.send("stopped")  # all ranks are here, so that hooks may use collectives
     else:
         _report(error, rank, job, pipe)
-        if dist.is_initialized():
-            # The others are somewhere else: what a hook tried to do with them would hang, or pair with something else of theirs.
-            abort_process_group()
+        if dist.is_initialized() and not _abort_group():
+            return  # any hook could wait for the device as this did
     with suppress(Exception):  # a hook that fails while the run is failing must not hide the failure itself
-        call_on_exception(trainer, error)
+        call_on_exception(trainer, error, finalize=True)
     with suppress(Exception):  # sharded weights can't be gathered when ranks have failed; the parent says so
         left = handover.collect(trainer, None, job.before, job.folder, rank, apart=True)
         (job.folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(left))
+        if brake.pulled and dist.is_initialized():
+            trainer.strategy.wait_for_peers()  # type: ignore[attr-defined]  # of EngineMixin
         pipe.send("left")
     with suppress(Exception):  # as Lightning does, for a checkpoint that is still being written in the background
         trainer.strategy.teardown()
+
+
+def _abort_group() -> bool:
+    """Take leave of the others, who are somewhere else: what a hook tried to do with them would hang, or pair with what they do.
+
+    Returns whether that came to an end: it can wait for NCCL's work on the device, which waits for a rank that is gone.
+    """
+    thread = threading.Thread(target=abort_process_group, daemon=True, name="autopar-abort")
+    thread.start()
+    thread.join(_ABORT_SECONDS)
+    return not thread.is_alive()
 
 
 def _report(error: BaseException, rank: int, job: Job, pipe: connection.Connection) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor
@@ -17,8 +18,9 @@ from lightning_autopar.memory.zero_settings import zero_settings
 from lightning_autopar.state.scratch import hand_back_freed
 from lightning_autopar.strategies import zero_deepspeed as doorway
 from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.strategies.device_draws import drawn_on
 from lightning_autopar.strategies.disk_states import DiskStates, disk_folder
-from lightning_autopar.strategies.engine import EngineMixin
+from lightning_autopar.strategies.engine import SplitMixin
 from lightning_autopar.strategies.group import join_group
 from lightning_autopar.strategies.host_optimizers import on_host
 from lightning_autopar.strategies.zero_config import deepspeed_config
@@ -86,6 +88,19 @@ class _ZeroStrategy(DeepSpeedStrategy):
         """Whether parameters are partitioned."""
         return self.assignment.plan.zero_stage == 3
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where ``configure_model`` builds the module: what is to be partitioned in host memory, by the device's draws.
+
+        Lightning's leaves that to ``zero.Init``, which isn't used here (``model_sharded_context``).
+        """
+        if not self.zero_stage_3:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with torch.device("cpu"), drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
+            yield
+
     @property
     def _module(self) -> Any:
         assert self.lightning_module is not None
@@ -140,7 +155,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
         self._clipping = Clipping(lambda: doorway.gradient_parts(optimizer))
         self.precision_plugin.clipping = self._clipping  # type: ignore[attr-defined]
         relay.clip = self._clipping.apply
-        self._edits = Edits(list(doorway.copied_partitions(optimizer)))
+        self._edits = Edits(list(doorway.copied_partitions(optimizer)), list(doorway.places(optimizer)))
 
     # -- steps -------------------------------------------------------------------------------------------------------------------------
 
@@ -209,7 +224,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
         self.checkpoint_io.teardown()
 
 
-class ZeroEngine(EngineMixin, ZeroFiles, _ZeroStrategy):
+class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
     """Executes a ZeRO plan: each rank a part of the optimizer's state, from stage 2 on of the gradients, at stage 3 of the parameters.
 
     Args:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib import import_module
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -89,13 +90,15 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
     """
     import deepspeed
     from deepspeed.runtime import engine as runtime
+    from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
     from deepspeed.runtime.zero import partition_parameters as partitioning
-    from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     # Sending weights to ranks that have them would copy every page that forked workers share; and it can't send those without dimensions.
     runtime.DeepSpeedEngine._broadcast_model = lambda self: None
     partitioning.Init._zero_init_param = _partition
     partitioning.zero3_linear_wrap = _linear()
+    # It looks for parameters in what each module returns, by ``vars``, which numbers and objects with slots don't have.
+    parameter_offload.vars = _attributes
     copying = device_type == "cpu" and "offload_param" in config["zero_optimization"]
     for name in ("NoGatherHandle", "NoGatherCoalescedHandle"):
         original = _ORIGINALS.setdefault(name, getattr(partitioning, name))
@@ -129,6 +132,12 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
 
 #: DeepSpeed's own classes of what we put others in the place of.
 _ORIGINALS: dict[str, Any] = {}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What ``vars`` gives, and slots; of what has neither, nothing."""
+    slots = (name for kind in type(value).__mro__ for name in vars(kind) if isinstance(vars(kind)[name], MemberDescriptorType))
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
 
 
 def _partition(self: Any, parameter: nn.Parameter) -> None:
@@ -195,6 +204,19 @@ def copied_partitions(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """What the optimizer steps, and the module's own parts, where the former are copies of the latter."""
     if _is_apart(optimizer):
         yield from _pairs(optimizer)
+
+
+def forget_order(engine: Any) -> None:
+    """Stage 3 gathers ahead in the order of an earlier step: have it look anew, as this step needs other parameters."""
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    if coordinator is not None and coordinator.is_complete_trace():
+        coordinator._invalidate_trace()
+
+
+def places(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters that stages 1 and 2 have put into flat buffers, each with the view that is its place there."""
+    for flat, group in zip(getattr(optimizer, "bit16_groups_flat", ()), getattr(optimizer, "round_robin_bit16_groups", ()), strict=False):
+        yield from zip(group, optimizer.unflatten(flat, group), strict=True)
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:

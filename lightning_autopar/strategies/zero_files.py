@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch
 from lightning_autopar.state.fragments import Part
+from lightning_autopar.strategies import zero_deepspeed as doorway
 from lightning_autopar.strategies import zero_state as partitioned
 from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.disk_states import DiskStates
@@ -57,7 +58,7 @@ class ZeroFiles(OneFile):
         super().init_deepspeed()  # type: ignore[misc]  # the next class' in the engine's bases
         traces.noted()
         self._traces = traces
-        self._watch = Watch(self.lightning_module, self.weight_parts)
+        self._watch = Watch(self.lightning_module, self.weight_parts, lambda: doorway.forget_order(self.deepspeed_engine))
         self._exit.callback(self._watch.close)
 
     def own_attributes(self) -> dict[int, set[str]]:
@@ -66,9 +67,9 @@ class ZeroFiles(OneFile):
 
     # -- what the user's code sees -----------------------------------------------------------------------------------------------------
 
-    def _inside(self) -> AbstractContextManager[None]:
+    def inside(self, *, step: bool = False) -> AbstractContextManager[None]:
         """Around the user's steps and what belongs to them."""
-        return nullcontext() if self._watch is None else self._watch.inside()
+        return nullcontext() if self._watch is None else self._watch.inside(step=step)
 
     def handling_parts(self) -> AbstractContextManager[None]:
         """Around what deals with the parts of parameters, rather than with whole parameters."""
@@ -76,32 +77,32 @@ class ZeroFiles(OneFile):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step: DeepSpeed lends its parameters."""
-        with self._inside():
+        with self.inside(step=True):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        with self._inside():
+        with self.inside(step=True):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        with self._inside():
+        with self.inside(step=True):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        with self._inside():
+        with self.inside(step=True):
             return super().predict_step(*args, **kwargs)
 
     def backward_parts(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The backward pass alone, without the hooks around it."""
-        with self._inside():
+        with self.inside():
             super().backward_parts(loss, *args, **kwargs)  # type: ignore[misc]  # the next class' in the engine's bases
 
     def step_parts(self) -> None:
         """The optimizer's step, and what DeepSpeed does around it."""
-        with self._inside():
+        with self.inside():
             super().step_parts()  # type: ignore[misc]  # as above
 
     # -- parts -------------------------------------------------------------------------------------------------------------------------

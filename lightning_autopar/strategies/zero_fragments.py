@@ -137,16 +137,19 @@ class Relay(Optimizer):
 
 
 class Edits:
-    """What somebody writes into parameters between two steps, where the optimizer steps copies of them in host memory.
+    """What somebody writes into parameters between two steps, where DeepSpeed wouldn't see it.
 
-    On a CPU device copying again costs less than to look; elsewhere a sum over the parts says whether they are what the step left.
+    Where the optimizer steps copies of them in host memory, on a CPU device copying again costs less than to look; elsewhere a sum over the
+    parts says whether they are what the step left. A parameter whose ``data`` was exchanged is put back to where DeepSpeed updates it.
 
     Args:
         pairs: a copy, and the part of the parameters that it is of.
+        places: parameters, each with the view of a flat buffer that is its place; none at stage 3.
     """
 
-    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]], places: list[tuple[nn.Parameter, Tensor]]) -> None:
         self._pairs = pairs
+        self._places = [(parameter, place, place.data_ptr()) for parameter, place in places if place.numel()]
         self._sums: list[Tensor] = []
         self.remember()
 
@@ -156,11 +159,24 @@ class Edits:
 
     def take_over(self) -> None:
         """A step is about to be made."""
+        for parameter, place, address in self._places:
+            if parameter.data_ptr() != address:
+                _put_back(parameter, place)
         found = [_sum(own) for _, own in self._pairs if own.device.type != "cpu"]
         same = bool(found) and bool((torch.stack(found) == torch.stack(self._sums)).all())
         for copy, own in self._pairs:
             if not same:
                 copy.data.copy_(own.data)
+
+
+def _put_back(parameter: nn.Parameter, place: Tensor) -> None:
+    if parameter.untyped_storage().data_ptr() == place.untyped_storage().data_ptr():
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} was given the values of another one to share (by its data), which DeepSpeed "
+            "steps apart from it; copy them instead (with torch.no_grad(): parameter.copy_(other)), or run with allow=['single', 'ddp']"
+        )
+    place.copy_(parameter.data)
+    parameter.data = place
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ left in a buffer (stage 3 and offload). A gradient that isn't finite skips the s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,8 @@ class Reduction:
         self._learnt = len(parameters) < 2
         self._course = 0
         self._used = torch.zeros(len(parameters), dtype=torch.uint8)
+        #: What the ranks have said together, on its way to a GPU's host.
+        self._said: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def note(self, parameter: nn.Parameter) -> None:
         """A gradient has arrived that isn't reduced yet."""
@@ -86,23 +89,41 @@ class Reduction:
         """Which parameters some rank has had a gradient of since the last time, by id; a collective, once a step.
 
         Raises:
-            RuntimeError: if the ranks have gathered different modules, each others' parameters mixed up.
+            RuntimeError: if the ranks have gathered different modules, each others' parameters mixed up; on GPUs maybe a step later.
         """
         if dist.get_world_size() > 1:
             course = torch.tensor(list((self._course % 2**64).to_bytes(8, "big")), dtype=torch.uint8)
-            everyones = torch.cat([self._used, course, 255 - course]).to(device)
+            everyones = torch.cat([self._used, course, 255 - course]).to(device, non_blocking=True)
             dist.all_reduce(everyones, op=dist.ReduceOp.MAX)
-            self._used, highest, lowest = everyones.cpu().split([len(self._used), 8, 8])
-            if not torch.equal(highest, 255 - lowest):
-                raise RuntimeError(
-                    "the ranks ran different modules in this step, depending on their samples, and stage 3 gathers each module's "
-                    "parameters from all ranks at once; run with zero_stage 2, or allow=['ddp']"
-                )
+            self._hear(everyones)
         used = {id(parameter) for parameter, flag in zip(self._by_number, self._used.tolist(), strict=True) if flag}
         self._used, self._course = torch.zeros_like(self._used), 0
         if not self._learnt:
             self._learn()
         return used
+
+    def _hear(self, everyones: Tensor) -> None:
+        """Take in what the ranks have said together. Where this rank has had all gradients, a GPU's host looks later, without waiting."""
+        if everyones.is_cuda and bool(self._used.all()):
+            said = torch.empty(everyones.shape, dtype=everyones.dtype, pin_memory=True)
+            said.copy_(everyones, non_blocking=True)
+            there = torch.cuda.Event()
+            there.record()
+            self._said.append((there, said))
+            while self._said and self._said[0][0].query():
+                self._compare(self._said.popleft()[1])
+            return
+        said = everyones.cpu()
+        self._compare(said)
+        self._used = said[: len(self._used)]
+
+    def _compare(self, everyones: Tensor) -> None:
+        _, highest, lowest = everyones.split([len(self._used), 8, 8])
+        if not torch.equal(highest, 255 - lowest):
+            raise RuntimeError(
+                "the ranks ran different modules in this step, depending on their samples, and stage 3 gathers each module's "
+                "parameters from all ranks at once; run with zero_stage 2, or allow=['ddp']"
+            )
 
     def _learn(self) -> None:
         """Take rank 0's order for everybody's."""
@@ -122,10 +143,11 @@ def _fill(parameter: nn.Parameter) -> None:
         return
     shape = getattr(parameter, "ds_shape", parameter.shape)
     data = parameter.data
-    if data.shape != shape:
-        parameter.data = data.new_zeros(1).expand(shape)
-    parameter.grad = torch.zeros(shape, dtype=data.dtype, device=data.device)
-    parameter.data = data
+    with torch._C.DisableTorchFunctionSubclass():  # it isn't the user who writes
+        if data.shape != shape:
+            parameter.data = data.new_zeros(1).expand(shape)
+        parameter.grad = torch.zeros(shape, dtype=data.dtype, device=data.device)
+        parameter.data = data
 
 
 class Clipping:
@@ -139,7 +161,8 @@ class Clipping:
         self._parts = parts
         self._value: float | None = None
         self._norm: float | None = None
-        self._coefficient: Tensor | None = None
+        #: On each device that has asked for it.
+        self._coefficient: dict[torch.device, Tensor] = {}
 
     def ask(self, bound: float, *, by_value: bool) -> None:
         """Clip in the coming step."""
@@ -147,22 +170,25 @@ class Clipping:
 
     def measure(self, device: torch.device) -> None:
         """Take the norm, if that is what is clipped by; a collective."""
-        self._coefficient = None
+        self._coefficient.clear()
         if self._norm is None:
             return
         squares = [torch.linalg.vector_norm(part, dtype=torch.float32).double().square() for part in self._parts() if part.numel()]
-        total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.stack(squares).sum().to(device, non_blocking=True) if squares else torch.zeros((), dtype=torch.float64, device=device)
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
-        self._coefficient = (self._norm / (total.sqrt() + 1e-6)).clamp(max=1.0).float()
+        self._coefficient[total.device] = (self._norm / (total.sqrt() + 1e-6)).clamp(max=1.0).float()
 
     def apply(self, gradient: Tensor) -> None:
         """Clip a part of the gradients."""
         if self._value is not None:
             gradient.clamp_(-self._value, self._value)
-        elif self._coefficient is not None:
-            gradient.mul_(self._coefficient.to(gradient.device))
+        elif self._coefficient:
+            if gradient.device not in self._coefficient:
+                self._coefficient[gradient.device] = next(iter(self._coefficient.values())).to(gradient.device)
+            gradient.mul_(self._coefficient[gradient.device])
 
     def done(self) -> None:
         """The step is over: the next one is asked for anew."""
-        self._value = self._norm = self._coefficient = None
+        self._value = self._norm = None
+        self._coefficient.clear()

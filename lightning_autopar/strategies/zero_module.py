@@ -68,11 +68,13 @@ def running_modules() -> list[nn.Module]:
     return stack
 
 
-def register_external(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Have a parameter gathered for a module that it isn't a part of, in forward and backward."""
+def register_external(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Have a parameter gathered for a module that it isn't a part of, in forward and backward; whether that is new."""
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
+    known = id(parameter) in getattr(module, "_external_params", {})
     register_external_parameter(module, parameter)
+    return not known
 
 
 class Traces:

@@ -695,6 +695,26 @@ def test_persistent_workers_stay_and_are_found_by_lightning():
     assert [_plain(batch) for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
+class _OwnIterator(DataLoader):
+    """A loader that makes its iterator itself, which nobody else can then."""
+
+    def _get_iterator(self):
+        return super()._get_iterator()
+
+
+def test_persistent_workers_of_a_loader_that_is_iterated_as_it_is_are_found_by_lightning():
+    plain = _OwnIterator(Numbers(6), batch_size=2, num_workers=1, persistent_workers=True)
+    loader = ExactLoader(plain)
+    list(loader)
+    assert loader._iterator is plain._iterator is not None
+    workers = plain._iterator._workers
+    loader._iterator._shutdown_workers()
+    loader._iterator = None
+    assert plain._iterator is None
+    assert not any(worker.is_alive() for worker in workers)
+    assert [_plain(batch) for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_workers_of_different_ranks_augment_differently_those_of_a_stream_alike():
     runs = _ranks(lambda: DataLoader(Augmented(8), batch_size=4, num_workers=1), 2)
     draws = [row[1] for _, batches, _ in runs for batch, _ in batches for row in batch]

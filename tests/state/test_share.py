@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_autopar.plans import deal
+from lightning_autopar.state.collate import CollateAll, CollateRows, CollateSamples
 from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.share import BatchShare, CollateAll, CollateRows, CollateSamples, cut, share_of, take_rows
+from lightning_autopar.state.rows import take_rows
+from lightning_autopar.state.share import BatchShare, cut, share_of
 
 UNEVEN = Dealing(deal((1, 2)))
 Pair = namedtuple("Pair", "x y")
@@ -129,7 +131,7 @@ def test_collated_by_samples_all_or_rows_a_rank_has_the_same() -> None:
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="a list of 3 values in a batch of 4 samples can't be split"):
         take_rows([torch.zeros(4), ["a", "b", "c"]], 0, UNEVEN)
-    with pytest.raises(ValueError, match="a set in a batch can't be split over 2 devices"):
+    with pytest.raises(ValueError, match="a set in a batch can't be split: it is no tensor"):
         take_rows([torch.zeros(4), {1, 2}], 0, UNEVEN)
     with pytest.raises(ValueError, match="has no batch dimension"):
         take_rows([torch.zeros(4), torch.zeros(3)], 0, UNEVEN)

@@ -24,6 +24,34 @@ class ActivatedBatchNorm(nn.BatchNorm2d):
         return F.silu(super().forward(x)) * 2
 
 
+class Tagged(Tensor):
+    """A tensor with an attribute that goes on to what is computed from it, as MONAI's and torchvision's have."""
+
+    tag = ""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        tags = [value.tag for value in args if isinstance(value, Tagged)]
+        if isinstance(result, Tagged) and tags:
+            result.tag = tags[0]
+        return result
+
+
+class Tag(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        tagged = x.as_subclass(Tagged)
+        tagged.tag = "kept"
+        return tagged
+
+
+class Untag(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(x, Tagged)
+        assert x.tag == "kept"
+        return x.as_subclass(Tensor)
+
+
 def build(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
     """A small network and the shape of one of its samples."""
     torch.manual_seed(3)
@@ -39,6 +67,8 @@ def build(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
         return nn.Sequential(nn.Conv2d(3, 6, 3), nn.SyncBatchNorm(6)), (3, 8, 8)
     if kind == "subclass":
         return nn.Sequential(nn.Conv2d(3, 6, 3), ActivatedBatchNorm(6)), (3, 8, 8)
+    if kind == "tagged":
+        return nn.Sequential(Tag(), nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), Untag()), (3, 8, 8)
     if kind == "channels_last":
         return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)).to(memory_format=torch.channels_last), (3, 8, 8)
     if kind == "frozen":
@@ -53,7 +83,7 @@ def build(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
     return lazy, (3, 8, 8)
 
 
-KINDS = ["1d", "sequence", "untracked", "3d", "sync", "subclass", "channels_last", "frozen", "lazy"]
+KINDS = ["1d", "sequence", "untracked", "3d", "sync", "subclass", "tagged", "channels_last", "frozen", "lazy"]
 
 
 def steps(model: nn.Module, batches: list[Tensor], rank: int, world_size: int, share: list[BatchShare | None]) -> dict[str, Any]:

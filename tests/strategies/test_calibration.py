@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +52,8 @@ def test_what_is_measured_depends_on_what_there_is() -> None:
     ranks = [title for title in titles(parse_spec("4xcpu:64MiB", cores=2)) if "ranks" in title]
     assert ranks == ["1 ranks at once", "2 ranks at once", "4 ranks at once"]
     assert titles(parse_spec("8xH100-80GB")) == []
-    assert [calibration.rank_counts(count) for count in (1, 3, 4, 64)] == [(1,), (1, 2, 3), (1, 2, 4), (1, 2, 4)]
+    assert [calibration.rank_counts(count) for count in (1, 3, 4, 6, 16)] == [(1,), (1, 2, 3), (1, 2, 4), (1, 2, 4, 6), (1, 2, 4, 8, 16)]
+    assert [title for title in titles(parse_spec("8xcpu:64MiB", cores=2)) if "8" in title] == []
 
 
 def test_a_thing_that_time_did_not_suffice_for_is_left_to_the_data_sheet_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +86,28 @@ def test_what_comes_after_its_time_is_still_measured(monkeypatch: pytest.MonkeyP
     assert measured["late"] == (1.0, 2.0)
 
 
+def test_a_thing_that_the_device_cannot_do_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def case(thing: str, size: float) -> calibration_cases.Case:
+        return calibration_cases.Case(thing=thing, dtype="fp32", size=size, run=lambda: None)
+
+    def fails(device: torch.device) -> Iterator[calibration_cases.Case]:
+        yield case("half", 1.0)
+        raise RuntimeError("CUDNN_STATUS_NOT_SUPPORTED")
+
+    def at_once(device: torch.device) -> Iterator[calibration_cases.Case]:
+        raise RuntimeError("CUDNN_STATUS_NOT_SUPPORTED")
+        yield case("none", 1.0)
+
+    monkeypatch.setattr(calibration_cases, "_attention", fails)
+    monkeypatch.setattr(calibration_cases, "_recurrent", at_once)
+    for name in ("_products", "_pointwise", "_convolutions", "_rows", "_images"):
+        monkeypatch.setattr(calibration_cases, name, lambda *_: iter(()))
+    monkeypatch.setattr(calibration_cases, "_indices", lambda _: iter([case("whole", 1.0), case("whole", 2.0)]))
+    measured = {curve.thing: curve.sizes for curve in calibration_cases.measure_device(torch.device("cpu"), "cpu/1", seconds=1.0)}
+    assert measured.pop("whole") == (1.0, 2.0)
+    assert all(thing.startswith("issue") for thing in measured)
+
+
 def test_what_is_known_is_not_measured_again() -> None:
     inventory = parse_spec("2xcpu:64MiB", cores=2)
     things = [("cpu/1", "matmul/64", 1), ("cpu/1", "adam", 1), ("cpu/1", "crowd/matmul", 1), ("cpu/1", "call", 1), (HOST, "adam", 1)]
@@ -105,12 +130,14 @@ def test_it_is_measured_once_and_kept(inventory: Inventory, monkeypatch: pytest.
     runs: list[int] = []
 
     def measurements(_: Inventory, known: Calibration) -> list[Measurement]:
-        if known:
-            return []
+        return [] if known else [Measurement(title="it", run=lambda _: [ADD])]
+
+    def forked(function: Any, run: Any, known: Calibration, timeout_seconds: float, gpus: bool) -> list[Curve]:
         runs.append(1)
-        return [Measurement(title="it", run=lambda _: [ADD])]
+        return run(known)  # type: ignore[no-any-return]  # a measurement's
 
     monkeypatch.setattr(calibration, "_measurements", measurements)
+    monkeypatch.setattr(calibration, "run_forked", forked)
     assert calibration.calibrated(inventory) is None
     with caplog.at_level("INFO"):
         found = calibration.calibrate(inventory)
@@ -148,11 +175,11 @@ def test_what_fails_or_hangs_is_left_to_the_data_sheet(inventory: Inventory, mon
 def test_all_together_has_a_limit(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Iterator[float] = iter([0.0, 5.0, 99.0])
     monkeypatch.setattr(calibration.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(calibration, "run_forked", lambda function, run, known, timeout_seconds: run(known))
+    monkeypatch.setattr(calibration, "run_forked", lambda function, run, known, **_: run(known))
     wanted = [Measurement(title=name, run=lambda _: [ADD]) for name in ("first", "late")]
     curves, failures = calibration._measure(wanted, Calibration(), 20.0, progress=False)
     assert curves == [ADD]
-    assert failures == ["late could not be measured within 20 s"]
+    assert [failure.words for failure in failures] == ["late could not be measured within 20 s"]
 
 
 def test_later_measurements_know_the_earlier_ones(inventory: Inventory) -> None:
@@ -186,11 +213,39 @@ def test_a_measurement_leaves_no_trace_in_this_process(inventory: Inventory, cap
     assert capfd.readouterr().out == ""
 
 
+def test_what_failed_is_not_tried_at_every_start(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def fails(known: Calibration) -> list[Curve]:
+        raise RuntimeError("no such instruction")
+
+    def of_cpus(*_: Any) -> Iterator[Measurement]:
+        tried.append(1)
+        yield Measurement(title="it", names=("it",), run=fails)
+
+    monkeypatch.setattr(calibration, "_of_cpus", of_cpus)
+    keep_calibration(
+        inventory, Calibration().with_curves([Curve(subject=HOST, thing="adam", sizes=(1,), seconds=(1,))], day="d", took_seconds=1)
+    )
+    assert not calibration.is_calibrated(inventory)
+    with pytest.warns(UserWarning, match="it could not be measured"):
+        calibration.calibrate(inventory)
+    assert calibration.is_calibrated(inventory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibration.calibrate(inventory)
+    with pytest.warns(UserWarning, match="it could not be measured"):
+        calibration.calibrate(inventory, again=True)
+    long_ago = (datetime.date.today() - datetime.timedelta(days=8)).isoformat()
+    keep_calibration(inventory, load_calibration(inventory).with_failures({"it": long_ago}))
+    assert not calibration.is_calibrated(inventory)
+
+
 # -- where this process has used a GPU -------------------------------------------------------------------------------------------------
 
 
 def test_a_process_that_cannot_fork_asks_another_python(inventory: Inventory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(calibration, "backward_survives_fork", lambda: False)
+    monkeypatch.setattr(calibration, "unforkable", lambda: "this process has used a GPU already")
     monkeypatch.setattr(calibration, "_measurements", lambda *_: [Measurement(title="it", run=lambda _: [ADD])])
 
     def answers(command: list[str], *, input: str, **_: Any) -> None:
@@ -203,7 +258,7 @@ def test_a_process_that_cannot_fork_asks_another_python(inventory: Inventory, mo
 
 
 def test_another_python_that_fails_costs_a_warning(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "backward_survives_fork", lambda: False)
+    monkeypatch.setattr(calibration, "unforkable", lambda: "this process has used a GPU already")
 
     def fails(*_: Any, **__: Any) -> None:
         raise subprocess.TimeoutExpired("python", 3)
@@ -284,7 +339,7 @@ def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calibration_cases, "cases", few)
     device = parse_spec("cpu:64MiB", cores=1).devices[0]
-    curves = run_forked(calibration._device, device, Calibration(), timeout_seconds=100)
+    curves = run_forked(calibration._device, device, 2.0, Calibration(), timeout_seconds=100)
     by_thing = {curve.thing: curve for curve in curves}
     assert {"matmul/64", "add", "add_", "issue/forward", "issue/backward", "issue/optimizer"} <= set(by_thing)
     assert by_thing["add"].seconds[-1] > by_thing["add"].seconds[0]
@@ -293,8 +348,8 @@ def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_are_measured_together() -> None:
     inventory = parse_spec("2xcpu:64MiB", cores=2)
-    curves = run_forked(calibration_ranks.measure_ranks, inventory.devices, 1.0, 60.0, timeout_seconds=100)
-    alone = run_forked(calibration_ranks.measure_ranks, inventory.devices[:1], 1.0, 60.0, timeout_seconds=100)
+    curves = run_forked(calibration_ranks.measure_ranks, inventory.devices, {2: "cpu/1"}, 1.0, 60.0, timeout_seconds=100)
+    alone = run_forked(calibration_ranks.measure_ranks, inventory.devices[:1], {1: "cpu/1"}, 1.0, 60.0, timeout_seconds=100)
     assert {(curve.thing, curve.ranks) for curve in curves} == {
         *((thing, 2) for thing in ("crowd/matmul", "crowd/add", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"))
     }

@@ -62,5 +62,5 @@ def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monk
     assert int(pids.read_text()) != os.getpid()
     monkeypatch.setattr(confirm, "confirm_stages", lambda *args, **kwargs: os._exit(3))
     lost = confirm.confirm(trainer, footprint, ("blocks.2",))
-    assert lost.untried is not None
-    assert "it came to no end" in lost.untried
+    assert lost.staging.refusal is not None
+    assert "couldn't be checked, as trying it came to no end" in lost.staging.refusal

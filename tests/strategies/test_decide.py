@@ -21,6 +21,7 @@ from lightning_autopar import AutoParallelStrategy, NothingFits
 from lightning_autopar._lightning_compat import TrainerFn, attach_data
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies import decide as deciding
 from lightning_autopar.strategies import findings
 from lightning_autopar.strategies.decide import Settings, decide
 from lightning_autopar.strategies.decision import Decision
@@ -162,6 +163,25 @@ def test_a_loader_that_never_gives_a_batch_is_a_clear_error(tmp_path: Path, monk
     monkeypatch.setattr(findings, "_TRACE_SECONDS", 0.3)
     with pytest.raises(RuntimeError, match=r"needs the run's first batch, and couldn't have it: .* stopped after 0.3 seconds"):
         plan(trainer_for(Net(), DataLoader(Slow(), batch_size=4), tmp_path))
+
+
+def test_a_notebook_that_cant_have_workers_runs_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_for(Net(), DataLoader(Dataset(), 4), tmp_path)
+    assert plan(trainer, allow=("ddp",)).report.best
+    monkeypatch.setattr(deciding, "unforkable", lambda: "this process has used a GPU already")
+    assert plan(trainer, allow=("ddp",)).report.best  # the script is started again for the other ranks
+    monkeypatch.setattr(deciding, "runs_script", lambda: False)
+    report = plan(trainer, allow=("single", "ddp", "fsdp", "pipeline")).report
+    assert report.best is not None
+    assert report.best.world_size == 1
+    several = [candidate for candidate in report.candidates if candidate.plan.world_size > 1]
+    assert {candidate.plan.engine for candidate in several} >= {"ddp", "pipeline"}
+    for candidate in several:
+        assert "no workers can be forked from it" in (candidate.reason or ""), candidate
+    with pytest.raises(NothingFits, match="restart the kernel and call fit before anything else"):
+        plan(trainer, allow=("ddp",))
+    with pytest.raises(ValueError, match="no workers can be forked from it"):
+        plan(trainer, plan=Plan(engine="ddp", devices=("cpu:0", "cpu:1")))
 
 
 def test_devices_of_the_catalogue_are_not_run_on(tmp_path: Path) -> None:

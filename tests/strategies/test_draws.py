@@ -452,3 +452,18 @@ def test_memory_order() -> None:
     assert memory_order(torch.empty(2, 3, 4)) == (0, 1, 2)
     assert memory_order(torch.empty(2, 3, 4).transpose(0, 1)) == (1, 0, 2)
     assert memory_order(torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)) == (0, 2, 3, 1)
+
+
+def test_a_draw_that_is_over_samples_by_chance_is_not_made_wrongly() -> None:
+    """Three nodes for each of four samples at first; later their numbers differ."""
+    plan = DrawPlan(draws=(Draw(op="bernoulli_", shape=(12, 8), choice=Rows(dim=0)),), batch_size=4)
+    draws = GlobalDraws(lambda: share_of(4, 0, Dealing.even(2)), plan)
+    with draws:
+        for rows in (6, 10):
+            draws.begin()
+            torch.nn.functional.dropout(torch.ones(rows, 8), 0.5)
+        draws.begin()
+        with pytest.raises(RuntimeError, match=r"bernoulli_\) had 12 rows for 4 samples .* now has 7 for 2: it isn't over samples"):
+            torch.nn.functional.dropout(torch.ones(7, 8), 0.5)
+        draws.begin()
+        torch.nn.functional.dropout(torch.ones(7, 5), 0.5)  # another draw altogether

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from lightning_autopar.memory.inventory import Inventory, probe
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.external import Peers
+from tests.fakes.nvml import FakeGpu, FakeNvml
 from tests.processes import ForkedScript, lean_path
 
 pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = """
-import json, os, sys, warnings
+import json, os, signal, sys, warnings
 warnings.simplefilter("ignore")
 import lightning.pytorch as pl, torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
+from lightning_autopar.strategies import peer_watch
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 
+peer_watch.STOPPED_SECONDS = 2.0
 torch.set_num_threads(1)
 task = json.loads(sys.argv[1])
 if task.get("cuda"):
-    torch.cuda.is_initialized = lambda: sys._getframe(1).f_globals["__name__"] == "lightning_autopar.strategies.launcher"
+    torch.cuda.is_initialized = lambda: sys._getframe(2).f_globals["__name__"] == "lightning_autopar.strategies.launcher"  # of unforkable
 
 class Module(pl.LightningModule):
     def __init__(self):
@@ -38,6 +48,8 @@ class Module(pl.LightningModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), *blocks, torch.nn.Linear(16, 1))
 
     def training_step(self, batch, batch_idx):
+        if task.get("stop") == self.global_rank and batch_idx == 1 and torch.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGSTOP)
         if task.get("fail") == self.global_rank and batch_idx == 1:
             raise ValueError(f"rank {self.global_rank} is unwell")
         return mse_loss(self.net(batch[0]), batch[1])
@@ -118,11 +130,12 @@ def plain(script: Path) -> list[float]:
     return values
 
 
+@pytest.mark.timeout(240)  # a fit in processes that have run before checks in a fresh Python
 def test_torchrun_several_fits(script: Path, plain: list[float]) -> None:
     """One after the other in the same processes, which torchrun starts as it does; in the tests after this one it forks them."""
     engines = ["ddp", "ddp", "fsdp", "pipeline", "fsdp"]
     task = _task(script, {"strategies": [{"allow": [engine]} for engine in engines]})
-    code, output = _end(_start([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *task]), 110)
+    code, output = _end(_start([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *task]), 220)
     assert code == 0, output
     results = _results(output)
     assert [plans for _, _, plans in results] == [[[engine, 2] for engine in engines]] * 2
@@ -194,6 +207,17 @@ def test_the_script_is_run_again_where_cuda_is_initialised(script: Path, plain: 
         assert values == pytest.approx(plain[:6], rel=1e-4, abs=1e-5)
 
 
+def test_a_rerun_has_had_the_earlier_runs_when_it_joins(script: Path, plain: list[float]) -> None:
+    """Those that its starter ran alone; it took its first one for the run that it was started for."""
+    task = {"cuda": True, "strategies": [{"allow": [engine], "devices": "2xcpu:1GiB"} for engine in ("single", "ddp")]}
+    code, output = _end(_start([sys.executable, *_task(script, task)]))
+    assert code == 0, output
+    results = _results(output)
+    assert [plans for _, _, plans in results] == [[["single", 1], ["ddp", 2]]] * 2
+    for values, *_ in results:
+        assert values == pytest.approx(plain[:6], rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rerun_that_fails_ends_everything(script: Path, rank: int) -> None:
     task = {"cuda": True, "fail": rank, "strategy": {"allow": ["ddp"], "devices": "2xcpu:1GiB"}}
@@ -213,3 +237,59 @@ def test_a_rerun_that_fails_ends_everything(script: Path, rank: int) -> None:
     assert time.monotonic() - failed < 30
     _, alive = psutil.wait_procs(list(children), timeout=3)
     assert not alive
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_rerun_that_is_stopped_ends_everything(script: Path) -> None:
+    task = {"cuda": True, "stop": 1, "strategy": {"allow": ["ddp"], "devices": "2xcpu:1GiB"}}
+    process = _start([sys.executable, *_task(script, task)])
+    code, output = _end(process, 180)
+    assert code == 1, output
+    assert re.search(
+        r"rank 1 on cpu:1, process \d+, has been stopped by a signal \(SIGSTOP\) for 2 s, and this rank waited for it in", output
+    )
+    stopped = int(output.split("process ")[-1].split(",")[0])
+    until = time.monotonic() + 5
+    while psutil.pid_exists(stopped) and psutil.Process(stopped).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_process_of_slurms_that_is_stopped_ends_the_others(script: Path) -> None:
+    """Slurm itself doesn't look."""
+    names = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "NNODES": "1", "JOB_ID": "4713", "JOB_NAME": "train", "NODEID": "0"}
+    common = {f"SLURM_{name}": value for name, value in {**names, "NODELIST": "127.0.0.1"}.items()}
+    task = {"devices": 2, "stop": 1, "strategy": {"allow": ["ddp"]}}
+    first, second = (_fork(script, task, **common, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1"))
+    try:
+        code, output = _end(first)
+    finally:
+        os.kill(second.pid, signal.SIGKILL)
+        second.communicate(10)
+    assert code == 1, output
+    assert f"rank 1 on cpu:1, process {second.pid}, has been stopped by a signal (SIGSTOP) for 2 s, and this rank waited" in output
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["torchrun", "Slurm shows each process its own GPU"])
+def test_the_links_of_this_node_count(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them eight GPUs behind an NVSwitch counted as ones that meet in the host's memory."""
+    ranks = 8
+    gpus = [FakeGpu(f"GPU-{rank}", bus_id=f"00000000:{rank:02X}:00.0", nvlinks=["00000000:FF:00.0"] * 18) for rank in range(ranks)]
+    nvml = FakeNvml(*gpus)
+    for a, b in itertools.combinations(gpus, 2):
+        nvml.connect(a, b, 0, 1, 2)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("AUTOPAR_DEVICES", raising=False)
+    strategy: Any = SimpleNamespace(inventory=lambda: (probe(), None))
+    store, found = dist.HashStore(), list[Inventory]()
+    for rank in reversed(range(ranks)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(rank) if alone else ",".join(map(str, range(ranks))))
+        environment: Any = SimpleNamespace(local_rank=lambda rank=rank: rank)
+        peers = Peers(store=store, rank=rank, world_size=ranks, node=0, environment=environment)
+        peers.introduce(strategy)
+        if rank == 0:
+            found.append(peers.inventory(strategy)[0])
+    assert [device.id for device in found[0].devices] == [gpu.uuid for gpu in gpus]
+    assert {link.kind for link in found[0].links} == {"nvlink"}
+    assert len(found[0].links) == ranks * (ranks - 1) // 2

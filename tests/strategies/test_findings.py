@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.strategies.decide import consider
+from lightning_autopar.strategies.findings import Findings, Questions, find_out
 from lightning_autopar.strategies.prospect import Prospect
 from tests.strategies.modules import QUIET
 
@@ -113,3 +114,54 @@ def test_what_nobody_knows_is_unknown(
     data: Any, options: dict[str, Any], automatic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert found(Net(automatic=automatic), data(), tmp_path, monkeypatch, **options) is None
+
+
+class Drawing(Net):
+    """Attention with dropout, or a recurrent layer with or without, or numbers that are drawn until they fit."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.net = nn.LSTM(2, 4, 2, dropout=0.1 if what == "lstm" else 0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.layer(batch[0])
+        if "lstm" in self.what:
+            x = x + self.net(batch[0][:, None])[0].mean()
+        if self.what == "poisson":
+            x = x + torch.poisson(torch.ones_like(x))
+        if self.what == "attention":
+            heads = x[:, None, None].repeat(1, 2, 8, 16)
+            x = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("what", "target", "apart"),
+    [
+        ("poisson", "cpu", ("poisson",)),
+        ("attention", "cuda", ("_scaled_dot_product_efficient_attention",)),
+        ("attention", "cpu", ()),
+        ("lstm", "cuda", ("_cudnn_rnn",)),
+        ("lstm without", "cuda", ()),
+        ("none", "cuda", ()),
+    ],
+)
+def test_draws_that_no_rank_can_make_as_one_device_would_are_named(
+    what: str, target: Any, apart: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Findings] = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(trainer: Any, *args: Any, **kwargs: Any) -> Prospect:
+        seen.append(find_out(trainer, Questions(split=True, target=target)))
+        raise Enough
+
+    monkeypatch.setattr("lightning_autopar.strategies.launcher.consider", stop)
+    strategy = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off")
+    with pytest.raises(Enough):
+        pl.Trainer(strategy=strategy, default_root_dir=tmp_path, **QUICK).fit(Drawing(what), loader(2))  # type: ignore[arg-type]
+    assert seen[0].split is not None
+    assert seen[0].split.drawn_apart == apart

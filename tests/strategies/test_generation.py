@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -20,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from modules import HookCounter, Regression, loader, on_rank, trainer, weights
 
-from lightning_autopar.strategies import launcher
+from lightning_autopar.strategies import generation, launcher, worker
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.failure import RemoteTraceback, WorkerFailed
 from lightning_autopar.strategies.generation import run_folder
@@ -160,6 +161,29 @@ def test_ranks_that_hang_are_ended_with_their_data_loader_workers(hang: Callable
     assert run.global_step == 0  # rank 0 could not say how far it was
 
 
+def test_a_group_that_cant_be_left_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's can't while its work on the device waits for a rank that is gone."""
+    monkeypatch.setattr(worker, "abort_process_group", lambda: time.sleep(60))
+    monkeypatch.setattr(worker, "_ABORT_SECONDS", 0.5)
+    module = Regression({"training_step": on_rank(1, _unwell, batch_idx=2)})
+    _, _, counter = _fails(module, Unwell, tmp_path, within_seconds=6)
+    assert not [line for line in counter.lines() if line.startswith("1 ")]  # a hook would wait, too
+
+
+def test_a_worker_that_is_killed_and_doesnt_go_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_KILL_SECONDS", 0.1)
+    monkeypatch.setattr(generation._Worker, "look", lambda self: None)  # the system waits in it for a driver
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process.start()
+    pipe, theirs = multiprocessing.Pipe(duplex=False)
+    stuck = generation._Worker(rank=0, process=process, pipe=pipe)
+    os.setpgid(process.pid or 0, process.pid or 0)
+    with pytest.warns(UserWarning, match=f"process {process.pid}, the worker of rank 0, was killed but doesn't end"):
+        stuck.end()
+    process.join()
+    theirs.close()
+
+
 @pytest.mark.parametrize(
     ("action", "words"),
     [
@@ -172,6 +196,43 @@ def test_a_worker_that_dies_is_named(action: Callable[[], None], words: str, tmp
     module = Regression({"training_step": on_rank(1, action, batch_idx=2)})
     error, _, _ = _fails(module, WorkerFailed, tmp_path, within_seconds=4, num_workers=2)
     assert words in str(error)
+
+
+def _crash_once_gone(pid_file: Path, number: int) -> None:
+    """End by a signal as soon as the process that the file names has ended."""
+    pid = int(pid_file.read_text())
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(1e-4)
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+def test_who_dies_first_is_named_and_whoever_crashes_of_it_as_a_consequence(number: int, tmp_path: Path) -> None:
+    def step(module: Regression, index: int) -> None:
+        if module.global_rank == 1 and index == 0:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+        if index == 2 and _in_run():
+            if module.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            _crash_once_gone(tmp_path / "pid", number)
+
+    error, _, _ = _fails(Regression({"training_step": step}), WorkerFailed, tmp_path, within_seconds=6)
+    assert str(error).startswith("the worker of rank 1 on cpu:1 ended without a word: killed by SIGKILL")
+    assert f"; rank 0 on cpu:0 ended after that: killed by {signal.Signals(number).name}" in str(error)
+
+
+def test_an_exception_that_follows_a_death_is_its_cause_in_the_report_and_not_the_runs_end(tmp_path: Path) -> None:
+    def step(module: Regression, index: int) -> None:
+        if index == 2 and _in_run():
+            if module.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.5)
+            _unwell()  # in words that nobody knows as those of a lost peer
+
+    error, _, _ = _fails(Regression({"training_step": step}), WorkerFailed, tmp_path, within_seconds=6)
+    assert str(error).startswith("the worker of rank 1 on cpu:1 ended without a word: killed by SIGKILL")
+    assert re.search(r"; rank 0 on cpu:0 failed in _unwell \(test_generation.py:\d+\)$", str(error))
+    assert isinstance(error.__cause__, Unwell)
 
 
 @pytest.mark.parametrize("engine", ["plain", "ddp"])

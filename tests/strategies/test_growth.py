@@ -20,7 +20,16 @@ from lightning_autopar.memory.ledger import Held, Ledger, Shortage
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.growth import CudaAllocator, Growth, Lease, after_shortage, growth_for, shortage_words, target_bytes
+from lightning_autopar.strategies.growth import (
+    CudaAllocator,
+    Growth,
+    Lease,
+    _Alone,
+    after_shortage,
+    growth_for,
+    shortage_words,
+    target_bytes,
+)
 from lightning_autopar.strategies.running import own_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -149,6 +158,32 @@ def test_who_is_refused_stays_under_its_cap_and_asks_again_later() -> None:
     assert growth.promised_bytes > 11 * GIB
 
 
+def test_alone_on_a_device_it_may_have_all_of_its_budget_until_its_steps_are_known() -> None:
+    clock, allocator, book = Clock(), Allocator(), Book(20 * GIB)
+    growth = Growth(replace(lease(), alone=True), allocator, book, clock)
+    assert growth.promised_bytes == 20 * GIB
+    allocator.most = 15 * GIB  # cuDNN tried its kernels out
+    for _ in range(50):
+        clock.now += 2
+        growth.step()
+        assert growth.promised_bytes == 20 * GIB
+    clock.now += 2
+    growth.step()
+    assert growth.promised_bytes == pytest.approx(16 * GIB * 1.1, rel=0.2)
+    assert allocator.most <= (allocator.caps[-1] or 0)
+
+
+def test_who_comes_to_a_device_finds_what_the_run_on_it_doesnt_need() -> None:
+    clock, allocator, book, crowd = Clock(), Allocator(), Book(20 * GIB), list[int]()
+    growth = Growth(replace(lease(), alone=True), allocator, book, clock, alone=lambda: not crowd)
+    growth.step()
+    crowd.append(1)
+    clock.now += 2
+    growth.step(steps=4)
+    assert growth.promised_bytes == 10 * GIB
+    assert book.granted == 0
+
+
 def test_what_was_there_before_the_run_is_not_of_its_lease() -> None:
     allocator, book = Allocator(before_bytes=2 * GIB), Book(0)
     growth = Growth(lease(), allocator, book, Clock())
@@ -257,6 +292,20 @@ def test_beside_others_there_is_no_slack(ledger: Ledger) -> None:
         assert growth is not None
         assert growth.promised_bytes == 10 * GIB
         growth.release()
+
+
+def test_who_is_alone_on_a_device(ledger: Ledger) -> None:
+    (device,) = assigned("cuda").devices
+    watch = _Alone(ledger, device.id, os.getpid())
+    assert watch.was(device)
+    assert watch.was(replace(device, processes=(DeviceProcess(pid=os.getpid(), used_bytes=GIB, own=True),)))
+    assert not watch.was(replace(device, processes=(DeviceProcess(pid=1, used_bytes=None),)))
+    assert not watch.was(replace(device, free_bytes=device.free_bytes - 2 * GIB)), "somebody whom the driver doesn't show"
+    assert watch()
+    with claimed(ledger, GIB):
+        assert watch(), "its own lease is another device's"
+        theirs = _Alone(ledger, "cpu:0", 1)
+        assert not theirs()
 
 
 def test_a_full_disk_under_the_ledger_leaves_the_cap_where_it_is(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

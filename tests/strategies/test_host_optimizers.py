@@ -52,6 +52,26 @@ def train(weights: list[nn.Parameter], optimizer: Optimizer, steps: int = 12) ->
         schedule.step()
 
 
+def test_a_step_goes_by_the_gradients_that_its_closure_makes() -> None:
+    """As under Lightning: before the closure a parameter's gradient is the last step's, or none."""
+    results = []
+    for prepare in (on_host, lambda optimizer: optimizer):
+        weights = parameters()
+        optimizer = prepare(SGD(weights, lr=0.1, momentum=0.9))
+        for step in range(4):
+
+            def closure(step: int = step, weights: list[nn.Parameter] = weights, optimizer: Optimizer = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                used = weights if step % 2 else weights[:2]
+                loss = torch.stack([weight.square().sum() for weight in used]).sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure=closure)
+        results.append(torch.cat([weight.detach() for weight in weights]))
+    torch.testing.assert_close(results[0], results[1])
+
+
 def groups(weights: list[nn.Parameter], kind: type[Optimizer]) -> list[dict[str, Any]]:
     """Two groups with options of their own."""
     second: dict[str, Any] = {"params": weights[2:], "lr": 0.003}

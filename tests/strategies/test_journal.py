@@ -39,20 +39,3 @@ def test_journals_of_snapshots_that_are_gone_are_cleared(tmp_path: Path) -> None
         _write(Journal(tmp_path / f"s00000{number}"), tmp_path / f"file{number}")
     Journal(tmp_path / "s000003").clear()
     assert [path.name for path in tmp_path.glob("*.since")] == ["s000002.since"]
-
-
-def test_a_snapshot_that_a_survivor_makes_later_takes_over_what_was_written_after_its_boundary(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        (tmp_path / f"s00000{number}").mkdir()
-    _write(Journal(tmp_path / "s000001"), tmp_path / "before")
-    position = Journal(tmp_path / "s000001").position()
-    _write(Journal(tmp_path / "s000001"), tmp_path / "after")
-    _write(Journal(tmp_path / "s000002"), tmp_path / "after as well")  # a snapshot of the same boundary
-    saved = Journal(tmp_path / "s000003")
-    saved.begin_with_rest_of(position)
-    saved.undo(_remove)
-    assert not (tmp_path / "after").exists()
-    assert not (tmp_path / "after as well").exists()
-    assert (tmp_path / "before").exists()
-    Journal(tmp_path / "s000001").undo(_remove)
-    assert not (tmp_path / "before").exists()

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import time
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,8 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassPrecision
 
+from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.share import BatchShare, share_of, take_rows
+from lightning_autopar.state.rows import take_rows
+from lightning_autopar.state.share import BatchShare, share_of
 from lightning_autopar.strategies.logged import GlobalLogging
 from lightning_autopar.strategies.metrics import hold_metrics
 from tests.ranks import run_ranks
@@ -416,3 +419,37 @@ def run_overhead(rank: int, world_size: int) -> float:
 
 def test_overhead_of_a_step() -> None:
     assert max(run_ranks(run_overhead, 2)) < 1e-3, "the exchange's own work is about 0.3 ms; waiting for the other rank comes on top"
+
+
+class Hidden(pl.LightningModule):
+    """Logs by a name that isn't in its step's code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.verb = nn.Linear(3, 1), "log"
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).square().mean()
+        getattr(self, self.verb)("hidden", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit_hidden(strategy: Any) -> dict[str, float]:
+    pl.seed_everything(1, verbose=False)
+    module, data = Hidden(), DataLoader(TensorDataset(torch.randn(16, 3)), batch_size=8)
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, **quiet)
+    trainer.fit(module, data)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_log_that_no_code_told_of_is_told_and_the_epochs_value_is_right() -> None:
+    with pytest.raises(UserWarning, match="by code that wasn't found in it beforehand"):  # tests make warnings errors
+        fit_hidden(AutoParallelStrategy(allow=["ddp"], devices="2xcpu:1GiB"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="autopar: training_step has logged")
+        ours = fit_hidden(AutoParallelStrategy(allow=["ddp"], devices="2xcpu:1GiB"))
+    assert ours == pytest.approx(fit_hidden("auto"), rel=1e-5)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.share import BatchShare, share_of, take_rows
+from lightning_autopar.state.rows import take_rows
+from lightning_autopar.state.share import BatchShare, share_of
 from lightning_autopar.strategies.exchange import Exchange
 from lightning_autopar.strategies.logentries import OPTIONS, Combiner, Entry
 from lightning_autopar.strategies.logged import GlobalLogging

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar.memory.noise import without_noise
-from lightning_autopar.strategies.measure import GpuSteps, Point
+from lightning_autopar.strategies.measure import GpuSteps, Point, StepClock
 
 
 class Wide(Regression):
@@ -128,6 +128,44 @@ def test_a_gpus_peak_belongs_to_the_part_of_the_step_in_which_the_counter_rose(
         peak = max(peak, peaks.get(point, 0))
         steps.note(point, peak, gradient_bytes)
     assert steps.bytes({"parameters": 100, "optimizer": 200}) == expected
+
+
+class Lagging:
+    """A GPU's events: the host enqueues at once what the device does in a tenth of a second each."""
+
+    enqueued = done = waits = 0
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def record(self, stream: Any) -> None:
+        self.at = Lagging.enqueued
+
+    def query(self) -> bool:
+        return self.at <= Lagging.done
+
+    def synchronize(self) -> None:
+        Lagging.waits += 1
+        Lagging.done = max(Lagging.done, self.at)
+
+    def elapsed_time(self, other: Lagging) -> float:
+        assert other.query(), "cudaErrorNotReady"
+        return 100.0 * (other.at - self.at)
+
+
+def test_a_gpus_steps_take_what_the_device_takes_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    clock, device = StepClock(Lagging), torch.device("cuda", 0)
+    for step in range(9):
+        clock.start(device)
+        Lagging.enqueued += 1
+        clock.stop(device)
+        Lagging.done = max(0, step - 2)
+    assert clock.median_seconds() == pytest.approx(0.1)
+    assert Lagging.waits == 0
+    clock.wait()
+    assert clock.median_seconds() == pytest.approx(0.1)
+    assert (Lagging.waits, Lagging.done) == (1, 9)
 
 
 def test_a_run_too_short_to_measure_says_none(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -108,6 +109,10 @@ def _plan(schedule: Schedule, *, shard: bool) -> Plan:
     )
 
 
+def _moved(module: Net) -> None:
+    raise AssertionError("the module was moved to the CPU before its shards were gathered, which NCCL does on GPUs alone")
+
+
 @pytest.mark.parametrize(
     ("schedule", "shard", "options"),
     [
@@ -120,7 +125,8 @@ def _plan(schedule: Schedule, *, shard: bool) -> Plan:
 )
 def test_two_pipelines_are_one_devices_run(schedule: Schedule, shard: bool, options: dict[str, Any], tmp_path: Path) -> None:
     plan = _plan(schedule, shard=shard)
-    ours, seen, metrics = _fit(plan, tmp_path / "ours", **options)
+    with mock.patch.object(Net, "cpu", _moved):
+        ours, seen, metrics = _fit(plan, tmp_path / "ours", **options)
     theirs, expected, their_metrics = _fit(None, tmp_path / "theirs", **options)
     assert expected.steps
     torch.testing.assert_close(seen.losses, expected.losses, rtol=1e-5, atol=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,7 @@ from test_growth import GIB, assigned
 
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.strategies.recovery import is_still_there, whence, with_more
-from lightning_autopar.strategies.shelf import Snapshot
+from lightning_autopar.strategies.recovery import is_still_there, with_more
 
 
 class Promised:
@@ -60,14 +58,3 @@ def test_a_plan_whose_device_has_gone_does_not_stay() -> None:
     inventory = parse_spec("cpu:20GiB")
     elsewhere = replace(inventory, devices=(replace(inventory.devices[0], id="cpu:1"),))
     assert not is_still_there(decision, elsewhere)
-
-
-def test_where_a_run_goes_on_from_is_said() -> None:
-    snapshot = Snapshot(path=Path("step-7"), step=7, on_disk=True)
-    assert whence(None, None, of_survivor=False) == "from the beginning"
-    assert whence(snapshot, None, of_survivor=False) == "from the snapshot of step 7"
-    assert (
-        whence(snapshot, "it was late", of_survivor=True)
-        == "from the snapshot of step 7 (no worker that was left could save it: it was late)"
-    )
-    assert whence(snapshot, None, of_survivor=True) == "from step 7, where a worker that was left saved it"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from parity import Fitted
 from torch import Tensor, nn
+from written import Exchanging, Normed, Sharing
 
 from lightning_autopar.memory.batch import FirstBatch
 from lightning_autopar.plans import Plan
@@ -24,7 +25,7 @@ def zero(stage: int, count: int = 2, **values: Any) -> Plan:
 def rehearsed(module: Any, plan: Plan) -> str | None:
     torch.manual_seed(1)
     first = FirstBatch(batch=(torch.randn(8, 8), torch.randn(8, 1)), batch_size=8)
-    return rehearse_zero(module, None, first, plan)
+    return rehearse_zero(module, None, first, plan).refusal
 
 
 class Dropping(Fitted):
@@ -43,13 +44,6 @@ class Dropping(Fitted):
         return torch.optim.AdamW(self.parameters(), 0.05, weight_decay=0.5)
 
 
-class Replacing(Fitted):
-    """Puts other parameters in place of those that were partitioned."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.net[0].weight.data = self.net[0].weight.data * 0.5
-
-
 @pytest.mark.parametrize("plan", [zero(2), zero(3, offload=("optimizer", "parameters")), zero(3, count=1)], ids=Plan.title)
 def test_what_runs_is_not_refused_and_stays_as_it_was(plan: Plan) -> None:
     module = Dropping()
@@ -58,6 +52,12 @@ def test_what_runs_is_not_refused_and_stays_as_it_was(plan: Plan) -> None:
     assert all(map(torch.equal, before, module.parameters()))
 
 
-def test_what_is_lost_is_seen() -> None:
-    assert "under ZeRO-2" in (rehearsed(Replacing(), zero(2)) or "")
-    assert rehearsed(Replacing(), zero(3)) is None  # there what is written into a gathered parameter is kept
+@pytest.mark.parametrize("make", [Exchanging, Normed])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_written_is_kept(make: Any, stage: int) -> None:
+    assert rehearsed(make(), zero(stage)) is None
+
+
+def test_what_would_part_is_seen() -> None:
+    assert "was given the values of another one to share" in (rehearsed(Sharing(), zero(2)) or "")
+    assert "under ZeRO-3" in (rehearsed(Sharing(), zero(3)) or "")

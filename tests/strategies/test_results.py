@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -461,3 +462,66 @@ def test_a_loaders_own_generator_and_the_global_ones_go_on(engine: str, tmp_path
         results.append([torch.rand(3, generator=loader.generator), torch.rand(3), random.random(), dict(net.state_dict())])
         assert trainer.train_dataloader is loader
     assert not differences(*results)
+
+
+class Odd(pl.LightningModule):
+    """Keeps what has no pickle, or only an unsafe one, in every place that comes back."""
+
+    def __init__(self, *, optimizer: bool) -> None:
+        super().__init__()
+        self.net, self.has_optimizer = nn.Linear(4, 1), optimizer
+        self.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        class Local(list[int]):
+            pass
+
+        self.made, self.kind = Local([1]), Local
+        self.seen += 1
+        loss = mse_loss(self.net(batch[0]), batch[1])
+        if self.has_optimizer:
+            group = self.trainer.optimizers[0].param_groups[0]
+            group["lr"], group["odd"] = np.float64(0.05), Local([2])
+        return loss if self.has_optimizer else loss.detach()
+
+    def predict_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+        return threading.Lock()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9) if self.has_optimizer else None
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_what_has_no_pickle_costs_nothing_but_itself(engine: str, optimizer: bool, tmp_path: Path) -> None:
+    expected, module = Odd(optimizer=optimizer), Odd(optimizer=optimizer)
+    module.load_state_dict(expected.state_dict())
+    if not optimizer:
+        expected.automatic_optimization = module.automatic_optimization = False
+    x = torch.randn(16, 4)
+    trainers = {}
+    for each, how in ((expected, "plain"), (module, engine)):
+        trainers[how] = pl.Trainer(
+            max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path, accelerator="cpu", **make_strategy(how),
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainers[how].fit(each, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4))
+    (said,) = [str(each.message) for each in caught if "brought back" in str(each.message)]
+    assert "module.made" in said
+    assert "module.kind" in said
+    assert ("odd" in said) == optimizer, "the optimizer's own, too"
+    assert int(module.seen) == 4
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
+    if optimizer:
+        state, theirs = (trainers[how].optimizers[0].state_dict()["state"] for how in (engine, "plain"))
+        torch.testing.assert_close(state, theirs, rtol=1e-5, atol=1e-6)
+        assert type(trainers[engine].optimizers[0].param_groups[0]["lr"]) is np.float64
+
+
+def test_what_predict_returns_is_named_where_it_has_no_pickle(tmp_path: Path) -> None:
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path, accelerator="cpu",
+                         **make_strategy("ddp"))  # fmt: skip
+    with pytest.warns(UserWarning, match=r"brought back.*what the trainer's function returned"):
+        assert trainer.predict(Odd(optimizer=True), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)) is None

@@ -126,3 +126,11 @@ def test_what_ranks_that_ended_had_begun_is_removed(clock: Clock) -> None:
     saver.give_up(run)  # type: ignore[arg-type]
     assert not saver.waits
     assert len(shelf.discarded) == 1
+
+
+def test_a_pause_that_a_hung_worker_never_comes_to_is_given_up() -> None:
+    saver = Saver(Shelf(), Moving(), 0)  # type: ignore[arg-type]
+    hung = SimpleNamespace(gone=False, paused=False)
+    run: Any = Run(saver, Clock(), 0.0)
+    run.generation, run.round = hung, lambda noted, **_: None
+    assert saver.pause(run, [], within_seconds=0.05) is False

@@ -57,8 +57,12 @@ def test_it_is_started_again_as_it_was_started(script: Path, monkeypatch: pytest
     assert rerun_command() == [sys.executable, str(script), "--lr", "1"]
 
 
-def test_a_notebook_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_a_notebook_and_what_is_piped_to_python_cannot_be_started_again(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = ModuleType("__main__")
+    if file is not None:
+        main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(ValueError, match="restart the kernel and call fit before anything else"):
         rerun_command()
 

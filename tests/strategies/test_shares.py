@@ -217,3 +217,27 @@ def test_each_ranks_memory_is_that_of_its_own_share() -> None:
 def test_every_rank_needs_a_share(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="dealt out to 2 ranks, but there are 3"):
         ExactLoader(DataLoader(Noisy()), rank=0, world_size=3, dealing=Dealing.even(2))
+
+
+class Pairs(DataLoader[Any]):
+    """Two loaders' batches together, by an iteration of its own."""
+
+    def __iter__(self) -> Any:
+        return zip(super().__iter__(), DataLoader(self.dataset, batch_size=8), strict=True)
+
+
+class Paired(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = batch
+        super().validation_step([first[0], second[1]], batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_validation_loader_with_an_iteration_of_its_own(engine: Engine) -> None:
+    found = []
+    for under in (None, plan(engine, 1, 1)):
+        pl.seed_everything(5, verbose=False)
+        module, run = Paired(norm=False), trainer(under, max_epochs=1)
+        run.fit(module, DataLoader(Noisy(), batch_size=8), Pairs(Noisy(), batch_size=8))
+        found.append(float(run.callback_metrics["val_loss"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

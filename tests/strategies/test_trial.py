@@ -160,7 +160,7 @@ def tried_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float | None
     found: list[tuple[str, float | None]] = []
     real = trial.run_forked
 
-    def noting(function: Callable[..., Any], assignment: Assignment, *args: Any, timeout_seconds: float) -> float:
+    def noting(function: Callable[..., Any], assignment: Assignment, *args: Any, timeout_seconds: float, gpus: bool) -> float:
         seconds = real(function, assignment, *args, timeout_seconds=timeout_seconds)
         found.append((assignment.plan.engine, seconds))
         return {"single": 0.1, "ddp": 0.2}[assignment.plan.engine]

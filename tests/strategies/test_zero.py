@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,39 @@ def test_training_is_plain_lightnings(under: Plan, options: dict[str, Any]) -> N
 )
 def test_precisions(under: Plan, precision: str, tolerance: float) -> None:
     assert_same(Awkward, numbers(), under, precision=precision, tolerance=tolerance)
+
+
+@dataclass(slots=True)
+class Packed:
+    """What has no ``__dict__``."""
+
+    rows: Tensor
+
+
+class Packs(nn.Module):
+    def forward(self, rows: Tensor) -> Packed:
+        return Packed(rows)
+
+
+class Counts(nn.Module):
+    def forward(self, packed: Packed) -> int:
+        return len(packed.rows)
+
+
+class Unusual(Fitted):
+    """Modules return an object with slots and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packs, self.counts = Packs(), Counts()
+
+    def loss(self, batch: Any) -> Tensor:
+        packed = self.packs(batch[0])
+        return (self.net(packed.rows) - batch[1]).square().sum() / self.counts(packed)
+
+
+def test_modules_may_return_what_has_no_attributes() -> None:
+    _same_optimizers(*assert_same(Unusual, numbers(), zero(3), **STEPS))
 
 
 class Meddling(Fitted):

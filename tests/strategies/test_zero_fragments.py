@@ -85,7 +85,7 @@ def test_groups_without_anything_trained_are_not_deepspeeds() -> None:
 def test_copies_follow_what_is_written_between_steps() -> None:
     own = torch.arange(4.0)
     stepped = own.clone()
-    edits = Edits([(stepped, own)])
+    edits = Edits([(stepped, own)], [])
     own[1] = 7
     edits.take_over()
     assert stepped.tolist() == [0, 7, 2, 3]

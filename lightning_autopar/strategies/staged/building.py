@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_autopar.state.scratch import hand_back_pages
+from lightning_autopar.strategies.device_draws import random_states, set_random_states
 from lightning_autopar.strategies.staged.hole import is_hole
 from lightning_autopar.strategies.staged.travel import Pipeline
 
@@ -55,9 +56,8 @@ def spread(module: nn.Module, originals: Mapping[str, Tensor], everyone: Pipelin
         hand_back_pages()
     for metric in (child for child in module.modules() if isinstance(child, Metric)):
         _spread_metric(metric, first)
-    state = torch.get_rng_state()
-    dist.broadcast_object_list(states := [state], src=0)
-    torch.set_rng_state(states[0])
+    dist.broadcast_object_list(states := [random_states(everyone.device)], src=0)
+    set_random_states(states[0], everyone.device)
 
 
 def _spread_metric(metric: Metric, first: bool) -> None:
@@ -72,7 +72,7 @@ def _spread_metric(metric: Metric, first: bool) -> None:
 
 
 def make_whole(module: nn.Module, pipeline: Pipeline) -> None:
-    """Fill every rank's holes for good, with plain parameters on the CPU; every rank must call it.
+    """Fill every rank's holes for good, and make all parameters plain ones on the CPU; every rank must call it.
 
     Args:
         module: with holes; which names are tied is the same on every rank.
@@ -84,21 +84,23 @@ def make_whole(module: nn.Module, pipeline: Pipeline) -> None:
     for name, tensor in tensors.items():
         ranks = [rank for rank, names in enumerate(holders) if name in names]
         assert ranks, f"no stage has {name!r}"
-        if len(ranks) == len(holders):
-            continue
         if is_hole(tensor):
             values = torch.empty(tensor.shape, dtype=tensor.dtype)
             fresh[id(tensor)] = _in_place_of(tensor, values)
         else:
             values = tensor.detach()
-            values = (values.full_tensor() if isinstance(values, DTensor) else values).contiguous()
-        pipeline.broadcast(values, ranks[0])
+            if isinstance(values, DTensor):
+                values = values.full_tensor()
+                fresh[id(tensor)] = _in_place_of(tensor, values.cpu())
+        if len(ranks) < len(holders):
+            pipeline.broadcast(values.contiguous(), ranks[0])
     for child in module.modules():
         slots: dict[str, Any]
         for slots in (child._parameters, child._buffers):
             for key, slot in slots.items():
                 if id(slot) in fresh:
                     slots[key] = fresh[id(slot)]
+    module.cpu()
 
 
 def _firsts(module: nn.Module) -> dict[str, Tensor]:

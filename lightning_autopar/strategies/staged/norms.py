@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from lightning_autopar.state.share import index_of
 from lightning_autopar.strategies.staged.hole import MissingValue, hole_like, is_hole
 from lightning_autopar.strategies.staged.travel import Pipeline
 
@@ -46,6 +47,8 @@ class StageGradients:
         self._numbers = {name: number for number, (name, _) in enumerate(module.named_parameters())}
         #: The first place in the pipeline that has a parameter: there its gradient counts.
         self._homes = {name: next(place for place, names in enumerate(holders) if name in names) for name in self._numbers}
+        #: The sets of parameters whose norm all ranks have asked for at once.
+        self._asked: set[tuple[str, ...]] = set()
         self._exit = ExitStack()
         for optimizer in optimizers:
             self._exit.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -53,8 +56,16 @@ class StageGradients:
         self._exit.enter_context(_rerouted(self))
 
     def close(self) -> None:
-        """Leave torch, Lightning and the optimizers as they were found."""
+        """Leave torch, Lightning, the optimizers and the holes as they were found.
+
+        A hole that had a gradient couldn't be moved to another device: torch looks for the gradient after it has set the hole's data
+        (``Module._apply``), by which a hole becomes another one.
+        """
         self._exit.close()
+        with _past_holes():
+            for hole, _ in self._holes:
+                hole.grad = None
+        self._hidden.clear()
 
     # -- holes' gradients --------------------------------------------------------------------------------------------------------------
 
@@ -165,27 +176,44 @@ class StageGradients:
         return found
 
     def norms(self, names: Sequence[str], norm_type: float) -> dict[str, Tensor]:
-        """The norms of these parameters' gradients, on every rank, less those that have none; a collective.
+        """The norms of these parameters' gradients, on every rank, less those that have none; a collective, for which the host waits.
 
         Each in its gradient's type, on the pipeline's device.
 
         Raises:
             RuntimeError: if the ranks don't ask for the same ones.
         """
+        table = self._gather_norms(names, norm_type)
+        parameters = dict(self._module.named_parameters())
+        there = self._check(table)
+        return {
+            name: table[0, self._numbers[name]].to(parameters[name].dtype) for name in dict.fromkeys(names) if there[self._numbers[name]]
+        }
+
+    def _gather_norms(self, names: Sequence[str], norm_type: float) -> Tensor:
+        """By parameter (column): the norm, 0 where there is no gradient; whether there is one; how many ranks ask. On the device."""
         parameters = dict(self._module.named_parameters())
         place, device = self._pipeline.place, self._pipeline.device
         here = {name: None for name, home in self._homes.items() if home == place and parameters[name].grad is not None}
         own = [name for name in dict.fromkeys(names) if name in here]
-        # Rows: the norm, whether there is a gradient, and how many ranks ask. One norm of each parameter isn't 0, so that sums are exact.
-        table = torch.zeros(3, len(self._numbers), dtype=torch.float64, device=device)
-        table[1, [self._numbers[name] for name in here]] = 1.0
+        said = torch.zeros(3, len(self._numbers), dtype=torch.float64)
+        said[1, [self._numbers[name] for name in here]] = 1.0
+        said[2, [self._numbers[name] for name in dict.fromkeys(names)]] = 1.0
+        table = said.to(device, non_blocking=True)
         if own:
-            columns = torch.tensor([self._numbers[name] for name in own], device=device)
-            norms = [_norm(parameters[name].grad, norm_type) for name in own]
-            table[0, columns] = torch.stack([norm.to(device, torch.float64) for norm in norms])
-        asked = [self._numbers[name] for name in dict.fromkeys(names)]
-        table[2, asked] = 1.0
+            columns = index_of(tuple(self._numbers[name] for name in own), device)
+            norms = torch.stack([_norm(parameters[name].grad, norm_type).to(device, torch.float64) for name in own])
+            # One norm of each parameter isn't 0, so that sums are exact.
+            table[0].index_copy_(0, columns, norms)
         dist.all_reduce(table, group=self._pipeline.group)
+        return table
+
+    def _check(self, table: Tensor) -> list[float]:
+        """Which parameters have a gradient on some rank; the host waits for it.
+
+        Raises:
+            RuntimeError: if the ranks didn't ask for the same ones.
+        """
         there, asking = table[1:].tolist()
         for name, number in self._numbers.items():
             if there[number] and 0 < asking[number] < len(self._pipeline.ranks):
@@ -193,17 +221,31 @@ class StageGradients:
                     f"a norm of gradients that counts {name!r} was asked for on {int(asking[number])} of {len(self._pipeline.ranks)} ranks "
                     "only; every rank of a pipeline has to ask for the norm of the same parameters"
                 )
-        return {
-            name: table[0, self._numbers[name]].to(parameters[name].dtype) for name in dict.fromkeys(names) if there[self._numbers[name]]
-        }
+        found: list[float] = there
+        return found
 
     def total_norm(self, names: Sequence[str], norm_type: float, error_if_nonfinite: bool, like: Tensor) -> Tensor:
-        """As ``torch.nn.utils.get_total_norm`` of all stages' gradients; the same number on every rank."""
-        norms = self.norms(names, norm_type)
-        each = [norms[name] for name in names if name in norms]
-        if not each:
+        """As ``torch.nn.utils.get_total_norm`` of all stages' gradients; the same number on every rank.
+
+        The host waits for the device where the ranks haven't asked for the norm of these parameters before.
+        """
+        each: Tensor | None
+        types = {parameter.dtype for parameter in self._module.parameters()}
+        if norm_type > 0 and len(types) == 1:  # then those without a gradient, whose norm is 0, change nothing
+            asked = tuple(dict.fromkeys(names))
+            table = self._gather_norms(asked, norm_type)
+            if asked not in self._asked:
+                self._check(table)
+                self._asked.add(asked)
+            numbers = index_of(tuple(self._numbers[name] for name in names), table.device)
+            each = table[0].index_select(0, numbers).to(types.pop()) if names else None
+        else:
+            norms = self.norms(names, norm_type)
+            found = [norms[name] for name in names if name in norms]
+            each = torch.stack(found) if found else None
+        if each is None:
             return torch.tensor(0.0, device=like.device)
-        total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
+        total: Tensor = torch.linalg.vector_norm(each, norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
@@ -341,7 +383,9 @@ def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, 
 
 def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None) -> None:
     """``torch.nn.utils.clip_grad_value_`` on this rank's gradients."""
-    _originals["clip_grad_value_"](_here(parameters), clip_value, foreach)
+    here = [parameter for parameter in _here(parameters) if parameter.grad is not None]
+    if here:  # torch's takes no empty list
+        _originals["clip_grad_value_"](here, clip_value, foreach)
 
 
 def grad_norm(module: nn.Module, norm_type: Any, group_separator: str) -> dict[str, Any]:

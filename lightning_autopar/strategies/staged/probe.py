@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
-from torch.utils._pytree import tree_map
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
-from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.memory.batch import FirstBatch, copied
 from lightning_autopar.memory.blocks import find_blocks
 from lightning_autopar.memory.fake import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.values import ShadowValues
+from lightning_autopar.strategies.check import not_made
 from lightning_autopar.strategies.micro import take_part
 from lightning_autopar.strategies.staged.finding import StagingFinding, refused
 from lightning_autopar.strategies.staged.record import record
@@ -76,7 +75,7 @@ def probe_stages(
         return refused("a pipeline's schedule runs backward by itself, and the module does so by hand")
     found = len(find_blocks(module))
     if found < 2 and not is_overridden("configure_model", module):
-        return refused(f"a pipeline is cut between repeated blocks, and the module has {found}")
+        return refused(f"a pipeline is cut between repeated blocks that share no parameters, and the module has {found}")
     precision = precision or Precision()
     why = _too_large(module, batches, flops)
     began = time.monotonic()
@@ -120,7 +119,8 @@ def confirm_stages(
         flops: of a step on the whole batch, forward and backward.
 
     Returns:
-        With a refusal where the stages compute something else; with ``untried`` where it isn't known.
+        With a refusal where the stages compute something else, or where the whole step can't be run; with ``untried`` where it is
+        too large.
     """
     why = _too_large(module, batches, flops, steps=_CONFIRM_STEPS, most=_CONFIRM_FLOPS)
     if why is not None:
@@ -128,7 +128,7 @@ def confirm_stages(
     count = _samples(batches, flops, _CONFIRM_STEPS, _CONFIRM_FLOPS)
     trial, several = _trial(module, trainer, batches, fn, precision or Precision(), count, steps=1)
     if isinstance(trial, str):
-        return StagingFinding(staging=Staging(), untried=trial)
+        return refused(not_made(trial).reason)
     if several is not None:
         return refused(several)
     recordings = trial.record()
@@ -281,7 +281,7 @@ def _script(module: LightningModule, trainer: Trainer | None, first: FirstBatch,
                 batch = first.collate(first.samples[:count])
                 return batch if trainer is None else transfer_batch(module, batch)
             return take_part(first.batch, 0, first.batch_size // count, several=several)
-        return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, first.batch)
+        return copied(first.batch)
 
     def half() -> Any:
         return take_part(whole(), 0, 2, several=several)

@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils._pytree import tree_map
 
+from lightning_autopar.memory.batch import copied
 from lightning_autopar.memory.rehearsal import STEPS, Rehearsal
 from lightning_autopar.state import rng
 from lightning_autopar.strategies.staged.modules import unseen
@@ -68,7 +67,7 @@ def record(
     with _left_as_it_was(module):
         with undone(module) as deeds:
             call = _caller(module, trainer, hook, batch_idx, None)
-            first = _copied(batch)
+            first = copied(batch)
             with (
                 torch.set_grad_enabled(grad),
                 context(),
@@ -88,7 +87,7 @@ def record(
             with recorder.recording():
                 for each in kept:
                     each.put()
-                recorder.finish(call(_copied(batch)))
+                recorder.finish(call(copied(batch)))
             for each in kept:
                 if each.name in recorder.kept and each.is_new():
                     recorder.refuse(f"the step keeps {each.name!r} for the next one, which only some of the stages would have")
@@ -132,8 +131,3 @@ def _caller(
                 child.__dict__["log"] = lambda name, value=None, *args, **kwargs: note(value)
                 child.__dict__["log_dict"] = lambda dictionary=None, *args, **kwargs: note(dictionary)
     return lambda batch: rehearsal._call(hook, batch, batch_idx)
-
-
-def _copied(batch: Any) -> Any:
-    """Tensors of a batch anew, since a step may write to them."""
-    return tree_map(lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, batch)

@@ -250,8 +250,9 @@ class _Average:
         if not parameters:
             return
         gradients = [_gradient(name, parameter) for name, parameter in zip(names, parameters, strict=True)]
-        self._used = torch.ones(len(names), device=gradients[0].device)
-        self._used[self._missing] = 0.0
+        used = torch.ones(len(names))
+        used[self._missing] = 0.0
+        self._used = used.to(gradients[0].device, non_blocking=True)
         self._works.append(dist.all_reduce(self._used, group=group, async_op=True))
         for bucket in _buckets(gradients) if size else ():
             alone = len(bucket) == 1 and bucket[0].is_contiguous()

@@ -63,10 +63,10 @@ class SameBatch:
             )
 
 
-def fingerprint(batch: Any) -> int:
+def fingerprint(batch: Any, _inside: frozenset[int] = frozenset()) -> int:
     """62 bits that differ where batches do, the same in every process for the same batch.
 
-    Floating-point numbers outside of tensors and arrays count nothing: they may be times.
+    Floating-point numbers outside of tensors and arrays count nothing: they may be times. What holds itself counts once.
     """
     if isinstance(batch, Tensor):
         return _of_tensor(batch)
@@ -75,24 +75,28 @@ def fingerprint(batch: Any) -> int:
             return zlib.crc32(repr(batch.shape).encode())
         picked = batch.reshape(-1)[:: -(-batch.size // _ELEMENTS) or 1].copy()
         return _mixed([_of_tensor(torch.from_numpy(picked)), *batch.shape])
-    if isinstance(batch, Mapping):
-        return _mixed(fingerprint(part) for item in batch.items() for part in item)
-    if isinstance(batch, (list, tuple)):
-        return _mixed(map(fingerprint, batch))
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return _mixed(fingerprint(getattr(batch, field.name)) for field in fields(batch))
     if isinstance(batch, (str, bytes)):
         return zlib.crc32(batch.encode() if isinstance(batch, str) else batch)
     if batch is None or isinstance(batch, (bool, int)):
         return zlib.crc32(repr(batch).encode())
+    if id(batch) in _inside or isinstance(batch, type):  # what a class holds is its process's
+        return 0
+    inside = _inside | {id(batch)}
+    if isinstance(batch, Mapping):
+        return _mixed(fingerprint(part, inside) for item in batch.items() for part in item)
+    if isinstance(batch, (list, tuple)):
+        return _mixed(fingerprint(item, inside) for item in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return _mixed(fingerprint(getattr(batch, field.name), inside) for field in fields(batch))
     state = getattr(batch, "__dict__", None)
-    return _mixed(map(fingerprint, state.values())) if state else 0  # a class of the user's own
+    return _mixed(fingerprint(value, inside) for value in state.values()) if state else 0  # a class of the user's own
 
 
 def _of_tensor(tensor: Tensor) -> int:
     if tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
         return zlib.crc32(repr(tuple(tensor.shape)).encode())
-    flat = tensor.detach().reshape(-1)
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may not let itself be sliced so
+        flat = tensor.detach().as_subclass(Tensor).reshape(-1)
     flat = flat[:: -(-flat.numel() // _ELEMENTS)].contiguous().cpu()
     if flat.dtype == torch.bool or flat.element_size() == 1:
         words = flat.view(torch.uint8).to(torch.int64)

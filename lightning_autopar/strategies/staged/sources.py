@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils._pytree import tree_leaves
 
+from lightning_autopar.memory.batch import tensors_of
 from lightning_autopar.state import rng
+from lightning_autopar.strategies.undone import same_values
 
 
 @dataclass
@@ -68,14 +68,14 @@ def changes(module: nn.Module, batch: Any) -> Iterator[Changes]:
     found = Changes()
     before = [(name, buffer, buffer._version, None if is_fake(buffer) else buffer.detach().clone()) for name, buffer in buffers_of(module)]
     parameters = [(name, parameter, parameter._version) for name, parameter in module.named_parameters(remove_duplicate=False)]
-    versions = [(leaf, leaf._version) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    versions = [(leaf, leaf._version) for leaf in tensors_of(batch)]
     norms = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._NormBase) and child.training]
     yield found
     now = dict(buffers_of(module))
     for name, buffer, version, value in before:
         moved = name not in now or now[name] is not buffer or buffer._version != version
         if not moved and value is not None:  # normalisation's kernels write without counting
-            moved = not torch.equal(buffer, value) and not bool((buffer != buffer).any())
+            moved = not same_values(buffer, value)
         if not moved and value is None:
             moved = any(name.rpartition(".")[0] == norm for norm in norms)
         if moved:

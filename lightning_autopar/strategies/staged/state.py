@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_autopar._lightning_compat import bare_optimizer
+from lightning_autopar._lightning_compat import bare_optimizer, optimizers_to_device
 from lightning_autopar.state import scratch
 from lightning_autopar.state.pretrained import shapes_only
 from lightning_autopar.strategies.one_file import OneFile
@@ -145,3 +146,4 @@ class StagedState(OneFile):
         assert self.lightning_module is not None
         assert self._pipeline is not None
         building.make_whole(self.lightning_module, self._pipeline)
+        optimizers_to_device(self.optimizers, torch.device("cpu"))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.memory.batch import copied
 from lightning_autopar.plans import Plan
 from lightning_autopar.state.share import BatchShare
 from lightning_autopar.strategies.logged import GlobalLogging
@@ -235,10 +236,10 @@ class StagedStep:
         rows = run.args[0]
         if run.number > 1:
             try:
-                rows = take_part(rows, chunk, run.number, several=several_loaders(self._trainer))
+                rows = take_part(rows, chunk, run.number, run.share.fed, several=several_loaders(self._trainer))
             except ValueError as error:
                 raise uncut(self._plan, error) from error
-        return tree_map_only(Tensor, Tensor.clone, rows) if run.hook in self._changing else rows
+        return copied(rows) if run.hook in self._changing else rows
 
     @contextmanager
     def around(self, stage: Stage, work: str, chunk: int) -> Iterator[None]:

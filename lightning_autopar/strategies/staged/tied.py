@@ -81,13 +81,18 @@ class SharedParameters:
             finish()
 
     def _kinds(self, gradients: Sequence[Tensor | None], group: Group) -> list[list[int]]:
-        """On how many ranks there is a dense gradient of each parameter, and on how many a sparse one."""
+        """On how many ranks there is a dense gradient of each parameter, and on how many a sparse one.
+
+        What is dense here is dense for all: where that holds of each, this rank needn't wait for what the others say.
+        """
         flags = [
             [int(each is not None and each.layout == torch.strided), int(each is not None and each.layout != torch.strided)]
             for each in gradients
         ]
-        counted = torch.tensor(flags, dtype=torch.int32, device=self._pipeline.device)
+        counted = torch.tensor(flags, dtype=torch.int32).to(self._pipeline.device, non_blocking=True)
         dist.all_reduce(counted, group=group)
+        if all(dense for dense, _ in flags):
+            return flags
         counts: list[list[int]] = counted.tolist()
         return counts
 

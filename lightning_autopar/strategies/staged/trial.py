@@ -17,8 +17,8 @@ import lightning.pytorch.utilities.grads as lightning_grads
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
-from torch.utils._pytree import tree_map
 
+from lightning_autopar.memory.batch import mapped
 from lightning_autopar.memory.blocks import find_blocks
 from lightning_autopar.memory.fake import fake_copy
 from lightning_autopar.memory.rehearsal import Rehearsal
@@ -29,6 +29,7 @@ from lightning_autopar.strategies.staged.kept import kept_apart
 from lightning_autopar.strategies.staged.record import record
 from lightning_autopar.strategies.staged.recording import Staging, StepRecording
 from lightning_autopar.strategies.staged.together import Precision, Together, rehearse
+from lightning_autopar.strategies.undone import same_values
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -211,7 +212,7 @@ class Trial:
                     step.returned = outputs[0]
                 _end(step, copy, rehearsal, before)
                 if hook == "training_step" and index == 0:
-                    self.counted = tuple(name for name, value in step.buffers.items() if not torch.equal(value, before[name]))
+                    self.counted = tuple(name for name, value in step.buffers.items() if not same_values(value, before[name]))
             outcome.notes = tuple(rehearsal.notes)
         self._after = copy
         return None
@@ -392,7 +393,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch)
+    return mapped(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _first_line(error: BaseException) -> str:

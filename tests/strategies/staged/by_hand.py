@@ -48,8 +48,8 @@ def net(seed: int = 0) -> Net:
     return Net()
 
 
-def hollow(module: nn.Module, kept: Sequence[str]) -> None:
-    """Make holes of all parameters and buffers that aren't under these names."""
+def hollow(module: nn.Module, kept: Sequence[str], *, device: torch.device | None = None) -> None:
+    """Make holes of all parameters and buffers that aren't under these names; they say that they are on ``device``."""
     holes: dict[int, Tensor] = {}
     for path, child in module.named_modules():
         for slots in (child._parameters, child._buffers):
@@ -58,7 +58,7 @@ def hollow(module: nn.Module, kept: Sequence[str]) -> None:
                 if tensor is None or any(name == each or name.startswith(f"{each}.") for each in kept):
                     continue
                 if id(tensor) not in holes:
-                    holes[id(tensor)] = hole_parameter(tensor, f"{name!r}")
+                    holes[id(tensor)] = hole_parameter(tensor, f"{name!r}", device=device)
                 slots[key] = holes[id(tensor)]  # type: ignore[assignment]
 
 

@@ -194,3 +194,19 @@ def left(rank: int, world_size: int) -> bool:
     gradients.close()
     after = [each.__code__ for each in (grad_norm, clip_grad_norm_.__wrapped__, get_total_norm.__wrapped__)]
     return after == codes and all(one is not other for one, other in zip(codes, changed, strict=True))
+
+
+def moved(rank: int, world_size: int) -> list[str]:
+    """As after a fit that ended with gradients, on GPUs."""
+    module = net()
+    hollow(module, KEPT[rank], device=torch.device("cuda", 0))
+    gradients = StageGradients(module, pipeline())
+    gradients.show()
+    assert any(parameter.grad is not None for parameter in module.parameters())
+    gradients.close()
+    module.cpu()
+    return sorted({parameter.device.type for parameter in module.parameters()})
+
+
+def test_a_module_can_be_moved_when_the_run_is_over() -> None:
+    assert run_ranks(moved, 3) == [["cpu"]] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -48,6 +49,20 @@ def test_different_batches_have_different_numbers(batch: Any, other: Any) -> Non
     assert 0 <= fingerprint(batch) < 2**62
 
 
+class Guarded(torch.Tensor):
+    """Lets itself be sliced by samples only, as MONAI's batches with different metadata do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            raise ValueError("inconsistent metadata")
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def test_a_tensors_subclass_is_not_asked() -> None:
+    assert fingerprint(LARGE.as_subclass(Guarded)) == fingerprint(LARGE)
+
+
 def test_what_cannot_be_looked_at_counts_nothing() -> None:
     assert fingerprint(object()) == 0
     assert fingerprint({"seconds": 0.5}) == fingerprint({"seconds": 0.7})
@@ -74,3 +89,11 @@ def test_ranks_with_different_batches_all_say_so() -> None:
     for said in run_ranks(_compare, 3):
         assert [bool(each) for each in said] == [False, False, True, False]
         assert "different batches" in said[2]
+
+
+def test_a_batch_that_holds_itself() -> None:
+    """As the stores of a graph of several kinds, which know the graph that they belong to."""
+    one, other = SimpleNamespace(x=torch.ones(2)), SimpleNamespace(x=torch.zeros(2))
+    one.parent, one.kind = one, Pair
+    other.parent = other
+    assert fingerprint(one) == fingerprint(one) != fingerprint(other)

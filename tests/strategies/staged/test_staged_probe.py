@@ -232,7 +232,7 @@ def test_steps_that_have_no_stages(kind: type[Stack], words: str) -> None:
 
 def test_a_module_without_blocks() -> None:
     module = Stack(1)
-    assert probed(module).staging.refusal == "a pipeline is cut between repeated blocks, and the module has 0"
+    assert probed(module).staging.refusal == "a pipeline is cut between repeated blocks that share no parameters, and the module has 0"
 
 
 def test_what_needs_no_trial() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_autopar.state import scratch
 from lightning_autopar.state.scratch import Scratch
@@ -142,6 +144,20 @@ def released(rank: int, world_size: int) -> bool:
 
 def test_a_module_is_made_whole_again_on_every_rank() -> None:
     assert run_ranks(released, 3) == [True] * 3
+
+
+def released_shards(rank: int, world_size: int) -> list[type]:
+    """A stage that two replicas have, sharded."""
+    module, whole = net(), net()
+    mesh = init_device_mesh("cpu", (world_size,))
+    module.scale = nn.Parameter(distribute_tensor(module.scale.detach(), mesh, [Shard(0)]))
+    building.make_whole(module, pipeline())
+    assert_equal(dict(module.state_dict()), dict(whole.state_dict()))
+    return [type(parameter) for parameter in module.parameters() if type(parameter) is not nn.Parameter]
+
+
+def test_shards_are_made_whole_again_on_every_rank() -> None:
+    assert run_ranks(released_shards, 2) == [[], []]
 
 
 def spread(rank: int, world_size: int) -> float:

@@ -1,0 +1,233 @@
+"""A child for each check, of a process that has never run a backward pass, used a GPU or joined a process group.
+
+That is a plain fork where this process is such a one. Where it is not (a notebook that has trained, a script that has asked CUDA for
+something, a rank of torchrun's that has run before), a fresh Python is started and kept, and forks the children: objects travel to it by
+value, as they are now. Knows torch, nothing of Lightning and of what is run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_autopar._fork import ChildFailed, read_message, run_forked, unforkable, write_message
+
+T = TypeVar("T")
+
+#: What takes longer to travel than a check is worth.
+_MOST_BYTES = 1 << 30
+#: A fresh Python imports torch and Lightning first.
+_START_SECONDS = 120.0
+#: torch is imported before this process's path counts, which may hold files by the names of what torch looks for (``cuda``, ``types``).
+_START = """
+import sys
+sys.path[:] = filter(None, sys.path)
+try:
+    import torch
+except ModuleNotFoundError:
+    pass
+sys.path += {path!r}
+from {module} import serve
+sys.path[:] = {path!r}
+serve()
+"""
+
+
+class CannotTravel(RuntimeError):
+    """What is to be checked can't be brought to a clean process.
+
+    Args:
+        reason: why, as the end of a sentence.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def run_clean(function: Callable[..., T], *args: Any, timeout_seconds: float) -> T:
+    """Call ``function(*args)`` in a child of a clean process and return its result; as :func:`._fork.run_forked`.
+
+    Args:
+        function: what to run; of a module, not a local one, and without GPUs.
+        args: its arguments. Where this process isn't clean they are pickled, what the script or notebook itself defines by value.
+        timeout_seconds: end the child after so long.
+
+    Raises:
+        ChildFailed: as ``run_forked``.
+        CannotTravel: if the process isn't clean, and the arguments can't be pickled or read again, with a sentence that says what to do.
+    """
+    reason = unforkable() or ("this process is in a process group" if dist.is_initialized() else None)
+    if reason is None:
+        return run_forked(function, *args, timeout_seconds=timeout_seconds)
+    try:
+        return _kept().run(_pickled((function, args)), function.__module__, timeout_seconds)  # type: ignore[no-any-return]
+    except CannotTravel as error:
+        raise CannotTravel(
+            f"{reason}, and the module, its trainer or its data can't be brought to one that hasn't ({error.reason}); call fit in a fresh "
+            "process, in a notebook after the kernel was restarted"
+        ) from error
+
+
+class _Limited(io.BytesIO):
+    """A file that doesn't grow beyond what may travel."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(memoryview(data).cast("B")) > _MOST_BYTES:
+            raise pickle.PicklingError(f"they take more than {_MOST_BYTES >> 20} MiB")
+        return super().write(data)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotations
+    """Tensors travel as the CPU's. What belongs to this process's group (Lightning leaves a mesh on the module) is nothing elsewhere."""
+
+    def reducer_override(self, target: Any) -> Any:
+        if isinstance(target, (dist.ProcessGroup, DeviceMesh)):
+            return _nothing, ()
+        if type(target) is weakref.ref:
+            return (weakref.ref, (target(),)) if target() is not None else (_gone, ())
+        if isinstance(target, Tensor):
+            here = target if type(target) is not Tensor or target.device.type in ("cpu", "meta") else target.detach().cpu()
+            try:
+                return here.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            except Exception:  # another rank has its values: what needs them there fails, and tells
+                return _valueless, (tuple(target.shape), target.dtype)
+        return super().reducer_override(target)
+
+
+def _nothing() -> None:
+    """In the place of what isn't there."""
+
+
+def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _gone() -> weakref.ref[Any]:
+    """A reference to what is no more."""
+    return weakref.ref(type("_Gone", (), {})())
+
+
+def _pickled(value: Any) -> bytes:
+    file = _Limited()
+    try:
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:  # whatever the user's objects raise
+        raise CannotTravel(_words(error)) from error
+    return file.getvalue()
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
+# -- the process that is kept ----------------------------------------------------------------------------------------------------------
+
+
+class _Kept:
+    """The fresh Python. It ends with this process, which holds the other end of its input."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        code = _START.format(path=sys.path, module=__name__)
+        command, environment = [sys.executable, "-c", code], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
+    def run(self, payload: bytes, module: str, timeout_seconds: float) -> Any:
+        """What the pickled call of a module's function gives."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._lock:
+            try:
+                write_message(self._process.stdin.fileno(), True, pickle.dumps((module, timeout_seconds)))
+                write_message(self._process.stdin.fileno(), True, payload)
+                late = max(time.monotonic(), self._started + _START_SECONDS) + timeout_seconds + _START_SECONDS
+                message = read_message(self._process.stdout.fileno(), late)
+            except BaseException:  # an interrupt: its answer would be taken for the next one's
+                self.end()
+                raise
+            if message is None:
+                self.end()
+                raise ChildFailed("the process that was kept for checks ended without a result", crashed=True)
+        succeeded, data = message
+        result = pickle.loads(data)
+        if succeeded:
+            return result
+        if isinstance(result, _Unread):
+            raise CannotTravel(result.reason)
+        raise ChildFailed(*result[:2], crashed=result[2], timed_out=result[3])
+
+    def end(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+_process: _Kept | None = None
+
+
+def _kept() -> _Kept:
+    """This process's own; a forked child's parent's isn't."""
+    global _process
+    if _process is None or _process.pid != os.getpid() or not _process.runs:
+        _process = _Kept()
+        atexit.register(_process.end)
+    return _process
+
+
+# -- in that process -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unread:
+    """That a call couldn't be unpickled there."""
+
+    reason: str
+
+
+def serve() -> None:
+    """What the fresh Python does: fork a child for each call that comes in, and hand on what it gives, until there are no more."""
+    answers = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    while (about := read_message(0, None)) is not None and (call := read_message(0, None)) is not None:
+        module, timeout_seconds = pickle.loads(about[1])
+        if module.startswith(f"{__package__}."):
+            importlib.import_module(module)  # once, rather than in each child
+        try:
+            result = run_forked(_call, call[1], timeout_seconds=timeout_seconds)
+            write_message(answers, not isinstance(result, _Unread), pickle.dumps(result))
+        except ChildFailed as error:
+            write_message(answers, False, pickle.dumps((error.reason, error.child_traceback, error.crashed, error.timed_out)))
+
+
+def _call(payload: bytes) -> Any:
+    """In the forked child, as unpickling runs the user's code, too."""
+    try:
+        function, args = pickle.loads(payload)
+    except Exception as error:  # a module that can't be imported there, a class that doesn't unpickle
+        return _Unread(reason=_words(error))
+    return function(*args)

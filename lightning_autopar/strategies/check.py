@@ -1,0 +1,41 @@
+"""What came of a check that a plan needs before it may be taken: it passed, it failed, or it couldn't be made. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What came of a check.
+
+    Args:
+        outcome: ``"not made"`` is no ``"passed"``: nothing is known of the plan then.
+        reason: why it failed or couldn't be made, in one sentence.
+    """
+
+    outcome: Literal["passed", "failed", "not made"]
+    reason: str = ""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why plans that need the check are left out; None where they may be taken."""
+        return None if self.outcome == "passed" else self.reason
+
+
+PASSED = Check(outcome="passed")
+
+
+def failed(reason: str) -> Check:
+    """That of a plan that doesn't do what it promises."""
+    return Check(outcome="failed", reason=reason)
+
+
+def not_made(reason: str) -> Check:
+    """That of a plan of which nothing is known.
+
+    Args:
+        reason: why, as the end of a sentence.
+    """
+    return Check(outcome="not made", reason=f"whether it runs the step right couldn't be checked, as {reason}")

@@ -1,0 +1,241 @@
+"""Modules of other kinds than most: what they hold and how they compute changes nothing in the run, or is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from parity import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.planning.report import NothingFits
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Grad strides do not match"),  # DDP's, of gradients of gradients
+]
+
+
+class Blocks(pl.LightningModule):
+    """Three blocks and a head; subclasses change one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.block() for _ in range(3)])
+        self.head = nn.Linear(8, 1)
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = (self(batch[0]) - batch[1]).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([parameter for parameter in self.parameters() if parameter.requires_grad], 0.01)
+
+
+def trained(make: Callable[[], Any], engine: str, **options: Any) -> Any:
+    """The module after two epochs under an engine; of none, plain Lightning's."""
+    pl.seed_everything(3, verbose=False)
+    module = make()
+    strategy: Any = AutoParallelStrategy(allow=[engine], devices="2xcpu:1GiB", exact=True) if engine else "auto"
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, **QUIET, **options)  # type: ignore[arg-type]
+    x = torch.randn(26, 8, generator=torch.Generator().manual_seed(0))
+    trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True))
+    return module
+
+
+def assert_same(make: Callable[[], Any], engine: str, **options: Any) -> Any:
+    ours, theirs = trained(make, engine, **options), trained(make, "", **options)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=1e-5, atol=1e-5, equal_nan=True)
+    return ours
+
+
+class Odd(Blocks):
+    """Tensors without elements, tensors that are no numbers yet, one activation and one dropout for all, blocks that end in place."""
+
+    def __init__(self) -> None:
+        self.act, self.drop = [nn.GELU()], [nn.Dropout(0.2)]
+        super().__init__()
+        del self.act, self.drop
+        self.register_buffer("bank", torch.empty(0))
+        self.register_buffer("threshold", torch.tensor(float("nan")))
+        self.unused = nn.Parameter(torch.full((2, 2), float("nan")), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 8))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("act", "drop"):
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def block(self) -> nn.Module:
+        block = nn.Sequential(nn.Linear(8, 8), self.act[0], nn.Linear(8, 8), self.drop[0], nn.ReLU(inplace=True))
+        block.register_buffer("ids", torch.empty(0, dtype=torch.long), persistent=False)
+        block.register_buffer("limit", torch.full((3,), float("inf")))
+        return block
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp", "fsdp", "zero", "pipeline"])
+def test_empty_tensors_nan_buffers_and_shared_layers(engine: str) -> None:
+    assert_same(Odd, engine)
+
+
+class Early(Blocks):
+    """An optimizer from before ``configure_optimizers``, whose momentum isn't zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.Adam(self.parameters(), 0.01)
+        self(torch.ones(2, 8)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "zero", "pipeline"])
+def test_an_optimizer_that_was_made_before(engine: str) -> None:
+    module = assert_same(Early, engine)
+    assert {id(parameter) for parameter in module.parameters()} == {id(each) for each in module.optimizer.param_groups[0]["params"]}
+
+
+class Frozen(Blocks):
+    """All but the last block and the head is frozen, so that a stage has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[:2].requires_grad_(False)
+
+
+@pytest.mark.parametrize("algorithm", ["value", "norm"])
+def test_a_stage_without_gradients_is_clipped(algorithm: str) -> None:
+    assert_same(Frozen, "pipeline", gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
+
+
+class Forces(Blocks):
+    """Its outputs are an energy and the energy's gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_(True)
+        energy = super().forward(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + force.pow(2).sum(1, keepdim=True)
+
+
+class InPlace(Blocks):
+    """Blocks that write to what they are given."""
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 1.0)
+
+
+@pytest.mark.parametrize("make", [Forces, InPlace])
+@pytest.mark.parametrize("engine", ["ddp", "zero"])
+def test_outputs_by_a_gradient_and_blocks_in_place(make: Any, engine: str) -> None:
+    assert_same(make, engine)
+
+
+class EmptyWeight(Blocks):
+    """A layer of no features, whose weight has no elements and gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(8, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + nn.functional.linear(x[:, :0], self.none))
+
+
+class OneNorm(Blocks):
+    """All blocks have one normalisation."""
+
+    def __init__(self) -> None:
+        self.__dict__["norm"] = nn.LayerNorm(8)
+        super().__init__()
+        del self.__dict__["norm"]
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), self.__dict__["norm"])
+
+
+@pytest.mark.parametrize(
+    ("make", "engine", "sentence"),
+    [
+        (Forces, "fsdp", "the step differentiates by itself (torch.autograd.grad), through parameters that FSDP2 frees after each use"),
+        (Forces, "pipeline", "differentiates by itself"),
+        (InPlace, "fsdp", "'blocks.1' writes in place to the tensor that it is given"),
+        (InPlace, "pipeline", "'blocks.0' writes to a tensor that it is given"),
+        (EmptyWeight, "fsdp", "the parameter 'none' has no elements and gets a gradient, which FSDP2 can't reduce"),
+        (OneNorm, "pipeline", "repeated blocks that share no parameters, and the module has 0"),
+    ],
+)
+def test_what_an_engine_cannot_run_is_named(make: Any, engine: str, sentence: str) -> None:
+    with pytest.raises(NothingFits) as refused:
+        trained(make, engine)
+    assert sentence in str(refused.value)
+
+
+class Inherited(Blocks):
+    """Its step logs in the class that it inherits from."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_logs_through_super(capfd: pytest.CaptureFixture[str]) -> None:
+    assert_same(Inherited, "ddp")
+    assert "wasn't found in it beforehand" not in capfd.readouterr().err
+
+
+class Nodes(Blocks):
+    """Drops nodes of graphs, of which each batch has another number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        nodes, target, graph = batch
+        for block in self.blocks:
+            nodes = nodes + block(nodes)
+        nodes = nn.functional.dropout(nodes, 0.3, self.training)
+        sizes = torch.bincount(graph, minlength=len(target))[:, None]
+        graphs = torch.zeros(len(target), 8).index_add(0, graph, nodes) / sizes
+        loss: Tensor = (self.head(graphs) - target).pow(2).mean()
+        self.log("loss", loss, batch_size=len(target))
+        return loss
+
+
+def _graphs(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = torch.tensor([len(nodes) for nodes, _ in samples])
+    nodes, targets = torch.cat([nodes for nodes, _ in samples]), torch.stack([target for _, target in samples])
+    return nodes, targets, torch.arange(len(samples)).repeat_interleave(sizes)
+
+
+def test_a_pipeline_draws_for_shapes_that_change_as_one_device_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [size for nodes in (25, 24, 23, 32) for size in (nodes // 4 + nodes % 4, *[nodes // 4] * 3)]
+    data = [(torch.randn(size, 8, generator=generator), torch.randn(1, generator=generator)) for size in sizes]
+    weights = []
+    for engine in ("pipeline", ""):
+        pl.seed_everything(3, verbose=False)
+        module = Nodes()
+        strategy: Any = AutoParallelStrategy(allow=[engine], devices="2xcpu:1GiB", exact=True) if engine else "auto"
+        trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(data, 4, collate_fn=_graphs))  # type: ignore[arg-type]  # a list is a dataset
+        weights.append(dict(module.state_dict()))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
