@@ -216,7 +216,7 @@ def test_a_rerun_of_the_script_is_replaced_as_well(tmp_path: Path) -> None:
     body = """
     import os
     import lightning_autopar.strategies.launcher as launcher
-    launcher.backward_survives_fork = lambda: False  # as after CUDA was used
+    launcher.unforkable = lambda: "this process has used a GPU already"
     made = trainer(strategy="ddp", devices=2)
     made.fit(Net(), data())
     print(f"rank {os.environ['LOCAL_RANK']}: {made.strategy.plan.title()} {sys.argv[1:]}\\n", end="", flush=True)

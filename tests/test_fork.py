@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar import _fork
+from lightning_autopar._fork import ChildFailed, run_forked, unforkable
+from lightning_autopar.memory.fake import fake_mode
 
 
 def test_result_comes_back_and_the_parent_is_untouched() -> None:
@@ -177,3 +181,96 @@ def test_what_a_child_prints_is_no_part_of_the_run(capfd: pytest.CaptureFixture[
     said = capfd.readouterr()
     assert said.out == "afterwards\n"
     assert "a warning" in said.err
+
+
+# -- what a child can do after what its parent has done --------------------------------------------------------------------------------
+
+
+def test_without_threads_for_gpus_a_child_may_go_backward() -> None:
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert unforkable() is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        ("Unable to handle autograd's threading in combination with fork-based multiprocessing.", "has run a backward pass already"),
+        ("out of luck", r"can't run a backward pass \(RuntimeError: out of luck\)"),
+    ],
+)
+def test_a_child_that_fails_tells(failure: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError(failure)
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert unforkable() is None
+    monkeypatch.setattr(_fork, "_try", refuse)
+    assert re.search(words, unforkable() or "")
+
+
+def test_a_process_that_has_asked_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert unforkable() == "this process has asked CUDA's driver for its GPUs already"
+
+
+def test_a_child_sees_gpus_only_where_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert run_forked(os.getenv, "CUDA_VISIBLE_DEVICES", timeout_seconds=20) == ""
+    assert run_forked(os.getenv, "CUDA_VISIBLE_DEVICES", timeout_seconds=20, gpus=True) == "3"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_tracing_starts_no_thread_for_gpus_that_are_not_there() -> None:
+    """Under fakes torch's build for CUDA pretends that there were eight GPUs; see ``LeanFakeMode.avoid_device_init``."""
+
+    def threads() -> list[str]:
+        with fake_mode():
+            torch.ones(2, requires_grad=True).sum().backward()
+        torch.ones(1, requires_grad=True).sum().backward()
+        return [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+
+    assert not [name for name in run_forked(threads, timeout_seconds=60) if name.startswith("pt_autograd")]
+
+
+@pytest.mark.gpu
+def test_a_child_of_a_process_that_has_set_its_threads_gets_a_whole_pool() -> None:
+    """A child's first backward has autograd's thread of each GPU ask for it at once: "Invalid thread pool!", in every seventh child."""
+    script = textwrap.dedent("""
+        import torch
+        from lightning_autopar._fork import run_forked
+        def backward():
+            torch.ones(1, requires_grad=True).sum().backward()
+        torch.set_num_threads(2)
+        (torch.ones(300, 300) @ torch.ones(300, 300)).sum()
+        for _ in range(100):
+            run_forked(backward, timeout_seconds=20, gpus=True)
+    """)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if "NULLGPU_DEVICES" in environment:
+        environment["NULLGPU_DEVICES"] = "16"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100, env=environment)
+
+
+@pytest.mark.gpu
+def test_a_child_that_has_run_a_backward_may_fork_on() -> None:
+    """It sees no GPU; one that did would start a thread on each, and torch would refuse its children every backward."""
+    script = textwrap.dedent("""
+        import torch
+        from lightning_autopar._fork import run_forked, unforkable
+        def backward():
+            torch.ones(1, requires_grad=True).sum().backward()
+        def twice():
+            backward()
+            run_forked(backward, timeout_seconds=20)
+            return torch.cuda.device_count()
+        print(run_forked(twice, timeout_seconds=60), unforkable())
+        backward()
+        print(unforkable())
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines() == [
+        "0 None",
+        "this process has run a backward pass already, which started autograd's threads for the GPUs",
+    ]

@@ -40,7 +40,6 @@ OPTIONS = {
         "folder": None,
         "hang_seconds": 600.0,
         "failures": 3,
-        "survivors": None,
     },
     "ElasticReplan": {
         "interval_seconds": 5.0,
@@ -52,6 +51,7 @@ OPTIONS = {
     },
     "PlanMonitor": {},
     "Turn": {"wait": None, "priority": None},
+    "Batch": {"rule": "global", "draws": "whole"},
 }
 
 pytestmark = [
@@ -97,7 +97,7 @@ def test_the_frozen_lists_name_every_public_callback() -> None:
 
     public = {name: getattr(lightning_autopar, name) for name in lightning_autopar.__all__}
     callbacks = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, Callback)}
-    assert callbacks == set(OPTIONS) - {"AutoParallelStrategy", "Turn"}
+    assert callbacks == set(OPTIONS) - {"AutoParallelStrategy", "Batch", "Turn"}
 
 
 def test_the_example_runs_on_two_devices(cli: Callable[..., LightningCLI], tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_word_is_enough(cli: Callable[..., LightningCLI]) -> None:
     assert built.trainer.strategy.settings.memory_margin == 0.05
 
 
-@pytest.mark.parametrize("name", sorted(set(OPTIONS) - {"PlanMonitor", "Turn"}))
+@pytest.mark.parametrize("name", sorted(set(OPTIONS) - {"Batch", "PlanMonitor", "Turn"}))
 def test_the_help_explains_every_option(name: str, cli: Callable[..., LightningCLI], capsys: pytest.CaptureFixture[str]) -> None:
     what = "strategy" if name == "AutoParallelStrategy" else "callbacks"
     with pytest.raises(SystemExit) as left:
@@ -171,7 +171,8 @@ _STRATEGY = "--trainer.strategy=lightning_autopar.AutoParallelStrategy"
         ([_STRATEGY, "--trainer.strategy.allow=[fsdq]"], "did you mean 'fsdp'?"),
         ([_STRATEGY, "--trainer.strategy.memory_limit=lots"], "'lots' is no memory size; write bytes as a number or a size such as '4GiB'"),
         ([_STRATEGY, "--trainer.strategy.memory_margin=2"], "must be a share from 0 up to but not including 1, such as 0.05"),
-        ([_STRATEGY, "--trainer.strategy.batch=half"], "Expected a typing.Literal['global', 'per_device']. Got value: half"),
+        ([_STRATEGY, "--trainer.strategy.batch=half"], "Expected a typing.Literal['global', 'per_device'] - "),
+        ([_STRATEGY, "--trainer.strategy.batch={draws: own}"], "Expected a typing.Literal['whole', 'per-rank']. Got value: own"),
         ([_STRATEGY, "--trainer.strategy.devices=3xFOO"], "there is no device 'FOO' in the catalogue; known are"),
         ([_STRATEGY, "--trainer.strategy.plan=nowhere.json"], "the plan file 'nowhere.json' can't be read"),
         ([_STRATEGY, "--trainer.strategy.alow=[ddp]"], "'alow' is not accepted"),

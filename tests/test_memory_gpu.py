@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,27 @@ def test_it_runs_on_a_cpu_and_writes_every_part(tmp_path: Path) -> None:
         assert row["measured"]["reserved"] is None
         assert abs(row["allocated_error"]) < 0.05
     assert found["summary"]["allocated"]["median"] < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)  # two processes with the imports of torch, Lightning and transformers
+def test_what_is_predicted_is_what_torchs_allocator_takes(tmp_path: Path) -> None:
+    """On a stub GPU (``tests/nullgpu``) torch's allocator is the real one; on a GPU cuBLAS and cuDNN are, too."""
+    out = tmp_path / "memory_nullgpu.json"
+    command = [
+        sys.executable,
+        str(BENCHMARK.with_name("memory_nullgpu.py")),
+        "--sets",
+        "unseen",
+        "--only",
+        "StableLM, bf16-mixed",
+        "--json",
+    ]
+    environment = {**os.environ, "NULLGPU_COMPUTE_BYTES": "4194304", "NULLGPU_COPY_MIB": "4"}
+    result = subprocess.run([*command, str(out)], capture_output=True, text=True, timeout=230, check=False, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2  # without and with recomputation
+    for row in rows:
+        assert abs(row["allocated_error"]) <= 0.03, row
+        assert -0.05 <= row["reserved_error"] <= 0.05, row

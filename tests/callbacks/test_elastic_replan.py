@@ -5,8 +5,6 @@ import gc
 import multiprocessing
 import pickle
 import sys
-import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from lightning_autopar.planning.moving import fits, must_leave
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.decision import Decision
 from lightning_autopar.strategies.watching import Wish
-from tests.fakes.nvml import FakeGpu, FakeNvml
 from tests.fakes.runs import FakeRun
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, MIB, cpu, gpu, inventory
@@ -197,30 +194,6 @@ def test_its_own_work_on_a_gpu_is_nobody_elses() -> None:
     clock.look(2)
     assert clock.run.asked[-1].device("GPU-0000").utilization == 0.0
     assert words(clock, "event") == ["grew"]
-
-
-def test_what_the_driver_says_in_between_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = FakeGpu("GPU-0000"), FakeGpu("GPU-0001")
-    nvml = FakeNvml(a, b)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    clock = watch(inventory(gpu(0), gpu(1)))
-    clock.look(2)
-    assert clock.wishes == []
-    assert not clock.callback.alarmed
-    nvml.happen(b, nvml.nvmlEventTypeXidCriticalError, 79)
-    until = time.monotonic() + 30
-    while not clock.callback.alarmed and time.monotonic() < until:
-        threading.Event().wait(0.01)
-    assert clock.callback.alarmed
-    wish = clock.look()
-    assert wish is not None
-    assert "XID 79" in wish.reason
-    assert clock.run.plan.devices == ("GPU-0000",)
-    assert not clock.callback.alarmed
-    # Another run has a listener of its own, and the first one's is gone.
-    second = Clock(clock.callback, FakeRun(FOOTPRINT, inventory(cpu(0))))
-    second.look()
-    assert (nvml.initialised, nvml.event_sets) == (0, [])
 
 
 def test_a_device_that_steps_show_to_be_slow_is_left() -> None:

@@ -86,7 +86,9 @@ def test_the_plan_is_among_the_hyperparameters_and_nothing_among_the_metrics(eng
         assert found["autopar/predicted_peak_bytes"] > 1000
     assert [set(row) for row in rows(tmp_path)] == [set(row) for row in rows(tmp_path / "plain")]
     written = events(tmp_path / "tb")
-    assert set(written.Tags()["scalars"]) == {"loss", "epoch", "hp_metric"}
+    assert set(written.Tags()["scalars"]) == {"loss", "epoch", *(() if width is None else ("hp_metric",))}
+    if width is None:
+        return  # TensorBoard shows no hyperparameters without a metric, and the user's run has none
     # TensorBoard shows the first of these; there is one, with all of them
     shown = written.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert all(name.encode() in shown for name in PLAN | set(users))
@@ -118,7 +120,7 @@ def test_each_change_of_plan_is_logged_once_at_its_step(tmp_path: Path, monkeypa
     monkeypatch.setenv("AUTOPAR_RUNS", str(tmp_path / "runs"))
     loggers: list[Logger] = [CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tb")]
     moves = Watch((4, to(Plan(engine="ddp", devices=TOGETHER))), (20, kill), (26, to(Plan(engine="single", devices=("cpu:1",)))))
-    migrate = CheckpointMigrate(snapshot_seconds=1000.0, survivors=False)  # so that the failure goes back to the move's own snapshot
+    migrate = CheckpointMigrate(snapshot_seconds=1000.0)  # so that the failure goes back to the move's own snapshot
     trainer = fit(loggers, ["single", "ddp"], migrate, PlanMonitor(), moves, max_steps=36, default_root_dir=tmp_path, width=7)
     titles = [span.title for span in trainer.strategy.history.spans]
     assert titles == ["single", "ddp ×2", "ddp ×2", "single"]

@@ -106,7 +106,7 @@ def fit_with(
     """The same run under autopar, with what happens to it."""
     stage = Stage(actions=list(actions), decisions={} if decisions is None else decisions)
     strategy = AutoParallelStrategy(allow=list(allow), calibrate="off")
-    callbacks = [CheckpointMigrate(**{"snapshot_seconds": 0.3, "failures": 6, "survivors": True, **(migrate or {})}), Watching(), *watchers]
+    callbacks = [CheckpointMigrate(**{"snapshot_seconds": 0.3, "failures": 6, **(migrate or {})}), Watching(), *watchers]
     with environment("AUTOPAR_DEVICES", devices), on_stage(stage):
         run = _fit(variant, folder, strategy, callbacks, stage, loud=loud)
     run.stage = stage

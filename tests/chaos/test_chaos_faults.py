@@ -48,7 +48,6 @@ def test_a_hang_an_exception_that_goes_away_and_a_step_out_of_memory(plain: Run,
     run = _run(tmp_path, *faults, allow=("single", "ddp"), migrate={"hang_seconds": 1.5})
     figures = compare(plain, run)
     assert figures.faults == 3
-    assert figures.again == 0  # the other worker, or the one that failed itself, saved the run where it was
     assert any("OutOfMemoryError" in span.reason for span in run.timeline)
 
 

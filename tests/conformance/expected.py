@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_autopar.plans import Offload, Plan
+from tests.conformance.devices import CPUS
 from tests.conformance.features import FEATURES, PLAIN, Feature
 from tests.conformance.pinned import PINNED
 from tests.conformance.zoo import ZOO
@@ -27,7 +28,7 @@ ENGINES: dict[str, int] = {
     "zero-3 offload": 2,
     "fsdp offload": 2,
 }
-_TWO = ("cpu:0", "cpu:1")
+_TWO = CPUS.ids(2)
 _BOTH: tuple[Offload, ...] = ("optimizer", "parameters")
 #: Columns that are one engine's plans of a kind, which is pinned; in the others the planner chooses, with that engine alone allowed.
 KINDS: dict[str, Plan] = {
@@ -42,7 +43,6 @@ ZERO = tuple(kind for kind, plan in KINDS.items() if plan.engine == "zero")
 SPLITTING = ("ddp", "fsdp")
 #: What a pipeline tries features with: a module that can be cut, where none of a feature's can.
 CUT = {"bf16-true": ("metrics",), "weight-averaging": ("metrics",)}
-DEVICES = "2xcpu:4GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +135,11 @@ def needed(cell: Cell) -> str | None:
 def why_not_here(cell: Cell) -> str | None:
     """Why this CPU can't run the cell; None if it can."""
     return None if _runs_lstm_in_bf16() else needed(cell)
+
+
+def not_on_the_stub(cell: Cell) -> str | None:
+    """What the cell needs that stub GPUs don't have; None if they can run it. Plain Lightning fails on them as well."""
+    return {"lstm": "cuDNN's recurrent layers", "graph": "sparse matrices"}.get(cell.case)
 
 
 @cache

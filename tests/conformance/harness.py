@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -105,7 +105,16 @@ class Difference:
             self.beyond.append(f"{where}: {text}, apart by {size:.2e}, which is more than {bound:.2e}")
 
 
-def run(case: Case, feature: Feature, strategy: Any = "auto", *, root: Path | None = None, seed: int = SEED, module: Any = None) -> Run:
+def run(
+    case: Case,
+    feature: Feature,
+    strategy: Any = "auto",
+    *,
+    root: Path | None = None,
+    seed: int = SEED,
+    module: Any = None,
+    trainer: Mapping[str, Any] | None = None,
+) -> Run:
     """Train the case as the feature says, under ``strategy``.
 
     Args:
@@ -115,29 +124,42 @@ def run(case: Case, feature: Feature, strategy: Any = "auto", *, root: Path | No
         root: where the run may write; an empty folder.
         seed: of weights, data order and draws.
         module: keyword arguments of the module that this run alone has.
+        trainer: keyword arguments of the Trainer that this run alone has.
     """
-    root = root or scratch()
+    root, fit = root or scratch(), partial(_fit, trainer or {})
     root.mkdir(exist_ok=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if feature.resume:
-            _fit(case, feature, strategy, root, seed, module or {}, epochs=1, log="rows-before.jsonl")
+            fit(case, feature, strategy, root, seed, module or {}, epochs=1, log="rows-before.jsonl")
         begin = root / "checkpoints" / "last.ckpt" if feature.resume else feature.resume_from
-        draws = [Draws(torch.get_rng_state())] if feature.resume and strategy == "auto" else []
-        trainer, net, data, start = _fit(case, feature, strategy, root, seed, module or {}, epochs=feature.epochs, begin=begin, also=draws)
-        results = _after(trainer, net, data, feature)
-    observed = dict(leaves({"trainer": _state(trainer, root), **results}))
+        draws = [Draws.now()] if feature.resume and strategy == "auto" else []
+        ran, net, data, start = fit(case, feature, strategy, root, seed, module or {}, epochs=feature.epochs, begin=begin, also=draws)
+        results = _after(ran, net, data, feature)
+    return left_behind(ran, net, root, start=start, warnings=[str(warning.message) for warning in caught], results=results)
+
+
+def left_behind(
+    trainer: Any, net: Any, root: Path, *, start: dict[str, Tensor], warnings: list[str], results: Mapping[str, Any] | None = None
+) -> Run:
+    """What a run that is over left behind, and under ``root``."""
     return Run(
-        observed=observed,
-        weights={name: value.detach().clone() for name, value in net.state_dict().items()},
+        observed={name: _from_gpu(value) for name, value in leaves({"trainer": _state(trainer, root), **(results or {})})},
+        weights={name: _from_gpu(value.detach()).clone() for name, value in net.state_dict().items()},
         start=start,
         processes=len(list(root.glob("process-*"))),
-        warnings=[str(warning.message) for warning in caught],
+        warnings=warnings,
         strategy=trainer.strategy,
     )
 
 
+def _from_gpu(value: Any) -> Any:
+    """A GPU's tensors in host memory, where those are that workers hand back. What is elsewhere stays there, and is compared as such."""
+    return value.cpu() if isinstance(value, Tensor) and value.device.type == "cuda" else value
+
+
 def _fit(
+    options: Mapping[str, Any],
     case: Case,
     feature: Feature,
     strategy: Any,
@@ -162,7 +184,6 @@ def _fit(
     arguments["callbacks"] = [Recorder(root), *arguments.get("callbacks", []), *also]
     keeps = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in arguments["callbacks"])
     trainer = pl.Trainer(
-        accelerator="cpu",
         strategy=strategy if isinstance(strategy, str) else strategy(),
         max_epochs=epochs,
         log_every_n_steps=1,
@@ -170,7 +191,7 @@ def _fit(
         enable_checkpointing=keeps,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **({"devices": 1} if isinstance(strategy, str) else {}),
+        **{"accelerator": "cpu", **({"devices": 1} if isinstance(strategy, str) else {}), **options},
         **arguments,
     )
     trainer.fit(net, **data, ckpt_path=begin)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_autopar.plans import Plan
+from tests.conformance.devices import CPUS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,6 @@ _LAYERS = tuple(f"transformer.{half}.layers.{index}" for half in ("encoder", "de
 _BLOCKS = ("blocks.0", "blocks.1")
 
 
-def _cpus(count: int) -> tuple[str, ...]:
-    return tuple(f"cpu:{rank}" for rank in range(count))
-
-
 PINNED: dict[str, Pinned] = {
     pinned.name: pinned
     for pinned in (
@@ -42,15 +39,15 @@ PINNED: dict[str, Pinned] = {
             about="uneven shares of a batch, 1:2",
             cases=("resnet", "lstm", "gan"),
             plans={
-                "ddp": Plan(engine="ddp", devices=_cpus(2), shares=(1, 2)),
-                "fsdp": Plan(engine="fsdp", devices=_cpus(2), reshard_after_forward=True, shares=(1, 2)),
+                "ddp": Plan(engine="ddp", devices=CPUS.ids(2), shares=(1, 2)),
+                "fsdp": Plan(engine="fsdp", devices=CPUS.ids(2), reshard_after_forward=True, shares=(1, 2)),
             },
         ),
         Pinned(
             name="hybrid",
             about="two replicas of two shards each, four devices",
             cases=("gpt", "gan"),
-            plans={"fsdp": Plan(engine="fsdp", devices=_cpus(4), reshard_after_forward=True, replicas=2)},
+            plans={"fsdp": Plan(engine="fsdp", devices=CPUS.ids(4), reshard_after_forward=True, replicas=2)},
         ),
         # Three parts of eight samples aren't alike, and a last batch of one sample is no part more.
         Pinned(
@@ -58,31 +55,33 @@ PINNED: dict[str, Pinned] = {
             about="a batch in parts, one after the other: three on one device, two on each of two",
             cases=("gpt", "lstm", "metrics"),
             plans={
-                "single": Plan(engine="single", devices=_cpus(1), micro_batches=3),
-                "ddp": Plan(engine="ddp", devices=_cpus(2), micro_batches=2),
-                "fsdp": Plan(engine="fsdp", devices=_cpus(2), reshard_after_forward=True, micro_batches=2),
+                "single": Plan(engine="single", devices=CPUS.ids(1), micro_batches=3),
+                "ddp": Plan(engine="ddp", devices=CPUS.ids(2), micro_batches=2),
+                "fsdp": Plan(engine="fsdp", devices=CPUS.ids(2), reshard_after_forward=True, micro_batches=2),
             },
         ),
         Pinned(
             name="three-stages",
             about="three uneven stages on three devices, 1F1B, four micro-batches",
             cases=("encoder-decoder",),
-            plans={"pipeline": Plan(engine="pipeline", devices=_cpus(3), cuts=_LAYERS[2:], schedule="1f1b", micro_batches=4)},
+            plans={"pipeline": Plan(engine="pipeline", devices=CPUS.ids(3), cuts=_LAYERS[2:], schedule="1f1b", micro_batches=4)},
         ),
         Pinned(
             name="interleaved",
             about="two stages on each of two devices, interleaved 1F1B, four micro-batches",
             cases=("encoder-decoder",),
-            plans={"pipeline": Plan(engine="pipeline", devices=_cpus(2), cuts=_LAYERS[1:], schedule="interleaved_1f1b", micro_batches=4)},
+            plans={
+                "pipeline": Plan(engine="pipeline", devices=CPUS.ids(2), cuts=_LAYERS[1:], schedule="interleaved_1f1b", micro_batches=4)
+            },
         ),
         Pinned(
             name="recompute",
             about="activations of all blocks recomputed in backward",
             cases=("gpt",),
             plans={
-                "ddp": Plan(engine="ddp", devices=_cpus(2), recompute=_BLOCKS),
+                "ddp": Plan(engine="ddp", devices=CPUS.ids(2), recompute=_BLOCKS),
                 "pipeline": Plan(
-                    engine="pipeline", devices=_cpus(2), cuts=_BLOCKS[1:], schedule="1f1b", micro_batches=3, recompute=_BLOCKS
+                    engine="pipeline", devices=CPUS.ids(2), cuts=_BLOCKS[1:], schedule="1f1b", micro_batches=3, recompute=_BLOCKS
                 ),
             },
         ),
@@ -91,7 +90,9 @@ PINNED: dict[str, Pinned] = {
             about="two pipelines of two stages side by side, four devices",
             cases=("gpt",),
             plans={
-                "pipeline": Plan(engine="pipeline", devices=_cpus(4), replicas=2, cuts=_BLOCKS[1:], schedule="zero_bubble", micro_batches=2)
+                "pipeline": Plan(
+                    engine="pipeline", devices=CPUS.ids(4), replicas=2, cuts=_BLOCKS[1:], schedule="zero_bubble", micro_batches=2
+                )
             },
         ),
         Pinned(
@@ -100,7 +101,7 @@ PINNED: dict[str, Pinned] = {
             cases=("gpt",),
             plans={
                 "pipeline": Plan(
-                    engine="pipeline", devices=_cpus(4), replicas=2, cuts=_BLOCKS[1:], schedule="1f1b", micro_batches=2, shard=_BLOCKS
+                    engine="pipeline", devices=CPUS.ids(4), replicas=2, cuts=_BLOCKS[1:], schedule="1f1b", micro_batches=2, shard=_BLOCKS
                 )
             },
         ),

@@ -96,9 +96,17 @@ class Recorder(Callback):
 class Draws(Callback):
     """Gives plain Lightning's resumed run the random state in which the run before it stopped, which it doesn't restore itself."""
 
-    def __init__(self, state: torch.Tensor) -> None:
-        self.state = state
+    def __init__(self, states: list[torch.Tensor]) -> None:
+        self.states = states
+
+    @classmethod
+    def now(cls) -> Draws:
+        """With the state in which this process is: the CPU's, and a GPU's where it has used one."""
+        gpus = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+        return cls([torch.get_rng_state(), *gpus])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         # The loader's first draws come before on_train_start.
-        torch.set_rng_state(self.state)
+        torch.set_rng_state(self.states[0])
+        for state in self.states[1:]:
+            torch.cuda.set_rng_state(state)

@@ -13,8 +13,6 @@ import pytest
 from tests.conformance import render
 from tests.conformance.expected import (
     CELLS,
-    DEVICES,
-    ENGINES,
     FEATURE_CELLS,
     MODULE_CELLS,
     PLAN_CELLS,
@@ -29,7 +27,7 @@ from tests.conformance.expected import (
 from tests.conformance.features import FEATURES, PLAIN
 from tests.conformance.harness import ROWS, Run, distance, run
 from tests.conformance.pinned import PINNED
-from tests.conformance.render import PAGE, page
+from tests.conformance.render import CPU_PAGE, CUDA_PAGE, page
 from tests.conformance.verdict import SIZE, Verdict, autopar, judge, keep
 from tests.conformance.zoo import ZOO
 
@@ -41,7 +39,7 @@ def check(cell: Cell, root: Path) -> None:
     assert verdict.outcome == expected(cell), f"{cell.id} came to {verdict}"
     if verdict.outcome == "refused":
         assert (refusal(cell) or "") in verdict.reason
-    keep(cell, verdict)
+    keep(cell.id, verdict)
 
 
 def cells(of: Sequence[Cell]) -> Any:
@@ -112,30 +110,37 @@ def test_the_page_shows_what_is_expected() -> None:
     without = outcomes(page({cell.id: verdicts[cell.id] for cell in CELLS if needed(cell) is None}))
     assert len(wanted) == len(ZOO) + len(FEATURES) + len(PINNED)
     assert sum(line != other for line, other in zip(wanted, without, strict=True)) == 1
-    shown = outcomes(PAGE.read_text(encoding="utf-8"))
+    shown = outcomes(CPU_PAGE.path.read_text(encoding="utf-8"))
     assert len(shown) == len(wanted)
     for line, whole, partial in zip(shown, wanted, without, strict=True):
         assert line in (whole, partial), f"{line}: run `make conformance`"
+
+
+def test_the_page_of_gpus_shows_what_is_expected_of_what_was_run() -> None:
+    """What wasn't run says so: a cell is never a pass by being left out."""
+    verdicts = {cell.id: Verdict(outcome=expected(cell), difference=0.0, reason=refusal(cell) or "") for cell in CELLS}
+    wanted = {name: cells for name, *cells in outcomes(page(verdicts))}
+    shown = {name: cells for name, *cells in outcomes(CUDA_PAGE.path.read_text(encoding="utf-8"))}
+    assert list(shown) == list(wanted)
+    for name, cells in shown.items():
+        for found, expected_words in zip(cells, wanted[name], strict=True):
+            assert set(found.split("; ")) <= {*expected_words.split("; "), "not"}, f"{name}: run `make conformance-cuda`"
 
 
 def test_the_page_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(render, "RESULTS", tmp_path / "results.json")
-    monkeypatch.setattr(render, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(render, "CPU_PAGE", replace(CPU_PAGE, path=tmp_path / "page.md"))
     monkeypatch.setattr(render, "why_not_here", needed)  # a CPU without what some cells need
     verdicts = {cell.id: asdict(Verdict(outcome=expected(cell), reason=refusal(cell) or "")) for cell in CELLS if needed(cell) is None}
     left_out = verdicts.pop("gpt-plain-ddp")
     render.RESULTS.write_text(json.dumps(verdicts), encoding="utf-8")
     assert render.main() == 1
     assert "1 cells have no outcome" in capsys.readouterr().err
-    assert not render.PAGE.exists()
+    assert not render.CPU_PAGE.path.exists()
     render.RESULTS.write_text(json.dumps({**verdicts, "gpt-plain-ddp": left_out}), encoding="utf-8")
     assert render.main() == 0
-    text = render.PAGE.read_text(encoding="utf-8")
+    text = render.CPU_PAGE.path.read_text(encoding="utf-8")
     assert text.count("not run: an LSTM in bf16-mixed needs a CPU with AVX-512") == sum(needed(cell) is not None for cell in CELLS)
     assert text == page({name: Verdict(**verdict) for name, verdict in {**verdicts, "gpt-plain-ddp": left_out}.items()})
-
-
-def test_the_devices_of_the_suite_are_enough_for_every_engine() -> None:
-    assert DEVICES.startswith(f"{max(ENGINES.values())}x")

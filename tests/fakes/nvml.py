@@ -5,7 +5,6 @@ An unknown call is an AttributeError, a call before init or after shutdown an er
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ ERROR_NOT_SUPPORTED = 3
 ERROR_NO_PERMISSION = 4
 ERROR_NOT_FOUND = 6
 ERROR_DRIVER_NOT_LOADED = 9
-ERROR_TIMEOUT = 10
 ERROR_LIBRARY_NOT_FOUND = 12
 ERROR_FUNCTION_NOT_FOUND = 13
 ERROR_GPU_IS_LOST = 15
@@ -31,7 +29,6 @@ _MESSAGES = {
     ERROR_NO_PERMISSION: "Insufficient Permissions",
     ERROR_NOT_FOUND: "Not Found",
     ERROR_DRIVER_NOT_LOADED: "Driver Not Loaded",
-    ERROR_TIMEOUT: "Timeout",
     ERROR_LIBRARY_NOT_FOUND: "NVML Shared Library Not Found",
     ERROR_FUNCTION_NOT_FOUND: "Function Not Found",
     ERROR_GPU_IS_LOST: "GPU is lost",
@@ -86,20 +83,11 @@ class FakeGpu:
     pcie_width: int = 16
     remapping_failed: bool | None = False
     recovery_action: int | None = 0
-    supported_events: int = 2**16 - 1
     errors: dict[str, int] = field(default_factory=dict)
     hooks: dict[str, Callable[[], None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.bus_id = self.bus_id or f"00000000:{sum(self.uuid.encode()) % 256:02X}:00.0"
-
-
-class FakeEvents:
-    """A set of events: what is registered for it, and what has happened and wasn't heard yet."""
-
-    def __init__(self) -> None:
-        self.registered: dict[str, int] = {}
-        self.happened: queue.Queue[Any] = queue.Queue()
 
 
 class FakeNvml:
@@ -117,15 +105,10 @@ class FakeNvml:
 
     NVML_ERROR_NOT_FOUND = ERROR_NOT_FOUND
     NVML_ERROR_NO_PERMISSION = ERROR_NO_PERMISSION
-    NVML_ERROR_TIMEOUT = ERROR_TIMEOUT
     NVML_NVLINK_MAX_LINKS = 18
     NVML_GPU_UTILIZATION_SAMPLES = 1
     NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
     NVMLError = NVMLError
-    nvmlEventTypeDoubleBitEccError = 2
-    nvmlEventTypeXidCriticalError = 8
-    nvmlEventTypeGpuUnavailableError = 16384
-    nvmlEventTypeGpuRecoveryAction = 32768
 
     def __init__(self, *gpus: FakeGpu, init_error: int | None = None, memory_v2: bool = True, bytes_texts: bool = False) -> None:
         self.gpus = list(gpus)
@@ -136,7 +119,6 @@ class FakeNvml:
         self.levels: dict[frozenset[str], int] = {}
         self.initialised = 0
         self.calls: list[str] = []
-        self.event_sets: list[FakeEvents] = []
         self._memory_v2 = memory_v2
         if memory_v2:
             self.nvmlMemory_v2 = 0x2000028
@@ -145,12 +127,6 @@ class FakeNvml:
         """Let peer access of those kinds work between two GPUs."""
         for kind in kinds:
             self.p2p[kind].add(frozenset((a.uuid, b.uuid)))
-
-    def happen(self, gpu: FakeGpu, event_type: int, data: int = 0) -> None:
-        """An event on a GPU, for whoever has registered for it."""
-        for events in self.event_sets:
-            if events.registered.get(gpu.uuid, 0) & event_type:
-                events.happened.put(SimpleNamespace(device=gpu, eventType=event_type, eventData=data))
 
     def nvmlInit(self) -> None:
         if self.init_error is not None:
@@ -179,10 +155,6 @@ class FakeNvml:
                 return handle
         raise NVMLError(ERROR_NOT_FOUND)
 
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: FakeInstance) -> FakeGpu:
-        self._called("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
-        return next(gpu for gpu in self.gpus if handle in gpu.instances.values())
-
     def nvmlDeviceGetRemappedRows(self, handle: FakeGpu | FakeInstance) -> tuple[int, int, int, int]:
         self._called("nvmlDeviceGetRemappedRows", handle)
         failed = self._gpu(handle).remapping_failed
@@ -196,36 +168,6 @@ class FakeNvml:
         action = self._gpu(handle).recovery_action
         unknown = ERROR_NOT_SUPPORTED if action is None else 0
         return [SimpleNamespace(nvmlReturn=unknown, value=SimpleNamespace(uiVal=action or 0))]
-
-    def nvmlDeviceGetSupportedEventTypes(self, handle: FakeGpu) -> int:
-        self._called("nvmlDeviceGetSupportedEventTypes", handle)
-        return handle.supported_events
-
-    def nvmlEventSetCreate(self) -> FakeEvents:
-        self._called("nvmlEventSetCreate")
-        self.event_sets.append(FakeEvents())
-        return self.event_sets[-1]
-
-    def nvmlDeviceRegisterEvents(self, handle: FakeGpu, event_types: int, events: FakeEvents) -> None:
-        self._called("nvmlDeviceRegisterEvents", handle)
-        if event_types & ~handle.supported_events:
-            raise NVMLError(ERROR_NOT_SUPPORTED)
-        events.registered[handle.uuid] = events.registered.get(handle.uuid, 0) | event_types
-
-    def nvmlEventSetWait_v2(self, events: FakeEvents, timeout_ms: int) -> Any:
-        self._called("nvmlEventSetWait_v2")
-        assert events in self.event_sets, "it was freed"
-        try:
-            happened = events.happened.get(timeout=timeout_ms / 1000)
-        except queue.Empty:
-            raise NVMLError(ERROR_TIMEOUT) from None
-        if isinstance(happened, int):
-            raise NVMLError(happened)
-        return happened
-
-    def nvmlEventSetFree(self, events: FakeEvents) -> None:
-        self._called("nvmlEventSetFree")
-        self.event_sets.remove(events)
 
     def nvmlDeviceGetUUID(self, handle: FakeGpu | FakeInstance) -> str | bytes:
         self._called("nvmlDeviceGetUUID", handle)

@@ -1,0 +1,1 @@
+"""Lightning's own tests, run with ``autopar`` as every Trainer's strategy; see README.md beside this."""

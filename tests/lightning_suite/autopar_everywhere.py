@@ -1,0 +1,22 @@
+"""A pytest plugin: each Trainer that names no strategy gets ``autopar`` on one CPU device. Knows Lightning's Trainer alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+
+def pytest_configure() -> None:
+    """Before any test is collected."""
+    original = Trainer.__init__
+
+    @functools.wraps(original)
+    def init(self: Trainer, *args: Any, **options: Any) -> None:
+        one = options.get("devices", "auto") in ("auto", 1, "1") and options.get("accelerator", "auto") in ("auto", "cpu")
+        if not args and options.get("strategy", "auto") == "auto" and one:
+            options = {"devices": 1, **options, "strategy": "autopar", "accelerator": "cpu"}
+        original(self, *args, **options)
+
+    Trainer.__init__ = init  # type: ignore[method-assign]

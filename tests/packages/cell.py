@@ -1,0 +1,192 @@
+"""A model under one plan after another, each in a process of its own, held against plain Lightning's run in one more.
+
+    python -m tests.packages.cell MODEL RESULTS PLAN...
+
+The model's package is imported once: each run is a fork of this process, which has trained nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from tests.conformance.harness import SEED, Run, left_behind
+from tests.conformance.recording import FileLogger, Recorder
+from tests.conformance.verdict import keep, sentence
+from tests.packages.judge import Ended, judge
+from tests.packages.member import Member
+from tests.packages.plans import Cell, engine, strategy
+from tests.packages.zoo import MEMBERS, PACKAGES
+
+#: Seconds that a run may take, which is many times what it takes alone.
+LIMIT = 400
+PLAIN = "plain"
+SINGLE = "32-true"
+#: Ways to train in double precision: with all that is built in it, which every engine runs; and with batches changed as well, where a
+#: package makes its own in single precision.
+DOUBLE = ("float64", "64-true")
+
+
+def main(name: str, results: str, *plans: str) -> None:
+    member = MEMBERS[name]
+    importlib.import_module(PACKAGES[member.package])
+    with TemporaryDirectory(prefix=f"packages-{name}-") as folder:
+        root = Path(folder)
+        plain = run(member, PLAIN, root / PLAIN)
+        if plain.run is None:
+            raise SystemExit(f"plain Lightning doesn't train {name}:\n{plain.error}")
+        exact: dict[str, Ended] = {}
+        noisy: dict[str, Run] = {}
+        for plan in plans:
+            ended = run(member, plan, root / plan)
+            finding = judge(plain.run, ended, plan)
+            # Is it single precision's noise? In double precision there is none.
+            for way in DOUBLE if finding.outcome == "differs" else ():
+                if way not in exact:
+                    exact[way] = run(member, PLAIN, root / f"{PLAIN}-{way}", precision=way)
+                if (reference := exact[way].run) is not None:
+                    finding = finding.in_double(judge(reference, run(member, plan, root / f"{plan}-{way}", precision=way), plan))
+                if finding.double:
+                    noisy[plan] = ended.run  # type: ignore[assignment]
+                    break
+            finding = finding.like_another(ended, noisy)
+            print(
+                f"{name} {plan} {ended.seconds:.0f} s: {finding.outcome} {finding.difference} {finding.where} {finding.reason}", flush=True
+            )
+            if finding.outcome in ("differs", "crashed"):
+                print("    " + (ended.error or "\n".join(finding.beyond)).replace("\n", "\n    ")[-4000:], flush=True)
+            keep(Cell(member=name, plan=plan).id, finding, Path(results))
+
+
+def run(member: Member, plan: str, root: Path, *, precision: str = SINGLE) -> Ended:
+    """The model's run in a fork of this process, which ends with all that it started when its time is over."""
+    root.mkdir()
+    begun = time.monotonic()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        _in_child(lambda: _train(member, plan, root, precision), root)
+    try:
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            if time.monotonic() - begun > LIMIT:
+                return Ended(error=f"no end after {LIMIT} seconds\n{_log(root)}")
+            time.sleep(0.05)
+    finally:
+        _end(child)
+    saved = root / "ended.pt"
+    ended: Ended = torch.load(saved, weights_only=False) if saved.exists() else Ended(error=f"the process died\n{_log(root)}")
+    ended.seconds = time.monotonic() - begun
+    return ended
+
+
+def _end(child: int) -> None:
+    """Whatever is left of the child's session."""
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _log(root: Path) -> str:
+    return (root / "log").read_text(encoding="utf-8", errors="replace")[-3000:]
+
+
+def _in_child(train: Callable[[], Ended], root: Path) -> None:
+    """Train, leave what came of it in a file, and be gone."""
+    with (root / "log").open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    try:
+        torch.save(train(), root / "ended.pt")
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+@contextmanager
+def watched() -> Iterator[list[Any]]:
+    """The Trainers whose ``fit`` is called meanwhile, each with its module: some packages keep theirs to themselves."""
+    fitted: list[Any] = []
+    fit = pl.Trainer.fit
+
+    def watching(self: pl.Trainer, model: Any, *args: Any, **kwargs: Any) -> Any:
+        fitted.append((self, model))
+        return fit(self, model, *args, **kwargs)
+
+    pl.Trainer.fit = watching  # type: ignore[method-assign]
+    try:
+        yield fitted
+    finally:
+        pl.Trainer.fit = fit  # type: ignore[method-assign]
+
+
+def _train(member: Member, plan: str, root: Path, precision: str) -> Ended:
+    writes = root / "run"
+    writes.mkdir()
+    os.chdir(writes)
+    options = {
+        "strategy": "auto" if plan == PLAIN else strategy(plan)(),
+        "accelerator": "cpu",
+        "devices": 1 if plan == PLAIN else "auto",
+        "precision": SINGLE if precision == "float64" else precision,
+        "logger": FileLogger(writes / "rows.jsonl"),
+        "callbacks": [Recorder(writes)],
+        "log_every_n_steps": 1,
+        "default_root_dir": str(writes),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    if precision in DOUBLE:
+        torch.set_default_dtype(torch.float64)
+    pl.seed_everything(SEED, verbose=False)
+    with warnings.catch_warnings(record=True) as caught, watched() as fitted:
+        warnings.simplefilter("always")
+        try:
+            member.train(options)
+        except Exception as error:
+            traceback.print_exc()
+            began = list(writes.glob("process-*"))
+            if isinstance(error, ValueError) and not began and plan != PLAIN:
+                return Ended(refused=sentence(error, engine(plan)))
+            return Ended(error=traceback.format_exc())
+    trainer, module = fitted[-1]
+    ran = left_behind(trainer, module, writes, start={}, warnings=[str(warning.message) for warning in caught])
+    ran.observed = {name: _bare(value) for name, value in ran.observed.items()} | dict(_optimizers(trainer))
+    used, ran.strategy = ran.strategy, None
+    if plan == PLAIN:
+        return Ended(run=ran)
+    notes = used.report.best_candidate.notes
+    return Ended(run=ran, engine=used.plan.engine, title=used.plan.title(), world_size=used.plan.world_size, notes=notes)
+
+
+def _bare(value: Any) -> Any:
+    """A logged number of a tensor's subclass, such as MONAI's, is compared as a number."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) else value
+
+
+def _optimizers(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """What every optimizer has of every parameter."""
+    for index, optimizer in enumerate(trainer.optimizers):
+        for parameter, state in optimizer.state_dict()["state"].items():
+            yield from ((f"optimizer.{index}.{parameter}.{key}", value) for key, value in state.items())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

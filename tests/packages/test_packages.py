@@ -1,0 +1,95 @@
+"""The matrix's own judgement, and its page; the cells themselves are `make packages`'s."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance.harness import Run
+from tests.packages.judge import Ended, Finding, judge
+from tests.packages.plans import PLANS
+from tests.packages.render import PAGE, RESULTS, page
+from tests.packages.zoo import MEMBERS, PACKAGES
+
+NOTE = "the loss on parts of the batch differs from the whole batch's by 1e-02 of it"
+
+
+def left(**values: Any) -> Run:
+    kept: dict[str, Any] = {"weights": {"w": torch.ones(2)}, "processes": 2, "warnings": [], **values}
+    return Run(observed={"trainer.rows.0.loss": 1.0}, start={}, strategy=None, **kept)
+
+
+def ended(**values: Any) -> Ended:
+    return Ended(run=left(**values), engine="ddp", world_size=2, title="DDP on 2", notes=(NOTE,))
+
+
+OFF = {"w": torch.tensor([1.0, 1.0 + 2e-5])}
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome", "reason"),
+    [
+        (ended(), "parity", ""),
+        (ended(weights=OFF), "differs", ""),
+        (ended(weights=OFF, warnings=[f"autopar: {NOTE}"]), "warned", NOTE),
+        (ended(processes=1), "crashed", "ran as DDP on 2 in 1 processes"),
+        (Ended(refused="a sentence"), "refused", "a sentence"),
+        (Ended(error="Traceback\n  File\nValueError: lost\n"), "crashed", "ValueError: lost"),
+    ],
+)
+def test_what_a_run_came_to(how: Ended, outcome: str, reason: str) -> None:
+    finding = judge(left(processes=1), how, "ddp")
+    assert (finding.outcome, finding.reason) == (outcome, reason)
+
+
+def test_a_difference_counts_as_noise_only_where_float64_shows_none() -> None:
+    differs = judge(left(), ended(weights=OFF), "ddp")
+    same = judge(left(), ended(), "ddp")
+    assert differs.in_double(Finding(outcome="refused", reason="a sentence")).reason == "in float64 refused: a sentence"
+    assert differs.in_double(differs).outcome == "differs"
+    found = differs.in_double(same)
+    assert (found.outcome, found.double, found.difference, found.single) == ("parity", True, 0.0, differs.difference)
+
+
+def test_where_an_engine_has_no_float64_its_run_must_be_that_of_a_plan_that_has() -> None:
+    run = ended(weights=OFF)
+    differs = judge(left(), run, "ddp")
+    found = differs.like_another(run, {"fsdp": left(weights={"w": torch.tensor([1.0, 1.0 + 2.5e-5])}), "ddp": left(weights=OFF)})
+    assert (found.outcome, found.like, found.single) == ("parity", "fsdp", differs.difference)
+    assert differs.like_another(run, {"fsdp": left(weights={"w": torch.ones(2)})}) is differs
+
+
+def test_the_matrix_has_three_models_of_each_of_ten_packages_and_more() -> None:
+    counts = Counter(member.package for member in MEMBERS.values())
+    assert set(counts) == set(PACKAGES)
+    assert len(counts) >= 10
+    assert min(counts.values()) >= 3
+
+
+def test_the_page_is_what_the_last_run_came_to() -> None:
+    findings = {name: Finding(**finding) for name, finding in json.loads(RESULTS.read_text(encoding="utf-8")).items()}
+    assert PAGE.read_text(encoding="utf-8") == page(findings), "run `python -m tests.packages.render`"
+
+
+def test_defects_are_on_the_page() -> None:
+    name, others = (
+        next(iter(MEMBERS)),
+        {f"{member}-{plan}": Finding(outcome="parity", difference=0.0) for member in MEMBERS for plan in PLANS},
+    )
+    bad = {
+        f"{name}-ddp": Finding(outcome="differs", difference=0.5, beyond=("weights w: 2 where 1",)),
+        f"{name}-fsdp": Finding(outcome="crashed", reason="lost"),
+    }
+    text = page({**others, **bad})
+    assert "1 different, 1 crashed" in text
+    assert f"{name}-ddp: weights w: 2 where 1" in text
+    assert "differs: 5e-1" in text
+    assert "crashed [1]" in text
+    assert "1. lost" in text
+    assert "not run" not in page(others).replace("## Not run", "")
+    assert replace(others[f"{name}-ddp"], double=True, single=2e-5).double

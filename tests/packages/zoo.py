@@ -1,0 +1,28 @@
+"""All models of the matrix, in the page's order, and the packages that aren't run."""
+
+from __future__ import annotations
+
+from tests.packages import cells, denoising, forecasting, graphs, language, molecules, segmentation, tensordicts, vision
+from tests.packages.member import Member
+
+_MODULES = (molecules, forecasting, cells, vision, segmentation, graphs, language, denoising, tensordicts)
+MEMBERS: dict[str, Member] = {member.name: member for module in _MODULES for member in module.MEMBERS}
+#: The packages, by distribution: what is imported of each before its models are built.
+PACKAGES: dict[str, str] = {
+    "chemprop": "chemprop.models",
+    "pytorch-forecasting": "pytorch_forecasting",
+    "gluonts": "gluonts.torch",
+    "scvi-tools": "scvi",
+    "timm": "timm",
+    "torchvision": "torchvision",
+    "lightly": "lightly.loss",
+    "segmentation-models-pytorch": "segmentation_models_pytorch",
+    "monai": "monai.networks.nets",
+    "torch-geometric": "torch_geometric.loader",
+    "transformers": "peft",
+    "x-transformers": "x_transformers",
+    "diffusers": "diffusers",
+    "tensordict": "tensordict.nn",
+}
+#: Packages whose modules belong to `pytorch_lightning`, with a Trainer of its own, which doesn't know the strategy.
+OTHER_LIGHTNING = ("darts", "neuralforecast")
