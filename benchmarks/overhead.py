@@ -2,8 +2,9 @@
 
 Three figures, each from fresh processes, by hand and with autopar in turns:
 
-- step: seconds a step, the same plan on both sides (one device, DDP, FSDP2), as the median of the pairs' ratios, and beside it the same
-  of rank 0's CPU seconds, which other people's work on the machine disturbs less;
+- step: seconds a step, the same plan on both sides (one device, DDP, FSDP2). Both sides' processes are there at once and train in turns, a
+  block of steps each; two blocks are a pair, which side comes first changes from pair to pair. Told are the median of the pairs' ratios and
+  its 95 % interval, of the wall's seconds and of the CPU seconds of all ranks together, which other people's work disturbs less;
 - first_step: seconds from the call of ``fit`` to the start of the first step, autopar's planning included, against Lightning's DDP;
 - memory: host memory (sum of PSS over all processes) of four ranks around one model, at its peak before the first step.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -41,7 +43,7 @@ sys.path.insert(0, str(HERE.parent / "examples"))
 ENGINES = ("single", "ddp", "fsdp")
 SIDES = ("hand", "autopar")
 RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
-STEP_BOUNDS = {"single": 1.01, "ddp": 1.03, "fsdp": 1.03}
+STEP_BOUNDS = {"single": 1.01, "ddp": 1.02, "fsdp": 1.02}
 DROPOUTS = {"no_dropout": 0.0, "dropout": 0.02}
 FIRST_STEP_BOUND = 1.0
 MEMORY_BOUND = 1.5
@@ -65,8 +67,8 @@ def run(arguments: argparse.Namespace) -> None:
 
         def __init__(self) -> None:
             self.begun: list[float] = []
-            self.ended: list[float] = []
-            self.cpu: list[float] = []
+            self.blocks: list[dict[str, float]] = []
+            self.since: tuple[float, float] | None = None
 
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             torch.set_num_threads(1)
@@ -75,15 +77,23 @@ def run(arguments: argparse.Namespace) -> None:
             self.begun.append(time.monotonic())
             if batch_idx == 0:
                 Path(f"{arguments.out}.rank{trainer.global_rank}").touch()
+            if arguments.block and batch_idx % arguments.block == 0:
+                self.take_turns(trainer.global_rank, batch_idx // arguments.block)
 
-        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.ended.append(time.monotonic())
-            self.cpu.append(time.process_time())
+        def take_turns(self, rank: int, block: int) -> None:
+            """A block is over: write down what it took, and wait for the next turn."""
+            if self.since is not None:
+                wall, cpu = self.since
+                self.blocks.append({"wall": time.monotonic() - wall, "cpu": time.process_time() - cpu})
+            Path(f"{arguments.out}.at{block}.rank{rank}").touch()
+            go = Path(f"{arguments.out}.go{block}")
+            while not go.exists():
+                time.sleep(0.002)
+            self.since = time.monotonic(), time.process_time()
 
         def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            if trainer.global_rank == 0:
-                times = {"fit": fit, "begun": self.begun, "ended": self.ended, "cpu": self.cpu, "world_size": trainer.world_size}
-                Path(arguments.out).write_text(json.dumps(times), encoding="utf-8")
+            times = {"fit": fit, "begun": self.begun, "blocks": self.blocks, "world_size": trainer.world_size}
+            Path(f"{arguments.out}.times{trainer.global_rank}").write_text(json.dumps(times), encoding="utf-8")
 
     class HandSharded(ByteGPT):
         """What somebody writes to run ByteGPT under Lightning's FSDP2."""
@@ -200,18 +210,55 @@ class Runs:
         log = out.with_suffix(".log").open("wb")
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT), out
 
-    def times(self, side: str, engine: str, ranks: int, **options: Any) -> dict[str, Any]:
-        """Run to the end; the times that rank 0 left.
+    def times(self, side: str, engine: str, ranks: int, **options: Any) -> list[dict[str, Any]]:
+        """Run to the end; the times that each rank left.
 
         Raises:
             RuntimeError: if the run failed, with its output.
         """
         process, out = self.start(side, engine, ranks, **options)
+        return self._left(process, out, ranks)
+
+    def in_blocks(self, engine: str, ranks: int, *, blocks: int, block: int, **options: Any) -> dict[str, list[list[dict[str, float]]]]:
+        """Both sides train in turns, a block of steps each; what each block took on each rank, by side, block and rank.
+
+        Raises:
+            RuntimeError: if a run failed, with its output.
+        """
+        steps = blocks * block + 1  # with the last one a rank comes to the end of the last block
+        begun = {side: self.start(side, engine, ranks, steps=steps, block=block, **options) for side in SIDES}
+        try:
+            for number in range(blocks + 1):
+                for side in in_turns(number):
+                    self._wait_for(*begun[side], number, ranks)
+                for side in in_turns(number):
+                    process, out = begun[side]
+                    Path(f"{out}.go{number}").touch()
+                    if number < blocks:
+                        self._wait_for(process, out, number + 1, ranks)
+            left = {side: self._left(*begun[side], ranks) for side in SIDES}
+        finally:
+            for process, _ in begun.values():
+                process.kill()
+                process.wait()
+        return {side: [list(each) for each in zip(*(rank["blocks"] for rank in left[side]), strict=True)] for side in SIDES}
+
+    def _wait_for(self, process: subprocess.Popen[bytes], out: Path, block: int, ranks: int) -> None:
+        """Until all ranks of a side wait for their turn at this block."""
+        deadline = time.monotonic() + self.timeout_seconds
+        while not all(Path(f"{out}.at{block}.rank{rank}").exists() for rank in range(ranks)):
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.terminate()
+                self._ended(process, out)
+                raise RuntimeError(f"{process.args} ended before block {block}")
+            time.sleep(0.002)
+
+    def _left(self, process: subprocess.Popen[bytes], out: Path, ranks: int) -> list[dict[str, Any]]:
         self._ended(process, out)
-        times: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        if times["world_size"] != ranks:
-            raise RuntimeError(f"{side} {engine} ran on {times['world_size']} ranks, not {ranks}")
-        return times
+        left: list[dict[str, Any]] = [json.loads(Path(f"{out}.times{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+        if left[0]["world_size"] != ranks:
+            raise RuntimeError(f"{process.args} ran on {left[0]['world_size']} ranks, not {ranks}")
+        return left
 
     def loading(self, side: str, engine: str, ranks: int, **options: Any) -> dict[str, int]:
         """Run to the end; the peak of all its processes' PSS until every rank was at its first step, and the PSS at the call of ``fit``."""
@@ -264,28 +311,37 @@ def in_turns(repetition: int) -> tuple[str, str]:
 
 
 def compare(measured: dict[str, list[float]], bound: float) -> dict[str, Any]:
-    """The sides' figures and the median of the pairs' ratios."""
+    """The sides' figures, the median of the pairs' ratios and its 95 % interval."""
     ratios = [autopar / hand for hand, autopar in zip(measured["hand"], measured["autopar"], strict=True)]
     ratio = statistics.median(ratios)
     rounded = {side: [round(value, 6) for value in values] for side, values in measured.items()}
-    return {**rounded, "ratios": [round(value, 4) for value in ratios], "ratio": round(ratio, 4), "bound": bound, "within": ratio <= bound}
+    return {
+        **rounded,
+        "ratios": [round(value, 4) for value in ratios],
+        "ratio": round(ratio, 4),
+        "interval": [round(value, 4) for value in median_interval(ratios)],
+        "bound": bound,
+        "within": ratio <= bound,
+    }
 
 
-def step_seconds(readings: list[float], warm_up: int) -> float:
-    """The median from one step's end to the next one's, data loading and hooks included."""
-    return statistics.median(after - before for before, after in itertools.pairwise(readings[warm_up:]))
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """In which the median lies with 95 %, however the values are distributed: between two of them (the sign test's interval)."""
+    ordered, count = sorted(values), len(values)
+    below, place = 0.0, 0
+    while (below := below + math.comb(count, place) / 2**count) <= 0.025:
+        place += 1
+    place = max(0, place - 1)
+    return ordered[place], ordered[-1 - place]
 
 
-def measure_steps(runs: Runs, engine: str, repetitions: int, steps: int, warm_up: int, **model: Any) -> dict[str, Any]:
-    """Seconds a step of one engine, the plan pinned."""
-    measured: dict[str, list[float]] = {side: [] for side in SIDES}
-    cpu: dict[str, list[float]] = {side: [] for side in SIDES}
-    for repetition in range(repetitions):
-        for side in in_turns(repetition):
-            times = runs.times(side, engine, RANKS[engine], steps=steps, pinned=True, **model)
-            measured[side].append(step_seconds(times["ended"], warm_up))
-            cpu[side].append(step_seconds(times["cpu"], warm_up))
-    return {**compare(measured, STEP_BOUNDS[engine]), "cpu_ratio": compare(cpu, STEP_BOUNDS[engine])["ratio"]}
+def measure_steps(runs: Runs, engine: str, pairs: int, block: int, **model: Any) -> dict[str, Any]:
+    """Seconds a step of one engine, the plan pinned. The first block of each side warms up."""
+    found = runs.in_blocks(engine, RANKS[engine], blocks=pairs + 1, block=block, pinned=True, **model)
+    # A step is over when all ranks are there; what it costs is what all of them took together.
+    wall = {side: [max(rank["wall"] for rank in ranks) / block for ranks in found[side][1:]] for side in SIDES}
+    cpu = {side: [sum(rank["cpu"] for rank in ranks) / block for ranks in found[side][1:]] for side in SIDES}
+    return {**compare(wall, STEP_BOUNDS[engine]), "cpu": compare(cpu, STEP_BOUNDS[engine])}
 
 
 def measure_first_step(runs: Runs, repetitions: int, **model: Any) -> dict[str, Any]:
@@ -294,7 +350,7 @@ def measure_first_step(runs: Runs, repetitions: int, **model: Any) -> dict[str, 
     for repetition in range(repetitions):
         for side in in_turns(repetition):
             times = runs.times(side, "ddp", 2, steps=2, **model)
-            measured[side].append(times["begun"][0] - times["fit"])
+            measured[side].append(times[0]["begun"][0] - times[0]["fit"])
     return compare(measured, FIRST_STEP_BOUND)
 
 
@@ -312,14 +368,14 @@ def measure_memory(runs: Runs, engines: tuple[str, ...], model_bytes: int, layer
 def benchmark(quick: bool, only: str | None = None, engine: str | None = None) -> dict[str, Any]:
     """All figures, or those asked for, as the JSON file holds them; each is printed when it is known."""
     if quick:
-        repetitions, steps, warm_up = 1, 6, 1
+        repetitions, pairs, block = 1, 1, 3
         model: dict[str, Any] = {"layers": 2, "width": 64, "batch": 4}
         model_bytes, layers = 8 * 1024**2, 2
     else:
-        repetitions, steps, warm_up = 5, 34, 4
+        repetitions, pairs, block = 5, 24, 8
         model = {"layers": 4, "width": 128, "batch": 16}
         model_bytes, layers = 1024**3, 16
-    settings = {"repetitions": repetitions, "steps": steps, "warm_up": warm_up, **model}
+    settings = {"repetitions": repetitions, "pairs": pairs, "steps_a_block": block, **model}
     report: dict[str, Any] = {**machine(), "quick": quick, "settings": settings}
     engines = (engine,) if engine else ENGINES
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
@@ -327,9 +383,9 @@ def benchmark(quick: bool, only: str | None = None, engine: str | None = None) -
         if only in (None, "step"):
             report["step"] = {}
             for name, (kind, dropout) in itertools.product(engines, DROPOUTS.items()):
-                found = measure_steps(runs, name, repetitions, steps, warm_up, dropout=dropout, **model)
+                found = measure_steps(runs, name, pairs, block, dropout=dropout, **model)
                 report["step"].setdefault(name, {})[kind] = found
-                print(f"step, {name}, {kind}: {line(found)}, CPU ratio {found['cpu_ratio']}", flush=True)
+                print(f"step, {name}, {kind}: {line(found)}; CPU: {line(found['cpu'])}", flush=True)
         if only in (None, "first_step"):
             report["first_step"] = measure_first_step(runs, repetitions, **model)
             print(f"first step: {line(report['first_step'])}", flush=True)
@@ -344,7 +400,7 @@ def benchmark(quick: bool, only: str | None = None, engine: str | None = None) -
 def line(found: dict[str, Any]) -> str:
     """One comparison in a line."""
     hand, autopar = (statistics.median(found[side]) for side in SIDES)
-    return f"by hand {hand:.4f} s, autopar {autopar:.4f} s, ratio {found['ratio']} (bound {found['bound']})"
+    return f"by hand {hand:.4f} s, autopar {autopar:.4f} s, ratio {found['ratio']}, 95 % {found['interval']} (bound {found['bound']})"
 
 
 def main() -> None:
@@ -358,6 +414,7 @@ def main() -> None:
     one.add_argument("--side", choices=SIDES)
     one.add_argument("--ranks", type=int, default=1)
     one.add_argument("--steps", type=int, default=2)
+    one.add_argument("--block", type=int, default=0)
     one.add_argument("--batch", type=int, default=16)
     one.add_argument("--layers", type=int, default=4)
     one.add_argument("--width", type=int, default=128)

@@ -130,7 +130,7 @@ def _fullest(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, in
         assert kept is not None, "without a limit there is room"
         fullest = replace(fullest, rounding=max(0, kept.peak_reserved_bytes - kept.peak_allocated_bytes))
     elif _can_replay(footprint, plan):
-        found_peak = replay(footprint, plan, found.index(fullest), workspace_bytes=fullest.workspace, widths=widths)
+        found_peak = replay(footprint, plan, found.index(fullest), workspaces=_workspaces(fullest), widths=widths)
         fullest = replace(fullest, rounding=max(0, found_peak.reserved_peak_bytes - found_peak.allocated_peak_bytes))
     return fullest
 
@@ -193,7 +193,7 @@ def foresee_fit(footprint: Footprint, held: DeviceBytes, laid: Layout, plan: Pla
     limit = total_bytes - held.context
     if laid.keeps_gradients:
         return played(footprint, plan, workspace_bytes=held.workspace, limit_bytes=limit) is not None
-    return replay(footprint, plan, 0, limit_bytes=limit, workspace_bytes=held.workspace).fits
+    return replay(footprint, plan, 0, limit_bytes=limit, workspaces=_workspaces(held)).fits
 
 
 def _shared(held: DeviceBytes, asked: Question, shares: int) -> DeviceBytes:
@@ -371,3 +371,8 @@ def _with_work(footprint: Footprint, change: Callable[[Work], Work]) -> Footprin
         return tuple(replace(one, work=tuple(map(change, one.work)), backward_work=tuple(map(change, one.backward_work))) for one in found)
 
     return replace(footprint, blocks=layers(footprint.blocks), outer=layers(footprint.outer))
+
+
+def _workspaces(held: DeviceBytes) -> tuple[int, int]:
+    """Forward's and backward's, which are as large."""
+    return held.workspace - held.workspace // 2, held.workspace // 2
