@@ -202,12 +202,8 @@ class Stage:
         if action.where == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         elif action.where == "damaged":
-            if len(self.kept) < 2:
-                run.save_soon()
-                return None
-            largest = max((path for path in self.kept[-1].rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-            os.truncate(largest, largest.stat().st_size - 1)
-            self._kill_soon(action)
+            run.save_soon()  # until `has_kept` finds a second one
+            return None
         elif action.where == "outside":
             self._kill_soon(action)
         else:
@@ -216,6 +212,17 @@ class Stage:
                 run.save_soon()
         self.finish()
         return None
+
+    def has_kept(self, path: Path) -> None:
+        """The agent has kept this snapshot. One that is to be damaged is so before any newer one can be asked for."""
+        self.kept = [each for each in (*self.kept, path) if each.exists()]
+        if not self.actions or self.actions[0].where != "damaged" or self.cells[_REACHED] < self.actions[0].at or len(self.kept) < 2:
+            return
+        largest = max((each for each in path.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size)
+        os.truncate(largest, largest.stat().st_size - 1)
+        self.cells[_FAULTS] += 1
+        os.kill(int(self.cells[_PIDS + self.actions[0].rank % self.cells[_RANKS]]), signal.SIGKILL)
+        self.finish()
 
     def _kill_soon(self, action: Action) -> None:
         def kill() -> None:
@@ -344,7 +351,7 @@ def _kept(stage: Stage, keep: Callable[..., Any]) -> Callable[..., Any]:
 
     def told(shelf: Shelf, path: Path, step: int) -> Any:
         snapshot = keep(shelf, path, step)
-        stage.kept = [each for each in (*stage.kept, path) if each.exists()]
+        stage.has_kept(path)
         return snapshot
 
     return told
