@@ -200,13 +200,13 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         whole = next((words for each in (batch, *more) if (words := _whole(each, stage)) is not None), None)
     if probe and stage == "fit":
         began, cut = time.monotonic(), batch.cut
-        batch, split, draws = _split_as_made(module, trainer, batch, footprint.flops)
+        batch, split, draws = _split_as_made(module, trainer, batch, footprint)
         if cut and batch.samples is not None and not batch.cut:
             more = [replace(each, cut=False) for each in more]
             key = loader_key(own[0])
             loadings[key] = replace(loadings[key], collation="samples")
         if time.monotonic() - began < _QUICK_SECONDS and split.probed:
-            split, draws = _on_others(module, trainer, more, split, draws, footprint.flops)
+            split, draws = _on_others(module, trainer, more, split, draws, footprint)
         routed = _routed(module, split.uneven_calls, units)
         if routed is not None and sharded.refusal is None:
             sharded = failed(routed)
@@ -262,21 +262,23 @@ def _two(looked: Sequence[FirstBatch]) -> list[FirstBatch]:
     return [batch for batch in (largest, None if last is largest else last) if batch is not None]
 
 
-def _split_as_made(module: LightningModule, trainer: Trainer, batch: FirstBatch, flops: int) -> tuple[FirstBatch, SplitFinding, DrawPlan]:
+def _split_as_made(
+    module: LightningModule, trainer: Trainer, batch: FirstBatch, footprint: Footprint
+) -> tuple[FirstBatch, SplitFinding, DrawPlan]:
     """What a split batch changes, its parts made as ranks make them: cut out of the whole one, or of their own samples if that is truer."""
     if "collate" in batch.draws:  # ranks take their rows of the collated batch, and so does the probe
         batch = replace(batch, samples=None, collate=None)
-    split, draws = _split(module, trainer, batch, flops)
+    split, draws = _split(module, trainer, batch, footprint)
     if not batch.cut or batch.samples is None or (split.splittable and split.probed and split.difference <= SPLIT_TOLERANCE):
         return batch, split, draws
     apart = replace(batch, cut=False)
-    other, others_draws = _split(module, trainer, apart, flops)
+    other, others_draws = _split(module, trainer, apart, footprint)
     truer = other.splittable and other.probed and (not split.splittable or other.difference < split.difference)
     return (apart, other, others_draws) if truer else (batch, split, draws)
 
 
 def _on_others(
-    module: LightningModule, trainer: Trainer, more: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan, flops: int
+    module: LightningModule, trainer: Trainer, more: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan, footprint: Footprint
 ) -> tuple[SplitFinding, DrawPlan]:
     """The finding, with what a split of other batches adds to it."""
     for batch in more:
@@ -284,7 +286,7 @@ def _on_others(
             continue
         if "collate" in batch.draws or batch.samples is None:
             batch = replace(batch, batch=transfer_batch(module, batch.batch), samples=None, collate=None)
-        other, others_draws = _split(module, trainer, batch, flops)
+        other, others_draws = _split(module, trainer, batch, footprint)
         draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
         split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
         if not other.splittable or (other.probed and not other.difference <= max(split.difference, SPLIT_TOLERANCE)):
@@ -293,10 +295,10 @@ def _on_others(
     return split, draws
 
 
-def _split(module: LightningModule, trainer: Trainer, batch: FirstBatch, flops: int) -> tuple[SplitFinding, DrawPlan]:
+def _split(module: LightningModule, trainer: Trainer, batch: FirstBatch, footprint: Footprint) -> tuple[SplitFinding, DrawPlan]:
     """What a split batch changes, found out in another child."""
     try:
-        return run_forked(partial(probe_split, flops=flops), module, trainer, batch)
+        return run_forked(partial(probe_split, flops=footprint.flops, conduct=footprint.conduct), module, trainer, batch)
     except ChildFailed as error:
         reason = f"whether its parts make the whole batch couldn't be tried ({error.reason})"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()

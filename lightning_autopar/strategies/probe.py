@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.memory.batch import FirstBatch, copied
+from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.rehearsal import Rehearsal
 from lightning_autopar.planning.candidates import SplitFinding
 from lightning_autopar.state import rng
@@ -56,6 +57,7 @@ def probe_split(
     *,
     world_sizes: Sequence[int] = (2,),
     flops: int = 0,
+    conduct: Conduct | None = None,
     time_limit_seconds: float = 60.0,
 ) -> tuple[SplitFinding, DrawPlan]:
     """Compare the training loss of the first batch with the mean of its parts' losses, weighted by their samples.
@@ -69,6 +71,7 @@ def probe_split(
         first: the first training batch.
         world_sizes: how many parts to try; those larger than the batch are left out.
         flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples or not at all.
+        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
         time_limit_seconds: how long the probe may take, estimated after its first run.
 
     Returns:
@@ -92,7 +95,7 @@ def probe_split(
         return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({_words(error)})"), DrawPlan()
     state = rng.capture({})
     try:
-        return _Probe(module, trainer, batches).run(sizes, time_limit_seconds)
+        return _Probe(module, trainer, batches, conduct).run(sizes, time_limit_seconds)
     finally:
         rng.restore(state, {})
 
@@ -121,8 +124,10 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
 class _Probe:
     """The step, made harmless: it can be run any number of times and leaves the module as it was."""
 
-    def __init__(self, module: LightningModule, trainer: Trainer | None, batches: BatchParts) -> None:
+    def __init__(self, module: LightningModule, trainer: Trainer | None, batches: BatchParts, conduct: Conduct | None = None) -> None:
         self.module = module
+        #: Parameters that a step may write to; None where that isn't known.
+        self.writes = None if conduct is None else conduct.written
         self.batches = batches
         self.rehearsal = Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
@@ -230,7 +235,7 @@ class _Probe:
         losses: list[Tensor] = []
         moved: dict[str, Tensor] = {}
         self.metrics.next_run()
-        with undone(self.module) as deeds:
+        with undone(self.module, self.writes) as deeds:
             for index, given in enumerate(batches):
                 recorded: list[Tensor] = []
                 if random is not None:

@@ -6,19 +6,23 @@ Knows modules, and nothing of batches, trainers or engines.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import psutil
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from lightning_autopar.units import format_bytes
 
 #: Relative difference up to which written values count as equal: rounding of float32 sums taken in another order, and some cancellation.
 _EQUAL = 1e-5
-#: Parameters are copied to see whether a step writes to them, but not more bytes of them than this.
-_PARAMETER_BYTES = 256 << 20
+#: Parameters are copied to see whether a step writes to them, into this share of the memory that the host has left.
+_HOST_SHARE = 0.5
 #: Of what attributes hold: more objects, or larger tensors, are data rather than what a step keeps.
 _MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20
 _TORCHS = frozenset(vars(nn.Module()))
@@ -41,18 +45,28 @@ class Deeds:
 
 
 @contextmanager
-def undone(module: nn.Module) -> Iterator[Deeds]:
+def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator[Deeds]:
     """Around a step: afterwards the module's parameters and the attributes of its submodules are as before, what lies in them included.
 
     Buffers keep what was written to them, but are the same tensors as before.
 
     Args:
         module: the root.
+        writes: names of the parameters that the step writes to, where its trace has shown them; else all are looked at.
+
+    Raises:
+        MemoryError: if the host has no room for a copy of these parameters.
     """
     deeds = Deeds()
-    parameters = dict(module.named_parameters())
-    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
-    copies = {name: parameter.detach().clone() for name, parameter in parameters.items()} if size_bytes <= _PARAMETER_BYTES else {}
+    parameters = {name: parameter for name, parameter in module.named_parameters() if writes is None or name in writes}
+    size_bytes = sum(parameter.nbytes for parameter in parameters.values() if not is_fake(parameter))
+    free_bytes = psutil.virtual_memory().available
+    if size_bytes > _HOST_SHARE * free_bytes:
+        raise MemoryError(
+            f"a copy of {format_bytes(size_bytes)} of parameters, to see whether the step writes to them, is more than half of the "
+            f"{format_bytes(free_bytes)} that the host has left"
+        )
+    copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
     put_back = _held_by(module)
 

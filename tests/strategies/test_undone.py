@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,3 +118,15 @@ def test_an_exception_is_undone_too() -> None:
         change()
     assert module.note == 1
     assert torch.equal(module.weight, weight)
+
+
+def test_what_a_step_writes_is_undone_at_any_size_or_the_step_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(2, 2)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20))  # the weight takes 16, the bias 8
+    with pytest.raises(MemoryError, match="copy of 24 B of parameters"), undone(module):
+        pass
+    with undone(module, writes=["bias"]) as deeds, torch.no_grad():
+        module.bias.data.add_(1)
+    assert list(deeds.written) == ["bias"]
+    assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
