@@ -57,7 +57,7 @@ class ConductWatch:
         self._made: Any = WeakIdKeyDictionary()
         self._together: dict[tuple[str, ...], bool] = {}
         self._mixed: tuple[str, str] | None = None
-        self._written: dict[str, None] = {}
+        self._written: dict[str, str] = {}
         self._now = dict(self._places)
 
     def found(self) -> Conduct:
@@ -70,7 +70,11 @@ class ConductWatch:
         together = (names for names in places.values() if len({id(now[name]) for name in names}) > 1)
         shared = tuple(name for names in together for name in names if self._places.get(name) != _storage(now[name]))
         return Conduct(
-            together=tuple(self._together.items()), mixed=self._mixed, written=tuple(self._written), exchanged=exchanged, shared=shared
+            together=tuple(self._together.items()),
+            mixed=self._mixed,
+            written=tuple(self._written.items()),
+            exchanged=exchanged,
+            shared=shared,
         )
 
     @contextmanager
@@ -106,15 +110,21 @@ class ConductWatch:
                 return function(*args, **kwargs)
             finally:
                 del self._where[depth:]
-                self._note_moves()
+                self._note_moves(name)
 
         return wrapped
 
-    def _note_moves(self) -> None:
-        """Parameters whose ``data`` was exchanged."""
+    def _note_moves(self, where: str) -> None:
+        """Parameters whose ``data`` was exchanged in that hook."""
         for name, parameter in self._before.items():
             if self._now[name] != (place := _storage(parameter)):
-                self._written[name], self._now[name] = None, place
+                self._now[name] = place
+                self._note_write(name, where)
+
+    def _note_write(self, name: str, where: str) -> None:
+        """Of several hooks that write to it the step counts."""
+        if self._written.get(name) != "training_step":
+            self._written[name] = where
 
     def _note_states(self) -> None:
         """In a hook gradients and the optimizers' states are shards as well."""
@@ -139,7 +149,9 @@ class ConductWatch:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.is_write:
                     known = (self._names.get(id(each)) or self._storages.get(_storage(each)) for each in tensors_in((value,)))
-                    self._written.update(dict.fromkeys(name for name in known if name is not None))
+                    for name in known:
+                        if name is not None:
+                            self._note_write(name, where)
         inputs = list(tensors_in((*args, *kwargs.values())))
         names = [name for name in map(self._name, inputs) if name is not None]
         if names:

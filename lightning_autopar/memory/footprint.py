@@ -19,14 +19,14 @@ class Conduct:
             it is with other tensors as well, or for the loss. Then the engine must have them whole for the whole step.
         mixed: a parameter that a hook, or a step of manual optimization, uses together with tensors that aren't parameters: its FQN, and
             the hook's name. None where there is none.
-        written: FQNs of parameters that the step or a hook writes to, but for the optimizer's step.
+        written: parameters that the step or a hook writes to, but for the optimizer's step: each one's FQN, and the hook's name.
         exchanged: FQNs of parameters in the place of which the step has put others.
         shared: FQNs of parameters to which the step has given another one's values to share.
     """
 
     together: tuple[tuple[tuple[str, ...], bool], ...] = ()
     mixed: tuple[str, str] | None = None
-    written: tuple[str, ...] = ()
+    written: tuple[tuple[str, str], ...] = ()
     exchanged: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
 

@@ -63,7 +63,7 @@ def unstaged(conduct: Conduct | None, untried: str) -> str | None:
     """
     if conduct is None:
         return not_made(f"{untried}, and it couldn't be traced either").reason
-    names = (*conduct.written, *conduct.exchanged)
+    names = (*dict(conduct.written), *conduct.exchanged)
     return not_made(f"{untried}, and it writes to the parameter {names[0]!r} by itself").reason if names else None
 
 

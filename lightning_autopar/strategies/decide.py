@@ -206,6 +206,10 @@ def _look(
         excluded.setdefault("micro_batches", findings.whole)
     if findings.counted and not findings.footprint.batch_norm:
         excluded.setdefault("micro_batches", f"the step counts in the buffer {findings.counted[0]!r}, which each part of a batch would do")
+    conduct = findings.footprint.conduct
+    written = [] if conduct is None else [name for name, hook in conduct.written if hook == "training_step"]
+    if written:
+        excluded.setdefault("micro_batches", f"training_step writes to the parameter {written[0]!r}, which each part of a batch would do")
     if findings.split is not None and findings.split.part_reason is not None:
         excluded.setdefault("micro_batches", findings.split.part_reason)
         excluded.setdefault("pipeline", findings.split.part_reason)

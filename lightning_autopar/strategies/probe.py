@@ -127,7 +127,7 @@ class _Probe:
     def __init__(self, module: LightningModule, trainer: Trainer | None, batches: BatchParts, conduct: Conduct | None = None) -> None:
         self.module = module
         #: Parameters that a step may write to; None where that isn't known.
-        self.writes = None if conduct is None else conduct.written
+        self.writes = None if conduct is None else dict(conduct.written)
         self.batches = batches
         self.rehearsal = Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
@@ -324,6 +324,9 @@ class _Probe:
             same_shape = (name for name, value in self.moved[0].items() if name in self.buffers and value.shape == self.buffers[name].shape)
             self.counted = tuple(sorted(same_shape))
             self.written = drifting([deeds.written for deeds in self.deeds])
+            if self.writes is None and self.deeds[0].written:  # else the trace tells
+                name = next(iter(self.deeds[0].written))
+                self.part_reason = f"the step writes to the parameter {name!r}, which each part of a batch would do"
             self.uneven_calls = uneven([deeds.calls for deeds in self.deeds])
         return difference_of(observed, shares), observed
 

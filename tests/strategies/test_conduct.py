@@ -87,14 +87,14 @@ def test_a_hook_that_mixes_a_parameter_with_a_buffer() -> None:
 
 def test_parameters_that_are_exchanged_or_shared() -> None:
     assert seen(Tying()) == Conduct(exchanged=("other.weight",))
-    assert seen(Sharing()) == Conduct(written=("other.weight",), shared=("other.weight",))
+    assert seen(Sharing()) == Conduct(written=(("other.weight", "training_step"),), shared=("other.weight",))
 
 
 def test_parameters_that_are_written_to() -> None:
     assert seen(Fitted()).written == ()
-    assert set(seen(Normed()).written) == {name for name, _ in Normed().named_parameters()}
+    assert set(dict(seen(Normed()).written)) == {name for name, _ in Normed().named_parameters()}
     for make in (Exchanging, InPlace):
-        assert set(seen(make()).written) == {name for name, _ in make().named_parameters() if name.startswith("target")}
+        assert set(dict(seen(make()).written)) == {name for name, _ in make().named_parameters() if name.startswith("target")}
 
 
 def test_stages_that_cannot_be_tried_are_taken_where_nothing_is_written() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryF1Score
+from written import InPlace, Twin
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.plans import Engine, Plan
@@ -322,6 +323,30 @@ def test_a_batch_that_is_no_rows_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"micro-batches 2' works a batch off in parts, but .*micro_batches=1"):
         trained(Fitted, DataLoader(numbers(), batch_size=8, collate_fn=collate), parts("single", 2))
+
+
+class Following(Twin):
+    """A second network follows the first after each batch."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for target, online in self.pairs():
+            target.data.lerp_(online.data, 0.1)
+
+
+def test_a_step_that_writes_to_parameters_is_refused_and_a_hook_that_does_is_not() -> None:
+    def fitted(make: Callable[[], Any], strategy: Any) -> list[Tensor]:
+        pl.seed_everything(3, verbose=False)
+        module, trainer = make(), pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)
+        loader = DataLoader(numbers(), batch_size=8)
+        trainer.fit(module, loader, loader)
+        return [parameter.detach() for parameter in module.parameters()]
+
+    def in_parts() -> Any:
+        return AutoParallelStrategy(devices="1xcpu:4GiB", plan=parts("single", 2))
+
+    with pytest.raises(ValueError, match=r"training_step writes to the parameter 'target\.0\.weight', which each part of a batch would do"):
+        fitted(InPlace, in_parts())
+    torch.testing.assert_close(fitted(Following, in_parts()), fitted(Following, "auto"), rtol=1e-5, atol=1e-5)
 
 
 class Skipping(Fitted):
