@@ -15,7 +15,7 @@ STUB := $(wildcard tests/nullgpu/*.py tests/nullgpu/src/* tests/nullgpu/compute/
 # Where a shell has set it, each of the hundred processes that tests start compiles this package anew, half a second of a core each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages chaos lightning-suite check docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages fuzz chaos lightning-suite check docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -66,6 +66,15 @@ conformance: $(INSTALLED)
 conformance-cuda: $(INSTALLED)
 	$(MAKE) test-cuda CUDA_TESTS="tests/conformance/test_cuda.py --all-cells"; failed=$$?; \
 	$(RUN)/python -m tests.conformance.render --cuda && exit $$failed
+
+# Generated modules under every plan against plain Lightning, half a minute a seed; `make test` has a few. What is in build/fuzz.json isn't run again.
+FIRST ?= 1
+LAST ?= 500
+fuzz: export OMP_NUM_THREADS = 1
+fuzz: export AUTOPAR_CACHE = off
+fuzz: export AUTOPAR_LEDGER = off
+fuzz: $(INSTALLED)
+	$(RUN)/python -m tests.fuzz.run $(FIRST) $(LAST)
 
 # Other people's models under every plan against plain Lightning, an hour or more; nightly. Writes docs/packages.md. MEMBERS names some.
 packages: $(PACKAGES_INSTALLED)

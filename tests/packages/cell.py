@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ import torch
 from tests.conformance.harness import SEED, Run, left_behind
 from tests.conformance.recording import FileLogger, Recorder
 from tests.conformance.verdict import keep, sentence
-from tests.packages.judge import Ended, judge
+from tests.packages.judge import Ended, Finding, judge
 from tests.packages.member import Member
 from tests.packages.plans import Cell, engine, strategy
 from tests.packages.zoo import MEMBERS, PACKAGES
@@ -43,6 +43,17 @@ DOUBLE = ("float64", "64-true")
 def main(name: str, results: str, *plans: str) -> None:
     member = MEMBERS[name]
     importlib.import_module(PACKAGES[member.package])
+    for plan, finding in findings(member, plans):
+        keep(Cell(member=name, plan=plan).id, finding, Path(results))
+
+
+def findings(member: Member, plans: Sequence[str]) -> Iterator[tuple[str, Finding]]:
+    """What the model comes to under each plan, told on the way.
+
+    Raises:
+        SystemExit: if plain Lightning doesn't train it.
+    """
+    name = member.name
     with TemporaryDirectory(prefix=f"packages-{name}-") as folder:
         root = Path(folder)
         plain = run(member, PLAIN, root / PLAIN)
@@ -68,7 +79,7 @@ def main(name: str, results: str, *plans: str) -> None:
             )
             if finding.outcome in ("differs", "crashed"):
                 print("    " + (ended.error or "\n".join(finding.beyond)).replace("\n", "\n    ")[-4000:], flush=True)
-            keep(Cell(member=name, plan=plan).id, finding, Path(results))
+            yield plan, finding
 
 
 def run(member: Member, plan: str, root: Path, *, precision: str = SINGLE) -> Ended:
