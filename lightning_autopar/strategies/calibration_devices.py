@@ -86,7 +86,9 @@ def came_meanwhile(devices: Sequence[Device], before: Mapping[str, Device]) -> b
     until = time.monotonic() + _GONE_SECONDS
     while True:
         now = [device for device in probe().devices if device.id in gpus]
-        new = [pid for device in now for pid in strangers(device) - strangers(before[device.id]) if not _is_ours(pid)]
+        # This process may be a new Python that measures for one which has used the GPU: no stranger to itself when it was looked at.
+        there = {device.id: {process.pid for process in before[device.id].processes} for device in now}
+        new = [pid for device in now for pid in strangers(device) - there[device.id] if not _is_ours(pid)]
         if not new or time.monotonic() > until:
             return bool(new)
         time.sleep(0.05)

@@ -34,10 +34,11 @@ def test_a_step_has_the_values_of_a_cpus(kind: str) -> None:
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         module = layers[kind]().to(device)
-        optimizer = torch.optim.AdamW(module.parameters(), 1e-2)
+        # The bias of attention's keys has a gradient of rounding alone, of which AdamW makes as large a step as of any other.
+        optimizer = torch.optim.SGD(module.parameters(), 0.1) if kind == "attention" else torch.optim.AdamW(module.parameters(), 1e-2)
         for _ in range(3):
             x = torch.linspace(-1, 1, 128).view(8, 16).to(device)
-            x = x.unsqueeze(1) if kind == "attention" else x
+            x = x.view(2, 4, 16) if kind == "attention" else x
             (module(x).square() * torch.linspace(0, 1, 16, device=device)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,18 @@ def test_rates_of_a_gpu_to_which_somebody_came_are_not_kept(host: Callable[..., 
     assert not known.failures, "they will be measured another time"
     first.compute = []
     assert not calibration.is_calibrated(probe())
+
+
+def test_who_was_there_before_hasnt_come_meanwhile(host: Callable[..., FakeNvml]) -> None:
+    """The process of a notebook that has used a GPU has a new Python measure, to which it is a stranger."""
+    (gpu,) = gpus(1)
+    gpu.compute = [(1, GIB)]
+    host(gpu)
+    (device,) = probe().devices
+    seen = replace(device, processes=tuple(replace(process, own=True) for process in device.processes))
+    assert not calibration_devices.came_meanwhile([device], {device.id: seen})
+    gpu.compute.append((2, GIB))
+    assert calibration_devices.came_meanwhile([device], {device.id: seen})
 
 
 def test_however_many_gpus_there_are_it_takes_ten_seconds_at_most(host: Callable[..., FakeNvml], monkeypatch: pytest.MonkeyPatch) -> None:
