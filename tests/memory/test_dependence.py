@@ -84,13 +84,16 @@ def batch_of(shape: tuple[int, ...], rows: int) -> Tensor:
     return torch.randint(0, 200, (rows, *shape[1:])) if shape == (8, 64) else torch.randn(rows, *shape[1:])
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # which oneDNN's switch sets as well
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", CASES)
 def test_half_of_a_step_is_the_step_on_half_of_the_batch(name: str, precision: str) -> None:
     net, shape = CASES[name]
     torch.manual_seed(0)
     module = Regression(net())
-    whole, half = (trace(module, None, batch_of(shape, rows), precision=precision) for rows in (shape[0], shape[0] // 2))
+    # oneDNN's products of bf16 take memory inside that is no multiple of the rows on a CPU with AMX; the tensors are what this is about.
+    with torch.backends.mkldnn.flags(enabled=False):
+        whole, half = (trace(module, None, batch_of(shape, rows), precision=precision) for rows in (shape[0], shape[0] // 2))
     assert whole.traced
     assert half.traced
     assert whole.tape is not None
