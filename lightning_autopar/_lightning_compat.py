@@ -31,6 +31,7 @@ from lightning.pytorch.core.datamodule import LightningDataModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.loops.fit_loop import RestartStage as FitRestartStage
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer import call
@@ -183,7 +184,9 @@ def installed(
     connector._parallel_devices = list(devices)
     connector.use_distributed_sampler = keep_sampler and bool(before["use_distributed_sampler"])
     try:
-        connector.precision_plugin = connector._check_and_init_precision()
+        # Lightning's ModelParallelStrategy has no 64-true in its list of precisions, though FSDP2 runs it as it runs 32-true.
+        double = connector._precision_flag == "64-true" and connector._precision_plugin_flag is None
+        connector.precision_plugin = DoublePrecision() if double else connector._check_and_init_precision()
         connector._lazy_init_strategy()
         engine._launcher = None
         engine._lightning_module = module

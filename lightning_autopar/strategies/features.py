@@ -19,8 +19,8 @@ from lightning_autopar.strategies.features_zero import unpartitioned_run
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: Precisions with which FSDP2 runs under Lightning's ModelParallelStrategy, less 16-mixed: its gradient scaler doesn't know shards.
-_FSDP_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+#: Precisions with which FSDP2 runs a plain run's arithmetic: not 16-mixed, whose gradient scaler doesn't know shards.
+_FSDP_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
 #: Precisions whose layers or weights are replaced by another library's, which can't be left out of a stage.
 _UNSTAGED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
 #: Callbacks that copy or regroup the module's own parameters, which shards don't survive.

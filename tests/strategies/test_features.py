@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from modules import Regression, trainer
 
@@ -74,9 +75,10 @@ def test_callbacks_of_training_rule_nothing_out_of_an_evaluation(tmp_path: Path)
 
 
 def test_precisions(tmp_path: Path) -> None:
-    for precision in ("64-true", "transformer-engine"):
+    assert excluded(tmp_path, precision="64-true").keys() <= {"zero"}
+    for precision, options in (("16-mixed", {"plugins": [MixedPrecision("16-mixed", "cpu")]}), ("transformer-engine", {})):
         try:
-            found = excluded(tmp_path, precision=precision)
+            found = excluded(tmp_path, **(options or {"precision": precision}))
         except ModuleNotFoundError:
             continue
         assert f"precision '{precision}' doesn't work on sharded parameters" in found["fsdp"]

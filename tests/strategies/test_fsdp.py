@@ -211,6 +211,7 @@ def test_dimensions_that_three_ranks_do_not_divide() -> None:
         ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 1e-5),
         ({"precision": "bf16-mixed"}, 2e-2),
         ({"precision": "bf16-true"}, 5e-2),
+        ({"precision": "64-true"}, 1e-12),
     ],
 )
 def test_trainer_options(options: dict[str, Any], tolerance: float) -> None:
