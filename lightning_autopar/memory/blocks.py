@@ -19,8 +19,9 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """The candidates for blocks: members of lists and sequences of which at least two have one class and hold parameters.
 
-    The outermost such list counts; a list of lists is looked into. Encoder and decoder are two lists, the stages of a ResNet four. Left out
-    are blocks that share a parameter with anything outside of them, and normalisations and other layers that hold vectors only.
+    The outermost such list counts; a list of lists is looked into, and lists of which none has repeated members are looked at together:
+    of a layer's norm, attention and residual, say, one list a layer. Encoder and decoder are two lists, the stages of a ResNet four. Left
+    out are blocks that share a parameter with anything outside of them, and normalisations and other layers that hold vectors only.
 
     Returns:
         The blocks by FQN, in the order of ``named_modules``.
@@ -50,11 +51,26 @@ def _search(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if len(sequences) > 1 and not any(found for name in sequences for found in _search(names[name], children[name])):
             # A stem and a head of one class beside them, two linear layers perhaps, are no blocks.
             blocks = max(blocks, set(sequences), key=lambda chosen: sum(p.numel() for name in chosen for p in children[name].parameters()))
+    together = set() if blocks else _repeated_together(children) if isinstance(module, _CONTAINERS) else set()
     for name, child in children.items():
         if name in blocks:
             yield names[name], child
+        elif together and type(child) is nn.ModuleList:
+            for key, member in child.named_children():
+                fqn = f"{names[name]}.{key}"
+                yield from [(fqn, member)] if type(member) in together else _search(fqn, member)
         else:
             yield from _search(names[name], child)
+
+
+def _repeated_together(children: dict[str, nn.Module]) -> set[type[nn.Module]]:
+    """Classes that several lists have a member of, where none of these lists has repeated members of its own."""
+    lists = [child for child in children.values() if type(child) is nn.ModuleList]
+    if len(lists) < 2 or any(found for child in lists for found in _search("", child)):
+        return set()
+    members = Counter(type(member) for child in lists for member in child if type(member) not in _CONTAINERS)
+    holding = {type(member) for child in lists for member in child if any(parameter.dim() > 1 for parameter in member.parameters())}
+    return {kind for kind, count in members.items() if count > 1 and kind in holding}
 
 
 @dataclass

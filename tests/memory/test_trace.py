@@ -217,6 +217,9 @@ def test_blocks_are_looked_for_inside_of_lists_of_lists() -> None:
     assert list(find_blocks(stages)) == ["0.0", "0.1", "1.0", "1.1"]
     sequences = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
     assert list(find_blocks(sequences)) == ["0", "1", "2"]
+    kinds = (nn.Linear, nn.Bilinear, nn.Linear, nn.Bilinear, nn.Embedding)
+    rows = nn.ModuleList(nn.ModuleList([nn.LayerNorm(8), kind(*[8] * (2 + (kind is nn.Bilinear))), nn.ReLU()]) for kind in kinds)
+    assert list(find_blocks(rows)) == ["0.1", "1.1", "2.1", "3.1"]
     transformer = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
     assert list(find_blocks(transformer)) == [f"{part}.layers.{index}" for part in ("encoder", "decoder") for index in (0, 1)]
 

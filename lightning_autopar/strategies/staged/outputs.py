@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map
 
 from lightning_autopar.strategies.staged.recording import Leaf, Output
 
@@ -65,9 +66,46 @@ def describe(result: Any, given: Sequence[tuple[Place, Any]]) -> Output | str:
 
 
 def flattened(result: Any, given: Sequence[tuple[Place, Any]]) -> tuple[list[Any], TreeSpec]:
-    """A block's result as leaves; an argument that it returns is one, whatever it holds."""
+    """A block's result as leaves, those of dataclasses too; an argument that it returns is one, whatever it holds."""
     ids = {id(leaf) for _, leaf in given if not isinstance(leaf, _PLAIN)}
-    return tree_flatten(result, is_leaf=lambda value: id(value) in ids)
+
+    def is_leaf(value: Any) -> bool:
+        return id(value) in ids
+
+    def opened(value: Any) -> Any:
+        if is_leaf(value) or not _is_record(value):
+            return value
+        return _Record(type(value), {name: tree_map(opened, item, is_leaf=is_leaf) for name, item in vars(value).items()})
+
+    return tree_flatten(tree_map(opened, result, is_leaf=is_leaf), is_leaf=is_leaf)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """An instance of a dataclass that torch's pytree takes for a leaf."""
+
+    kind: type[Any]
+    fields: dict[str, Any]
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is an instance of a dataclass that has nothing but its fields. A function's own class doesn't travel between processes."""
+    kind = type(value)
+    if not is_dataclass(kind) or "<locals>" in kind.__qualname__:
+        return False
+    return {field.name for field in fields(kind)} == getattr(value, "__dict__", {}).keys()
+
+
+def _filled(values: Iterable[Any], context: Any) -> Any:
+    """The instance anew, without running its class's own code."""
+    kind, names = context
+    record = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(record, name, value)
+    return record
+
+
+register_pytree_node(_Record, lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields))), _filled)
 
 
 def _tensor(tensor: Tensor, given: Sequence[tuple[Place, Tensor]]) -> Leaf:

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -66,6 +67,45 @@ class PassesSeveral(Stacked):
             assert state["nothing"] is None
             assert state["width"] == 8
         return self.head(state["x"]) + state["rest"][0].sum(-1, keepdim=True)
+
+
+@dataclass
+class Between:
+    """What x-transformers' attention gives beside its result."""
+
+    values: Tensor
+    kind: str
+    pair: tuple[Tensor, Tensor | None] | None = None
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Between]:
+        y = self.layer(x).tanh()
+        return x + y, Between(values=y * 2, kind="attention", pair=(y[..., :3], None))
+
+
+class Rows(Stacked):
+    """A list a layer, of a norm and a block, of which every second one returns a dataclass; all that they returned is used at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.LayerNorm(8), kind()]) for kind in (Attends, Block) * 2)
+
+    def run(self, x: Tensor) -> Tensor:
+        x, left = self.stem(x), []
+        for norm, block in self.blocks:
+            if isinstance(block, Attends):
+                x, between = block(norm(x))
+                assert between.kind == "attention"
+                left.append(between)
+            else:
+                x = x + block(norm(x))
+        assert left[0].pair is not None
+        return self.head(x + left[0].values) + left[0].pair[0].sum() + left[1].values.mean()
 
 
 class Skips(Stacked):
@@ -375,6 +415,7 @@ class Recurrent(Stacked):
     "kind",
     [
         PassesSeveral,
+        Rows,
         Skips,
         InPlace,
         Views,
