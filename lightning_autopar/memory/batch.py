@@ -36,6 +36,8 @@ RAISED = (Exception, KeyboardInterrupt, SystemExit)
 #: Of a loader so many batches are looked at, picked from so many of its order.
 _LOOKS = 6
 _LISTED = 20_000
+#: So much longer a loader is listened to that makes its batches by itself: they can't be picked out of its order.
+_MADE_SECONDS = 0.6
 
 BatchKind = Literal["map", "iterable", "combined", "other"]
 
@@ -128,15 +130,19 @@ def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> 
 
 def _draw(loader: Any) -> FirstBatch:
     """The first batch of one loader, in this process."""
-    if isinstance(loader, DataLoader):
-        if type(loader).__iter__ is DataLoader.__iter__ and _order(loader) is not None:
-            return _draw_by_hand(loader)
-        loader = copy.copy(loader)
-        # Workers would outlive the call, and pinning needs a GPU.
-        loader.num_workers, loader.timeout, loader.pin_memory, loader._iterator = 0, 0, False, None
-    for batch in loader:
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and _order(loader) is not None:
+        return _draw_by_hand(loader)
+    for batch in _alone(loader):
         return FirstBatch(batch=batch, batch_size=batch_size_of(batch))
     raise ValueError(f"the loader {loader!r} has no batch; give it data, or make its batch_size smaller if it drops the last batch")
+
+
+def _alone(loader: Any) -> Any:
+    """The loader without worker processes, which would outlive the call, and without pinning, which needs a GPU."""
+    if isinstance(loader, DataLoader):
+        loader = copy.copy(loader)
+        loader.num_workers, loader.timeout, loader.pin_memory, loader._iterator = 0, 0, False, None
+    return loader
 
 
 def _draw_by_hand(loader: DataLoader[Any]) -> FirstBatch:
@@ -201,11 +207,11 @@ def _indexed(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
 def some_batches(loader: Any, seconds: float) -> list[FirstBatch]:
     """Batches of a loader, within a time: its order's first and last one, and others between them, or a stream's first ones.
 
-    They aren't transferred. Of a loader whose samples aren't known there are none.
+    They aren't transferred. Of a loader that makes its batches by itself they come without samples.
     """
     ends = time.monotonic() + seconds
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return []
+        return _made(_alone(loader), ends + _MADE_SECONDS)
     if isinstance(loader.dataset, IterableDataset):
         source = iter(loader.dataset)
         streamed = (_streamed(loader, source) for _ in range(_LOOKS if loader.batch_size else 0))
@@ -216,6 +222,19 @@ def some_batches(loader: Any, seconds: float) -> list[FirstBatch]:
     step = max(1, len(listed) // (_LOOKS - 1))
     picked = [*listed[:1], *(listed[-1:] if len(listed) > 1 else []), *listed[step:-1:step]][:_LOOKS]
     return [batch for batch in _until(ends, (_tried(loader, list(indices)) for indices in picked)) if batch is not None]
+
+
+def _made(loader: Any, ends: float) -> list[FirstBatch]:
+    """Of the batches that a loader gives until then: the first and the last, and some whose tensors have other shapes."""
+    found: dict[tuple[torch.Size, ...], Any] = {}
+    first = last = None
+    for last in _until(ends, itertools.islice(loader, _LISTED)):
+        shapes = tuple(tensor.shape for tensor in tensors_of(last))
+        first = last if first is None else first
+        if len(found) < _LOOKS:
+            found.setdefault(shapes, last)
+    picked = [first, *([] if last is first else [last]), *(batch for batch in found.values() if batch is not first and batch is not last)]
+    return [FirstBatch(batch=batch, batch_size=batch_size_of(batch)) for batch in picked if batch is not None]
 
 
 def _tried(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:

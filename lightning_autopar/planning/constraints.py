@@ -18,7 +18,7 @@ from lightning_autopar.plans import BUILT_ENGINES, ENGINES, Engine, Plan
 Objective = Literal["speed", "memory"]
 #: A relative difference of losses up to this is floating-point reassociation.
 SPLIT_TOLERANCE = 1e-5
-_BESIDES = ("micro_batches", "shares", "replicas", "recompute", "offload", "disk", "zero_bubble")
+_BESIDES = ("micro_batches", "pipeline_parts", "shares", "replicas", "recompute", "offload", "disk", "zero_bubble")
 #: What a run can rule out: an engine; stage 3 of ZeRO; every plan with several devices; what plans of any engine may do besides.
 EXCLUDABLE: tuple[str, ...] = (*ENGINES, "zero_3", "multi", *_BESIDES)
 

@@ -109,7 +109,7 @@ class _Maker:
         self.training = self.footprint.training
         #: Whether a batch may be taken apart over replicas, and over micro-batches.
         self.copies = multi_refusal(self.footprint, appraiser.inventory, appraiser.constraints) is None
-        self.parts = micro_batch_refusal(self.footprint, appraiser.constraints) is None
+        self.parts = micro_batch_refusal(self.footprint, appraiser.constraints, staged=True) is None
         self.cuttable = cuttable(self.footprint, appraiser.constraints.uncuttable)
         self._tables: dict[tuple[float, float, bool], StageTables] = {}
         self._seconds: dict[tuple[object, ...], Table] = {}

@@ -218,7 +218,7 @@ def _refusal(plan: Plan, footprint: Footprint, inventory: Inventory, constraints
     if refusal is None and plan.optimizer_on_disk:
         refusal = constraints.excluded.get("disk")
     if refusal is None and plan.micro_batches > 1 and footprint.training:
-        refusal = micro_batch_refusal(footprint, constraints)
+        refusal = micro_batch_refusal(footprint, constraints, staged=plan.engine == "pipeline")
     if refusal is None and plan.recompute:
         refusal = recompute_refusal(constraints)
     if refusal is None and plan.shares:

@@ -153,10 +153,11 @@ def recompute_refusal(constraints: Constraints) -> str | None:
     return constraints.excluded.get("recompute")
 
 
-def micro_batch_refusal(footprint: Footprint, constraints: Constraints) -> str | None:
-    """Why a rank must not work off its samples in parts; None where it may."""
-    if "micro_batches" in constraints.excluded:
-        return constraints.excluded["micro_batches"]
+def micro_batch_refusal(footprint: Footprint, constraints: Constraints, *, staged: bool = False) -> str | None:
+    """Why a rank must not work off its samples in parts, or the ranks of a pipeline (``staged``) theirs; None where they may."""
+    for name in ("micro_batches", *(("pipeline_parts",) if staged else ())):
+        if name in constraints.excluded:
+            return constraints.excluded[name]
     if not footprint.training:
         return "a step without gradients keeps nothing for backward, so that parts of a batch would save little"
     if not constraints.split_batch:

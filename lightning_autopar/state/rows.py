@@ -44,7 +44,13 @@ def count_rows(batch: Any) -> int:
 
 
 def take_rows(
-    batch: Any, rank: int, dealing: Dealing, *, samples: int | None = None, one: Callable[[], Any] | None = None
+    batch: Any,
+    rank: int,
+    dealing: Dealing,
+    *,
+    samples: int | None = None,
+    one: Callable[[], Any] | None = None,
+    collates: bool = False,
 ) -> tuple[int, Any]:
     """How many samples a collated batch has, and the rank's rows of it.
 
@@ -58,6 +64,8 @@ def take_rows(
         samples: of how many samples it was made, where that is known. It may have fewer rows, as where a collate function leaves samples
             out, but not more: those are nodes, or views, and nobody knows whose.
         one: makes such a batch of a single sample: it tells a list of samples from a list of tensors where both could be.
+        collates: whether a batch that can be taken apart into its samples and collated anew, as torch_geometric's can, is: its tensors have
+            no row a sample.
 
     Raises:
         ValueError: if there is no batch dimension, or something in the batch can't be cut.
@@ -66,7 +74,7 @@ def take_rows(
         of = count_rows(batch)
         return of, _Cutter(batch, of, rank, dealing).cut(batch)
     try:
-        cutter = _Cutter(batch, samples, rank, dealing)
+        cutter = _Cutter(batch, samples, rank, dealing, collates=collates)
         part = cutter.cut(batch)
         if cutter.ambiguous and (single := _single(one)) is not None:
             cutter.listed = {path for path in cutter.ambiguous if len(_at(single, path)) == 1}
@@ -155,6 +163,11 @@ def _has_batch_size(value: Any) -> bool:
     return isinstance(size, torch.Size) and len(size) > 0 and hasattr(type(value), "__getitem__")
 
 
+def _is_collection(value: Any) -> bool:
+    """Whether it can be taken apart into samples and collated of them, by methods of its own, as torch_geometric's batches can."""
+    return all(hasattr(type(value), name) for name in ("to_data_list", "from_data_list", "keys"))
+
+
 def _is_object(value: Any) -> bool:
     """Whether it is an instance of a class that holds a batch by its attributes; no array of another library, which looks like one."""
     return not isinstance(value, _NO_BATCHES) and not hasattr(type(value), "__array__") and bool(_state(value))
@@ -205,6 +218,7 @@ class _Cutter:
         listed: sequences that are known to hold an entry a sample.
         ambiguous: sequences that may do so, and whose entries were cut.
         cuts: how much was cut so far.
+        collates: as for :func:`take_rows`.
     """
 
     batch: Any
@@ -214,6 +228,7 @@ class _Cutter:
     listed: set[_Path] = field(default_factory=set)
     ambiguous: set[_Path] = field(default_factory=set)
     cuts: int = 0
+    collates: bool = False
 
     def cut(self, value: Any, path: _Path = ()) -> Any:
         """The rank's rows of a part of the batch."""
@@ -223,6 +238,8 @@ class _Cutter:
             return value
         if isinstance(value, PackedSequence):
             return self._cut_packed(value)
+        if self.collates and _is_collection(value):
+            return self._cut_collection(value)
         if _has_batch_size(value):
             if value.batch_size[0] != self.of:
                 raise ValueError(self._words(f"a {type(value).__name__} of {value.batch_size[0]} samples"))
@@ -273,6 +290,21 @@ class _Cutter:
             raise ValueError(self._words(f"a PackedSequence of {len(padded)} sequences"))
         rows, own = (cut(each, self.rank, self.dealing) for each in (padded, lengths))
         return pack_padded_sequence(rows, own, batch_first=True, enforce_sorted=value.sorted_indices is None)
+
+    def _cut_collection(self, value: Any) -> Any:
+        """Collated anew of the rank's samples; what was added to it since it was collated would be lost."""
+        try:
+            samples = value.to_data_list()
+            part = type(value).from_data_list([samples[index] for index in self._own]) if len(samples) == self.of else None
+        except Exception as error:  # a batch that was made by hand
+            words = f"a {type(value).__name__}, which can't be taken apart ({type(error).__name__}: {error}),"
+            raise ValueError(self._words(words)) from error
+        if part is None:
+            raise ValueError(self._words(f"a {type(value).__name__} of {len(samples)} samples"))
+        if lost := sorted(map(str, {*value.keys()} - {*part.keys()})):
+            raise ValueError(self._words(f"a {type(value).__name__} whose {lost[0]!r} isn't of one sample"))
+        self.cuts += 1
+        return part
 
     def _cut_sequence(self, value: Any, path: _Path) -> Any:
         named = hasattr(value, "_fields")

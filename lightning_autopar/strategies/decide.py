@@ -204,6 +204,8 @@ def _look(
         excluded.setdefault("shares", "the step's batch comes from several loaders, whose parts would weigh differently on each device")
     if findings.whole is not None:
         excluded.setdefault("micro_batches", findings.whole)
+    if findings.rowless is not None:
+        excluded.setdefault("pipeline_parts", findings.rowless)
     if findings.counted and not findings.footprint.batch_norm:
         excluded.setdefault("micro_batches", f"the step counts in the buffer {findings.counted[0]!r}, which each part of a batch would do")
     conduct = findings.footprint.conduct
@@ -212,7 +214,6 @@ def _look(
         excluded.setdefault("micro_batches", f"training_step writes to the parameter {written[0]!r}, which each part of a batch would do")
     if findings.split is not None and findings.split.part_reason is not None:
         excluded.setdefault("micro_batches", findings.split.part_reason)
-        excluded.setdefault("pipeline", findings.split.part_reason)
     if findings.staging is not None and findings.staging.staging.refusal is not None:
         excluded.setdefault("pipeline", findings.staging.staging.refusal)
     if findings.staging is not None and not findings.staging.in_halves:

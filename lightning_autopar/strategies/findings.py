@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -92,6 +92,7 @@ class Findings:
         ungathered: why it can't gather parameters module by module, at stage 3; None where it can.
         several_loaders: whether a batch comes from several of them.
         whole: why a training step's batch can't be worked off in parts; None where it can.
+        rowless: the same of parts that are rows of its tensors, whose shapes follow from the batch's; None where they are.
         staging: where it can be cut into stages; None where no candidate does so.
         counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
@@ -108,6 +109,7 @@ class Findings:
     ungathered: str | None = None
     several_loaders: bool = False
     whole: str | None = None
+    rowless: str | None = None
     staging: StagingFinding | None = None
     counted: tuple[str, ...] = ()
     batches: int | None = None
@@ -189,7 +191,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
     split, draws = None, DrawPlan() if footprint.random_draws else None
     loadings: dict[str, Loading] = {}
     more: list[FirstBatch] = []
-    whole = _whole(batch, stage)
+    whole, rowless = (_whole_of((batch,), stage, collates=collates) for collates in (True, False))
     if probe and stage != "predict":
         own, validating = batch.loaders, () if validation is None else validation.loaders
         loadings, looked = look_at([*own, *validating])
@@ -197,7 +199,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
             batch, more = (_marked(batch, own[0], loadings), [_marked(each, own[0], loadings) for each in _two(looked[0])])
         if validation is not None:
             validation = _marked(validation, validating[0], loadings)
-        whole = next((words for each in (batch, *more) if (words := _whole(each, stage)) is not None), None)
+        whole, rowless = (_whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
     if probe and stage == "fit":
         began, cut = time.monotonic(), batch.cut
         batch, split, draws = _split_as_made(module, trainer, batch, footprint)
@@ -205,6 +207,10 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
             more = [replace(each, cut=False) for each in more]
             key = loader_key(own[0])
             loadings[key] = replace(loadings[key], collation="samples")
+        # A loader that makes its batches by itself: their rows are cut, whatever the samples were.
+        unmade = _whole_of([each for each in more if each.samples is None], stage, collates=False)
+        if unmade is not None and split.splittable:
+            split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         if time.monotonic() - began < _QUICK_SECONDS and split.probed:
             split, draws = _on_others(module, trainer, more, split, draws, footprint)
         routed = _routed(module, split.uneven_calls, units)
@@ -222,6 +228,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         ungathered=None if split is None else _uneven(module, split.uneven_calls),
         several_loaders=batch.kind == "combined",
         whole=whole,
+        rowless=rowless,
         staging=staging,
         counted=(*(() if staging is None else staging.counted), *(() if split is None else split.counted)),
         batches=_batches_of_fit(trainer, batch),
@@ -255,11 +262,12 @@ def _marked(batch: FirstBatch, loader: Any, loadings: Mapping[str, Loading]) -> 
 
 
 def _two(looked: Sequence[FirstBatch]) -> list[FirstBatch]:
-    """The largest and the last of a loader's batches, beside the first."""
+    """The largest and the last of a loader's batches, beside the first; and one that is no rows, of a loader that makes them by itself."""
     more = looked[1:]
     largest = max(more, key=lambda batch: sum(tensor.numel() for tensor in tensors_of(batch.batch)), default=None)
     last = more[0] if more else None  # see `some_batches`
-    return [batch for batch in (largest, None if last is largest else last) if batch is not None]
+    uncut = next((batch for batch in more if batch.samples is None and why_whole(batch.batch) is not None), None)
+    return list({id(batch): batch for batch in (largest, last, uncut) if batch is not None}.values())
 
 
 def _split_as_made(
@@ -353,10 +361,13 @@ def _step_bytes(footprint: Footprint) -> int:
     return state + footprint.activation_bytes + footprint.temporary_bytes + footprint.input_bytes
 
 
-def _whole(batch: FirstBatch, stage: str) -> str | None:
-    """Why a training step's batch can't be worked off in parts; None where it can."""
-    samples = None if batch.samples is None else batch.batch_size
-    return why_whole(batch.batch, samples, several=batch.kind == "combined") if stage == "fit" else None
+def _whole_of(batches: Iterable[FirstBatch], stage: str, *, collates: bool) -> str | None:
+    """Why the first of a training step's batches that can't be worked off in parts can't; None where all can."""
+    for batch in batches if stage == "fit" else ():
+        samples = None if batch.samples is None else batch.batch_size
+        if (words := why_whole(batch.batch, samples, several=batch.kind == "combined", collates=collates)) is not None:
+            return words
+    return None
 
 
 def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
@@ -386,7 +397,8 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
         sharded=_unlooked(module, reason) if stage == "fit" else evaluable(module),
         unpartitionable=unpartitionable,
         several_loaders=batch.kind == "combined",
-        whole=_whole(batch, stage),
+        whole=_whole_of((batch,), stage, collates=True),
+        rowless=_whole_of((batch,), stage, collates=False),
         staging=refused(not_made(reason).reason) if questions.staged else None,
         batches=_batches_of_fit(trainer, batch),
     )
@@ -494,7 +506,8 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
         data_draws=batch.draws,
         sharded=_unlooked(module, f"the step could not be looked at: {reason}") if stage == "fit" else evaluable(module),
         several_loaders=batch.kind == "combined",
-        whole=_whole(batch, stage),
+        whole=_whole_of((batch,), stage, collates=True),
+        rowless=_whole_of((batch,), stage, collates=False),
         staging=refused(f"the step could not be looked at: {reason}") if questions.staged else None,
         batches=_batches_of_fit(trainer, batch),
     )

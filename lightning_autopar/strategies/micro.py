@@ -105,7 +105,7 @@ class MicroBatches:
                 if draws is not None:
                     draws.begin(place)
             try:
-                rows = args[0] if number == 1 else take_part(args[0], index, number, share.fed, several=several_loaders(self._trainer))
+                rows = args[0] if number == 1 else self._part(args[0], index, number, share.fed)
             except ValueError as error:
                 raise uncut(self._plan, error) from error
             with nullcontext() if last else self._before_last():
@@ -141,6 +141,9 @@ class MicroBatches:
             return whole
         extras.append(detached(output))
         return {**output, **joined(extras, weights), "loss": whole}
+
+    def _part(self, batch: Any, index: int, number: int, samples: int) -> Any:
+        return take_part(batch, index, number, samples, several=several_loaders(self._trainer), collates=True)
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
@@ -313,7 +316,7 @@ def _count(batch: Any, samples: int | None) -> int:
         if samples is None:
             raise
         rows = None
-    return rows if rows is not None and samples in (None, rows) else take_rows(batch, 0, Dealing.even(2), samples=samples)[0]
+    return rows if rows is not None and samples in (None, rows) else take_rows(batch, 0, Dealing.even(2), samples=samples, collates=True)[0]
 
 
 def uncut(plan: Plan, error: ValueError) -> ValueError:
@@ -321,7 +324,7 @@ def uncut(plan: Plan, error: ValueError) -> ValueError:
     return ValueError(f"{plan.title()!r} works a batch off in parts, but {error}; take a plan with micro_batches=1")
 
 
-def take_part(batch: Any, index: int, number: int, samples: int | None = None, *, several: bool = False) -> Any:
+def take_part(batch: Any, index: int, number: int, samples: int | None = None, *, several: bool = False, collates: bool = False) -> Any:
     """A part of a rank's batch: every ``number``-th sample from the ``index``-th on, the first one where there is none.
 
     Args:
@@ -330,13 +333,14 @@ def take_part(batch: Any, index: int, number: int, samples: int | None = None, *
         number: how many parts there are.
         samples: how many samples it has, where that is known.
         several: whether it holds the batches of several loaders; then the part has a part of each.
+        collates: as for :func:`.rows.take_rows`; of several loaders nothing is collated anew.
 
     Raises:
         ValueError: if the batch can't be cut into samples.
     """
     dealing = Dealing.even(number)
     if not several:
-        return take_rows(batch, index, dealing, samples=samples)[1]
+        return take_rows(batch, index, dealing, samples=samples, collates=collates)[1]
     counts = {count_rows(child) for child in _children(batch) if child is not None}
     if len(counts) > 1 and any(count % number for count in counts):
         raise ValueError(
@@ -348,16 +352,17 @@ def take_part(batch: Any, index: int, number: int, samples: int | None = None, *
     return parts if isinstance(batch, list) else tuple(parts)
 
 
-def why_whole(batch: Any, samples: int | None = None, *, several: bool = False) -> str | None:
+def why_whole(batch: Any, samples: int | None = None, *, several: bool = False, collates: bool = False) -> str | None:
     """Why a batch can't be worked off in parts; None where it can.
 
     Args:
         batch: the first batch, as the user's step gets it.
         samples: of how many its loader made it, where that is known.
         several: as for :func:`take_part`.
+        collates: as for :func:`take_part`.
     """
     try:
-        take_part(batch, 0, 2, samples, several=several)
+        take_part(batch, 0, 2, samples, several=several, collates=collates)
     except ValueError as error:
         return f"parts are cut out of the collated batch: {error}"
     return None

@@ -222,6 +222,12 @@ def test_what_speaks_against_micro_batches(step: dict[str, Any], constraints: di
     assert (refusal or "").startswith(sentence or "")
 
 
+def test_parts_that_are_collated_anew_are_no_micro_batches_of_a_pipeline() -> None:
+    constraints = Constraints(excluded={"pipeline_parts": "its tensors have no row a sample"})
+    assert micro_batch_refusal(footprint(), constraints) is None
+    assert micro_batch_refusal(footprint(), constraints, staged=True) == "its tensors have no row a sample"
+
+
 def test_that_a_batch_cannot_be_taken_apart_is_said_once() -> None:
     found = [one.rejection for one in options(footprint(batch_norm=("bn",))) if one.plan.micro_batches > 1]
     assert found == ["the statistics of 1 batch norms would be a micro-batch's, not the whole batch's"]

@@ -215,6 +215,39 @@ def test_what_cannot_be_cut_is_named_and_stays(batch: Any, words: str) -> None:
     assert list(shapes_of(batch)) == before
 
 
+class Graphs:
+    """As torch_geometric's batches: the nodes of all graphs behind one another."""
+
+    def __init__(self, nodes: list[Tensor], **more: Any) -> None:
+        self.items, self.sizes = {"x": torch.cat(nodes), **more}, [len(each) for each in nodes]
+
+    def keys(self) -> Any:
+        return self.items.keys()
+
+    def to_data_list(self) -> list[Tensor]:
+        return list(self.items["x"].split(self.sizes))
+
+    @classmethod
+    def from_data_list(cls, graphs: list[Tensor]) -> Graphs:
+        return cls(graphs)
+
+
+def test_what_can_be_collated_anew_is_where_that_is_asked_for() -> None:
+    batch = {"graphs": Graphs([X[:1], X[1:], X[:2]]), "y": X[:3]}
+    of, part = take_rows(batch, 0, HALVES, samples=3, collates=True)
+    assert (of, part["graphs"].sizes) == (3, [1, 2])
+    assert torch.equal(part["graphs"].items["x"], X[[0, 0, 1]])
+    assert batch["graphs"].sizes == [1, 3, 2]  # type: ignore[union-attr]
+    for given, words in (
+        ({"graphs": Graphs([X, X])}, "a Graphs of 2 samples in a batch of 3 samples can't be split"),
+        ({"graphs": Graphs([X, X, X], added=torch.ones(1))}, "a Graphs whose 'added' isn't of one sample in a batch"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            take_rows(given, 0, HALVES, samples=3, collates=True)
+    with pytest.raises(ValueError, match="no batch dimension"):
+        take_rows(batch, 0, HALVES, samples=3)
+
+
 def test_copies_share_no_tensor() -> None:
     for batch in (Wrapped({"x": X.clone()}), Frozen(X.clone(), []), Slotted(X.clone()), [pack_sequence([X[0], X[1]])]):
         ours, theirs = tensors_of(copied(batch)), tensors_of(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,6 +146,29 @@ def test_what_is_found_out_about_a_loader() -> None:
     assert len(sizes) <= 8
 
 
+class Pairs(DataLoader[Any]):
+    """Batches of two loaders side by side, the second of which begins anew; its second batch is smaller than the other's."""
+
+    def __init__(self) -> None:
+        self.each = [DataLoader(Lengths(*[5] * count), 4, collate_fn=padded) for count in (12, 7)]
+        super().__init__(self.each[0].dataset)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return zip(self.each[0], itertools.cycle(self.each[1]), strict=False)
+
+
+def test_a_loader_that_makes_its_batches_is_looked_at_beyond_the_first_one() -> None:
+    sizes = [[len(x) for x, _ in batch.batch] for batch in some_batches(Pairs(), 5.0)]
+    assert sizes == [[4, 4], [4, 4], [4, 3]]  # the first, the last and the one between
+    assert [batch.batch.item() for batch in some_batches(iter(torch.arange(3)), 5.0)] == [0, 2]
+    both = lambda pair: (pair[0][0].mean(1) + pair[1][0].mean(1).sum(0), pair[0][1])  # noqa: E731
+    with pytest.raises(ValueError, match=r"4, 5, 3\), \(4, 1\), \(3, 5, 3\).*in another batch than the first"):
+        trained(lambda: Blocks(both), lambda: [Pairs()] * 2, "ddp")
+
+
 class Nodes(Blocks):
     """Means over the nodes of each graph; every graph counts as much."""
 
@@ -203,7 +227,9 @@ def test_torch_geometric(hetero: bool) -> None:
     loaders = lambda: [geometric.loader.DataLoader([graph(nodes) for nodes in x], batch_size=4)] * 2  # noqa: E731
     theirs = trained(lambda: Graphs(0.3), loaders, None)
     same(trained(lambda: Graphs(0.3), loaders, "pipeline"), theirs)
-    same(trained(lambda: Graphs(0.0), loaders, "ddp"), trained(lambda: Graphs(0.0), loaders, None))
+    theirs = trained(lambda: Graphs(0.0), loaders, None)
+    same(trained(lambda: Graphs(0.0), loaders, "ddp"), theirs)
+    same(trained(lambda: Graphs(0.0), loaders, "single", 2), theirs)
 
 
 def test_hugging_face_collators() -> None:

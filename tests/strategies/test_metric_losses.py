@@ -243,9 +243,10 @@ def test_no_mean_is_exact_over_ranks_and_refused_for_parts(make: Any) -> None:
     assert (finding.difference, finding.part_reason) == (0.0, None)
 
 
-@pytest.mark.parametrize("make", [Metrical, Composed, Collected])
-def test_stages_train_on_a_metric(make: Any) -> None:
-    ours, losses, trainer, _ = run_stages(make, numbers(), pipeline(["net.2"], micro_batches=2), blocks=BLOCKS)
+@pytest.mark.parametrize(("make", "parts"), [(Metrical, 2), (Composed, 2), (Collected, 2), (Rooted, 1), (Missing, 1)])
+def test_stages_train_on_a_metric(make: Any, parts: int) -> None:
+    """What is no mean over the samples goes through the stages in one piece."""
+    ours, losses, trainer, _ = run_stages(make, numbers(), pipeline(["net.2"], micro_batches=parts), blocks=BLOCKS)
     theirs, expected, plain, _ = run_stages(make, numbers(), None, blocks=BLOCKS)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dict(trainer.callback_metrics), dict(plain.callback_metrics), rtol=1e-5, atol=1e-5)
