@@ -92,13 +92,22 @@ class Run:
 
 @dataclass(kw_only=True)
 class Difference:
-    """What two runs differ in: the largest numerical difference, where it is, and everything beyond the tolerance."""
+    """What two runs differ in: the largest numerical difference, where it is, and everything beyond the tolerance.
+
+    Args:
+        largest: of the numerical differences.
+        where: it is.
+        beyond: a sentence for each thing beyond the tolerance.
+        apart: the numerical differences, by where they are.
+    """
 
     largest: float = 0.0
     where: str = ""
     beyond: list[str] = field(default_factory=list)
+    apart: dict[str, float] = field(default_factory=dict)
 
     def see(self, where: str, size: float, bound: float, text: str) -> None:
+        self.apart[where] = size
         if size > self.largest or math.isnan(size):
             self.largest, self.where = size, where
         if not size <= bound:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 
 from tests.conformance.harness import TOLERANCES, Run, compare
 from tests.conformance.verdict import SIZE, Verdict
 from tests.packages.plans import PLANS, engine
+
+#: An engine rounds otherwise at every operation; plain Lightning's run was moved by one rounding of each initial weight and gradient.
+_SWINGS = 4.0
 
 
 @dataclass(kw_only=True)
@@ -44,6 +47,8 @@ class Finding(Verdict):
         double: whether ``difference`` is that of runs in float64, as single precision's noise is larger than the bound.
         single: the difference in float32 then.
         like: the plan whose run in float32 it is within the bound, where its engine doesn't run float64 and that plan's does.
+        swing: how far plain Lightning's run is from itself at the value that differs most, with each initial weight and each gradient off
+            by one rounding, where nothing differs by more than ``_SWINGS`` times its own swing; None where that isn't so, or wasn't asked.
         beyond: the first values that differ by more than the bound.
         notes: what the report says of the plan.
         day: when it was run.
@@ -52,6 +57,7 @@ class Finding(Verdict):
     double: bool = False
     single: float | None = None
     like: str = ""
+    swing: float | None = None
     beyond: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     day: str = field(default_factory=lambda: date.today().isoformat())
@@ -73,6 +79,30 @@ class Finding(Verdict):
             if not difference.beyond:
                 return replace(self, outcome="parity", difference=difference.largest, single=self.difference, like=plan, reason="")
         return self
+
+    def as_rounded(self, plain: Run, ended: Ended, rounded: Sequence[Run]) -> Finding:
+        """The finding where nothing differs by more than rounding alone moves it.
+
+        Each value, weight and state of an optimizer is held against its own swing: what swings elsewhere excuses nothing.
+
+        Args:
+            plain: plain Lightning's run.
+            ended: the run.
+            rounded: plain Lightning's, each initial weight and each gradient of which was off by one rounding.
+        """
+        if self.outcome != "differs" or ended.run is None:
+            return self
+        found = compare(plain, ended.run, TOLERANCES["fp32"])
+        swings: dict[str, float] = {}
+        for run in rounded:
+            for name, size in compare(plain, run, TOLERANCES["fp32"]).apart.items():
+                swings[name] = max(size, swings.get(name, 0.0))
+        bound = TOLERANCES["fp32"].values
+        apart = {name: size for name, size in found.apart.items() if not size <= bound}
+        # What is missing, or of another kind, has no size.
+        if len(apart) < len(found.beyond) or not all(size <= _SWINGS * swings.get(name, 0.0) for name, size in apart.items()):
+            return self
+        return replace(self, outcome="parity", swing=swings[found.where], reason="")
 
 
 def judge(plain: Run, ended: Ended, plan: str) -> Finding:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conformance.harness import Run
+from tests.packages.cell import round_otherwise
 from tests.packages.judge import Ended, Finding, judge
 from tests.packages.plans import PLANS
 from tests.packages.render import PAGE, RESULTS, page
@@ -62,6 +63,30 @@ def test_where_an_engine_has_no_float64_its_run_must_be_that_of_a_plan_that_has(
     found = differs.like_another(run, {"fsdp": left(weights={"w": torch.tensor([1.0, 1.0 + 2.5e-5])}), "ddp": left(weights=OFF)})
     assert (found.outcome, found.like, found.single) == ("parity", "fsdp", differs.difference)
     assert differs.like_another(run, {"fsdp": left(weights={"w": torch.ones(2)})}) is differs
+
+
+def test_what_rounding_moves_as_far_is_no_difference_and_what_it_does_not_is_one() -> None:
+    run = ended(weights=OFF)
+    differs = judge(left(), run, "ddp")
+    swinging, still = (left(weights={"w": torch.tensor([1.0, 1.0 + swing])}) for swing in (6e-6, 4e-6))
+    found = differs.as_rounded(left(), run, [still, swinging])
+    assert (found.outcome, found.swing) == ("parity", pytest.approx(6e-6, rel=0.02))
+    assert differs.as_rounded(left(), run, [still]) is differs
+    elsewhere = left(weights={"w": torch.ones(2), "v": torch.tensor([9.0])})
+    assert differs.as_rounded(left(), run, [elsewhere]) is differs
+    lost = ended(weights={})
+    assert judge(left(), lost, "ddp").as_rounded(left(), lost, [swinging]).outcome == "differs"
+
+
+def test_rounding_moves_weights_and_gradients_by_their_last_bits_and_no_other_draw() -> None:
+    layer, untouched = torch.nn.Linear(64, 64), torch.random.get_rng_state()
+    before = layer.weight.detach().clone()
+    round_otherwise(layer, 1)
+    assert torch.equal(untouched, torch.random.get_rng_state())
+    assert 0 < float(((layer.weight.detach() - before) / before).abs().max()) <= 2 * torch.finfo(torch.float32).eps
+    layer.bias.sum().backward()
+    assert layer.bias.grad is not None
+    assert 0 < float((layer.bias.grad - 1).abs().max()) <= torch.finfo(torch.float32).eps
 
 
 def test_the_matrix_has_three_models_of_each_of_ten_packages_and_more() -> None:
