@@ -1,19 +1,23 @@
-"""docs/features.md from the outcomes of the last run of the suite, and docs/features_cuda.md from those of the last one on GPUs.
+"""docs/features.md from the outcomes of the last run of the suite, and docs/features_cuda.md from each cell's last one on GPUs.
 
-``python -m tests.conformance.render`` writes the first, with ``--cuda`` the second."""
+The latter are kept in results_cuda.json beside this file, as a run of all cells takes an hour.
+
+``python -m tests.conformance.render`` writes the first page, with ``--cuda`` the second one.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from tests.conformance.expected import CELLS, ENGINES, FEATURE_CELLS, MODULE_CELLS, PLAN_CELLS, Cell, needed, not_on_the_stub, why_not_here
 from tests.conformance.features import FEATURES
 from tests.conformance.pinned import PINNED
-from tests.conformance.verdict import CUDA_RESULTS, RESULTS, Verdict
+from tests.conformance.verdict import CUDA_KEPT, CUDA_RESULTS, RESULTS, Verdict
 from tests.conformance.zoo import ZOO
 
 HEAD = """# What runs where
@@ -170,14 +174,39 @@ def in_words(outcome: str, found: Sequence[Verdict], footnotes: list[str]) -> st
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Write the page; that of CPU devices fails if a cell is missing in the results that this CPU can run."""
-    of, kept = (CUDA_PAGE, CUDA_RESULTS) if "--cuda" in arguments else (CPU_PAGE, RESULTS)
-    results = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    of = CUDA_PAGE if "--cuda" in arguments else CPU_PAGE
+    results = _kept_on_gpus() if of is CUDA_PAGE else _read(RESULTS)
     missing = [cell.id for cell in CELLS if of is CPU_PAGE and cell.id not in results and why_not_here(cell) is None]
     if missing:
-        print(f"{len(missing)} cells have no outcome in {kept}, such as {missing[0]}: run the tests first", file=sys.stderr)
+        print(f"{len(missing)} cells have no outcome in {RESULTS}, such as {missing[0]}: run the tests first", file=sys.stderr)
         return 1
-    of.path.write_text(page({name: Verdict(**result) for name, result in results.items()}, of), encoding="utf-8")
+    of.path.write_text(page(verdicts(results), of), encoding="utf-8")
     return 0
+
+
+def verdicts(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Verdict]:
+    """By the cells' ids, without what else is told of them."""
+    own = [field.name for field in fields(Verdict)]
+    return {cell: Verdict(**{name: result[name] for name in own}) for cell, result in results.items()}
+
+
+def _kept_on_gpus() -> dict[str, Any]:
+    """What is kept of the cells, with those of the last run entered: each names the run by its place among all, with date and machine."""
+    kept = _read(CUDA_KEPT) or {"runs": [], "cells": {}}
+    for cell, result in _read(CUDA_RESULTS).items():
+        about = result.pop("about")
+        kept["runs"] += [] if about in kept["runs"] else [about]
+        kept["cells"][cell] = {**result, "run": kept["runs"].index(about)}
+    used = sorted({result["run"] for result in kept["cells"].values()})
+    cells = {cell: {**result, "run": used.index(result["run"])} for cell, result in kept["cells"].items()}
+    text = json.dumps({"runs": [kept["runs"][number] for number in used], "cells": cells}, indent=1, sort_keys=True)
+    CUDA_KEPT.write_text(text + "\n", encoding="utf-8")
+    return cells
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.machine import machine
 from tests.conformance.devices import GPUS
 from tests.conformance.expected import CELLS, ENGINES, Cell, expected, not_on_the_stub, refusal
 from tests.conformance.features import PLAIN
@@ -82,6 +83,14 @@ def judged(cell: Cell, root: Path, expected_runs: dict[tuple[str, str], Run]) ->
     return verdict, len(psutil.Process().children(recursive=True))
 
 
+@cache
+def run_on() -> dict[str, Any]:
+    """When, on what and with what a cell is run."""
+    found = machine()
+    gpus = f"{'stub ' if on_stub() else ''}{torch.cuda.get_device_name()}"
+    return {"date": found["date"][:10], "machine": {**found["machine"], "gpus": gpus}, "versions": found["versions"]}
+
+
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.id, marks=marks(cell)) for cell in CELLS])
 def test_cell(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if cell.engine.startswith("zero"):
@@ -97,7 +106,7 @@ def test_cell(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     if verdict.outcome == "refused":
         assert (refusal(cell) or "") in verdict.reason
     assert left == 0, f"{cell.id} left {left} processes behind"
-    keep(cell.id, verdict, CUDA_RESULTS)
+    keep(cell.id, verdict, CUDA_RESULTS, run_on())
 
 
 @pytest.mark.stub

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +19,10 @@ from tests.conformance.zoo import ZOO
 
 #: What the cells came to, for docs/features.md.
 RESULTS = Path(__file__).parents[2] / "build" / "conformance.json"
-#: The same on GPUs, for docs/features_cuda.md.
+#: The same on GPUs.
 CUDA_RESULTS = RESULTS.with_name("conformance-cuda.json")
+#: All of those that docs/features_cuda.md shows: a cell that is run anew takes its own place only.
+CUDA_KEPT = Path(__file__).with_name("results_cuda.json")
 #: The size of a difference, as a report's note gives it.
 SIZE = re.compile(r"differs from the whole batch's by (\d\S*) of it")
 #: The sentence within what is said of a pinned plan.
@@ -119,15 +121,22 @@ def sentence(error: ValueError, engine: str) -> str:
     return pinned[1] if pinned else text
 
 
-def keep(cell: str, verdict: Verdict, results: Path = RESULTS) -> None:
-    """Enter the verdict on the cell of that id into ``results``; several test processes may do so at once."""
+def keep(cell: str, verdict: Verdict, results: Path = RESULTS, about: Mapping[str, Any] | None = None) -> None:
+    """Enter the verdict on the cell of that id into ``results``; several test processes may do so at once.
+
+    Args:
+        cell: its id.
+        verdict: what it came to.
+        results: a file of verdicts by the cells' ids.
+        about: what the cell was run on and with, entered beside the verdict.
+    """
     results.parent.mkdir(exist_ok=True)
     with results.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         text = file.read()
         kept = json.loads(text) if text else {}
-        kept[cell] = asdict(verdict)
+        kept[cell] = asdict(verdict) | ({} if about is None else {"about": about})
         file.seek(0)
         file.truncate()
         json.dump(kept, file, indent=1, sort_keys=True)
