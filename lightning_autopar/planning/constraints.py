@@ -36,7 +36,8 @@ class SplitFinding:
             interest where there is none: the step has no loss to compare.
         part_reason: why a batch can't be worked off in parts one after the other, though ranks may have one each; None where it can.
         counted: FQNs of the buffers that the step changes whatever the batch, which each part of a batch would change once more.
-        log_rules: how ranks' logged values make the whole batch's, by hook and name.
+        log_rules: how ranks' logged values may make the whole batch's, by hook and name, likelier ways first; none for a value that is
+            nothing of the kind.
         notes: further sentences for whoever reads of a plan that splits the batch.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
         drawn_apart: names of the step's operations that draw random numbers inside of their kernels, so that each rank, and each part
@@ -47,7 +48,7 @@ class SplitFinding:
     reason: str | None = None
     splittable: bool = True
     probed: bool = True
-    log_rules: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    log_rules: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     uneven_calls: tuple[str, ...] = ()
     part_reason: str | None = None

@@ -184,7 +184,9 @@ def split_refusal(constraints: Constraints) -> str | None:
         return f"exact=True, and whether splitting the batch changes its loss is not known ({split.reason})"
     if split.probed and not split.difference <= SPLIT_TOLERANCE:  # NaN is a difference too
         return f"exact=True, and {_difference_words(split)}"
-    return f"exact=True, and {_apart_words(split)}" if split.drawn_apart else None
+    if split.drawn_apart:
+        return f"exact=True, and {_apart_words(split)}"
+    return f"exact=True, and {split.notes[0]}" if split.notes else None
 
 
 def split_notes(constraints: Constraints) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from lightning_autopar.strategies.draws import DrawPlan
 from lightning_autopar.strategies.failure import Failure
 from lightning_autopar.strategies.features_zero import unpartitioned_module, unpartitioned_optimizer
 from lightning_autopar.strategies.loading import Loading, loader_key, look_at, makes_rows
+from lightning_autopar.strategies.logrules import Comparison
 from lightning_autopar.strategies.micro import why_whole
 from lightning_autopar.strategies.probe import probe_evaluation, probe_split
 from lightning_autopar.strategies.random_ops import draws_apart
@@ -191,6 +192,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
     split, draws = None, DrawPlan() if footprint.random_draws else None
     loadings: dict[str, Loading] = {}
     more: list[FirstBatch] = []
+    others: list[FirstBatch] = []
     whole, rowless = (_whole_of((batch,), stage, collates=collates) for collates in (True, False))
     if probe and stage != "predict":
         own, validating = batch.loaders, () if validation is None else validation.loaders
@@ -199,6 +201,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
             batch, more = (_marked(batch, own[0], loadings), [_marked(each, own[0], loadings) for each in _two(looked[0])])
         if validation is not None:
             validation = _marked(validation, validating[0], loadings)
+            others = [_marked(each, validating[0], loadings) for each in _two(looked[len(own)])]
         whole, rowless = (_whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
     if probe and stage == "fit":
         began, cut = time.monotonic(), batch.cut
@@ -217,7 +220,8 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         if routed is not None and sharded.refusal is None:
             sharded = failed(routed)
     if probe and stage != "predict":
-        split = _with_evaluation(split or SplitFinding(), module, trainer, validation if stage == "fit" else batch, stage)
+        evaluated = [validation, *others] if stage == "fit" else [batch, *more]
+        split = _with_evaluation(split or SplitFinding(), module, trainer, [each for each in evaluated if each is not None], stage)
     return Findings(
         footprint=footprint,
         split=split,
@@ -297,10 +301,18 @@ def _on_others(
         other, others_draws = _split(module, trainer, batch, footprint)
         draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
         split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
+        split = _with_logs(split, Comparison(matching=other.log_rules))
         if not other.splittable or (other.probed and not other.difference <= max(split.difference, SPLIT_TOLERANCE)):
             reason = f"{other.reason}, in another batch than the first, of {batch.batch_size} samples"
             split = replace(split, splittable=other.splittable, difference=other.difference, reason=reason)
     return split, draws
+
+
+def _with_logs(split: SplitFinding, other: Comparison) -> SplitFinding:
+    """The finding, with the rules for logged values that another batch bears out, and a sentence for each value left without one."""
+    together = Comparison(matching=split.log_rules).narrowed(other).matching
+    lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != ()}
+    return replace(split, log_rules=together, notes=(*split.notes, *Comparison(matching=lost).notes))
 
 
 def _split(module: LightningModule, trainer: Trainer, batch: FirstBatch, footprint: Footprint) -> tuple[SplitFinding, DrawPlan]:
@@ -474,19 +486,24 @@ def _uneven(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
     return None
 
 
-def _with_evaluation(split: SplitFinding, module: LightningModule, trainer: Trainer, batch: FirstBatch | None, stage: str) -> SplitFinding:
-    """The finding, with what was found out of the values that an evaluation step logs."""
+def _with_evaluation(
+    split: SplitFinding, module: LightningModule, trainer: Trainer, batches: Sequence[FirstBatch], stage: str
+) -> SplitFinding:
+    """The finding, with what was found out of the values that an evaluation step logs; later batches decide what the first leaves open."""
     hook = "test_step" if stage == "test" else "validation_step"
-    if not split.splittable or not is_overridden(hook, module) or batch is None:
+    if not split.splittable or not is_overridden(hook, module) or not batches:
         return split
     try:
-        compared = run_forked(probe_evaluation, module, trainer, batch, hook)
+        compared = run_forked(probe_evaluation, module, trainer, batches[0], hook)
+        for batch in batches[1:]:
+            if compared.ambiguous:
+                compared = compared.narrowed(run_forked(probe_evaluation, module, trainer, batch, hook))
     except ChildFailed as error:
         return replace(
             split,
             notes=(*split.notes, f"how the values that {hook} logs on parts make the whole batch's couldn't be tried ({error.reason})"),
         )
-    return replace(split, log_rules={**split.log_rules, **compared.rules}, notes=(*split.notes, *compared.notes))
+    return replace(split, log_rules={**split.log_rules, **compared.matching}, notes=(*split.notes, *compared.notes))
 
 
 def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:

@@ -19,8 +19,11 @@ from torch import Tensor
 #: Hook and name of a logged value → ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
 LogRules = Mapping[tuple[str, str], str]
 
-#: Relative; in single precision, with terms that cancel.
-_EQUAL = 1e-4
+#: Relative difference up to which a rule explains a value: what single precision's rounding, with terms that cancel, comes to.
+_EQUAL = 1e-5
+#: The same in double precision: a rule that is further off gives way to one that isn't, as a sum of parts that hardly differ may look like
+#: one over other parts.
+_EXACT = 1e-10
 _SIGNATURE = inspect.signature(LightningModule.log)
 
 
@@ -32,17 +35,32 @@ class Logged:
     reduce_fx: str
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The rules that explain each value, likelier ones first, and a sentence for each value that none explains."""
+    """The rules that explain each value, likelier ones first: none for a value that is nothing of the kind.
 
-    matching: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    Args:
+        matching: the rules, by hook and name.
+        apart: by how much a value that no rule explains differs when split, relative to it.
+    """
+
+    matching: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    apart: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def rules(self) -> dict[tuple[str, str], str]:
         """The likeliest rule for each value."""
-        return {key: rules[0] for key, rules in self.matching.items()}
+        return {key: rules[0] for key, rules in self.matching.items() if rules}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each value that no rule explains."""
+        return tuple(
+            f"the value {name!r} logged in {hook} is no mean, sum, maximum or minimum over the parts of "
+            + (f"a batch: split, it differs by {self.apart[hook, name]:.2g} of it" if (hook, name) in self.apart else "every batch")
+            for (hook, name), rules in self.matching.items()
+            if not rules
+        )
 
     @property
     def ambiguous(self) -> bool:
@@ -50,11 +68,10 @@ class Comparison:
         return any(len(rules) > 1 for rules in self.matching.values())
 
     def narrowed(self, other: Comparison) -> Comparison:
-        """This one, less the rules that another division of the batch doesn't bear out."""
-        matching = {
-            key: tuple(rule for rule in rules if rule in other.matching.get(key, rules)) or rules for key, rules in self.matching.items()
-        }
-        return Comparison(matching=matching, notes=self.notes)
+        """This one, less the rules that another batch, or another division of it, doesn't bear out."""
+        matching = {key: tuple(rule for rule in rules if rule in other.matching.get(key, rules)) for key, rules in self.matching.items()}
+        apart = {key: max(by, other.apart.get(key, by)) for key, by in self.apart.items()}
+        return Comparison(matching={**other.matching, **matching}, apart={**other.apart, **apart})
 
 
 @contextmanager
@@ -85,7 +102,9 @@ def recorded_logs(module: LightningModule) -> Iterator[dict[str, Logged]]:
         module.__dict__.update(shadowed)
 
 
-def compare_logs(hook: str, whole: Mapping[str, Logged], parts: Sequence[Mapping[str, Logged]], rows: Sequence[int]) -> Comparison:
+def compare_logs(
+    hook: str, whole: Mapping[str, Logged], parts: Sequence[Mapping[str, Logged]], rows: Sequence[int], *, double: bool = False
+) -> Comparison:
     """Which of mean, sum, maximum and minimum over the parts gives the whole batch's value, for each logged name.
 
     Args:
@@ -93,8 +112,10 @@ def compare_logs(hook: str, whole: Mapping[str, Logged], parts: Sequence[Mapping
         whole: what it logged on the whole batch.
         parts: what it logged on each part.
         rows: the parts' samples.
+        double: whether that was in double precision.
     """
-    found = Comparison()
+    matching: dict[tuple[str, str], tuple[str, ...]] = {}
+    apart: dict[tuple[str, str], float] = {}
     for name, logged in whole.items():
         values = [part[name].value for part in parts if name in part]
         if len(values) < len(parts) or not all(math.isfinite(value) for value in (logged.value, *values)):
@@ -108,12 +129,8 @@ def compare_logs(hook: str, whole: Mapping[str, Logged], parts: Sequence[Mapping
         scale = max(abs(logged.value), *(abs(value) for value in values))
         distance = {rule: abs(value - logged.value) / scale if scale else 0.0 for rule, value in combined.items()}
         preferred = logged.reduce_fx if logged.reduce_fx in combined else "mean"
-        matching = tuple(dict.fromkeys(rule for rule in (preferred, *combined) if distance[rule] <= _EQUAL))
-        if matching:
-            found.matching[hook, name] = matching
-        else:
-            found.notes.append(
-                f"the value {name!r} logged in {hook} is no mean, sum, maximum or minimum over the parts of a batch: "
-                f"split, it differs by {distance[preferred]:.2g} of it"
-            )
-    return found
+        equal = _EXACT if double and min(distance.values()) <= _EXACT else _EQUAL
+        matching[hook, name] = tuple(dict.fromkeys(rule for rule in (preferred, *combined) if distance[rule] <= equal))
+        # A rule that other batches don't bear out may have been the nearest here.
+        apart[hook, name] = max(distance[preferred], _EQUAL)
+    return Comparison(matching=matching, apart=apart)

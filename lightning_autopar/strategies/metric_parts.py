@@ -20,8 +20,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar.strategies.staged.hole import hole_of
 
-#: Relative difference up to which a mean of parts counts as the whole's: rounding of single precision.
-_EQUAL = 1e-4
+#: Relative difference up to which a mean of parts counts as the whole's, in single precision; others round by some units in the last place.
+_EQUAL, _ROUNDINGS = 1e-5, 4
 
 
 class MetricParts:
@@ -220,11 +220,12 @@ class MetricParts:
             value: of the part.
             whole: of the batch as far as it has come.
         """
-        mean, rows = self._means.get(key, (torch.zeros_like(whole), 0))
+        mean, rows = self._means.get(key, (torch.zeros_like(whole, dtype=torch.float64), 0))
         if self._rows:
-            mean = (mean * rows + value.detach() * self._rows) / (rows + self._rows)
+            mean = (mean * rows + value.detach().double() * self._rows) / (rows + self._rows)
         self._means[key] = mean, rows + self._rows
-        if rows and self._rows and key in self._trained and not torch.allclose(mean, whole, rtol=_EQUAL, atol=_EQUAL):
+        equal = max(_EQUAL, _ROUNDINGS * torch.finfo(whole.dtype).eps) if whole.is_floating_point() else _EQUAL
+        if rows and self._rows and key in self._trained and not torch.allclose(mean, whole.double(), rtol=equal, atol=equal):
             raise RuntimeError(
                 f"training_step is trained on what {type(metric).__name__} gives, which is no mean over this batch's samples: it is "
                 f"{float(whole):.6g}, and {float(mean):.6g} as the mean of its parts; take a plan that works a batch off at once "

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,8 +45,6 @@ _T = TypeVar("_T")
 _FLOPS = 3e11
 #: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
 _EQUAL = 1e-5
-#: The same after two steps, whose rounding adds up.
-_AFTER = 1e-4
 #: How often a step that puts samples in a random order is compared again.
 _ORDERS = 4
 
@@ -159,11 +158,11 @@ class _Probe:
         for size in sizes:
             finding, observed = self._split(size)
             if finding.splittable:
-                self.logged = self._narrowed("training_step", self.losses, self.logged)
+                self.logged = self._settled("training_step", self.losses, self.logged)
             finding = replace(
                 finding,
-                log_rules=self.logged.rules,
-                notes=tuple(self.logged.notes),
+                log_rules=self.logged.matching,
+                notes=self.logged.notes,
                 uneven_calls=self.uneven_calls,
                 counted=self.counted,
             )
@@ -185,14 +184,24 @@ class _Probe:
             self.logs.append(logged)
             return []
 
-        found = self._compare_logs(hook, step, 2)
-        return self._narrowed(hook, step, found)
+        return self._settled(hook, step, self._compare_logs(hook, step, 2))
 
     def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> Comparison:
         """What a step logs on the whole batch beside what it logs on ``size`` parts."""
         shares = shares_of(self.batches.count, size)
         self._observed(step, shares)
-        return compare_logs(hook, self.logs[0], self.logs[1:], [share.rows for share in shares])
+        return compare_logs(hook, self.logs[0], self.logs[1:], [share.rows for share in shares], double=self.batches.double)
+
+    def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: Comparison) -> Comparison:
+        """Double precision decides where single precision leaves several rules or none, and another division where it leaves several."""
+        if not (found.ambiguous or found.notes):
+            return found
+        try:
+            with self._in_double():
+                return self._narrowed(hook, step, self._compare_logs(hook, step, 2))
+        except Exception:  # the step insists on single precision
+            _LOG.debug("the %s can't be tried in double precision", hook, exc_info=True)
+            return self._narrowed(hook, step, found)
 
     def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: Comparison) -> Comparison:
         """Another division decides where the first one leaves several rules."""
@@ -338,13 +347,18 @@ class _Probe:
             return None
         shares = shares_of(self.batches.count, size)
         try:
-            two = self._observed(lambda batch: self._steps([copied(batch), batch]), shares, groups_first=groups_first_of(one))
-            difference = difference_of(two, shares)
+            difference = self._after_two(shares, groups_first_of(one))
         except Exception as error:  # the first step ran
             _LOG.debug("a second step fails", exc_info=True)
             return f"a second step fails on a part of the batch, after a first one on it ({_words(error)})"
         names = ", ".join(repr(name) for name in kept if not name.rpartition(".")[2].startswith("_")) or repr(kept[0])
-        if difference <= _AFTER:
+        if _EQUAL < difference < math.inf:  # which may be the rounding of two steps
+            try:
+                with self._in_double():
+                    difference = min(difference, self._after_two(shares, groups_first_of(one)))
+            except Exception:  # the step insists on single precision
+                _LOG.debug("two steps can't be run in double precision", exc_info=True)
+        if difference <= _EQUAL:
             if self.module.automatic_optimization and self._left_to_parts(shares):
                 self.part_reason = (
                     f"a step leaves {names} to the next one, which parts of a batch that run one after the other would do, too"
@@ -354,6 +368,11 @@ class _Probe:
             f"by what the step keeps of a batch ({names}) the next one's loss differs by {difference:.2g} of it when split, as each rank "
             "would keep its own part"
         )
+
+    def _after_two(self, shares: Sequence[BatchShare], groups_first: bool) -> float:
+        """By how much the losses of two steps on the same batch differ."""
+        two = self._observed(lambda batch: self._steps([copied(batch), batch]), shares, groups_first=groups_first)
+        return difference_of(two, shares)
 
     def _left_to_parts(self, shares: Sequence[BatchShare]) -> bool:
         """Whether a part's loss is another one after another part."""
@@ -365,7 +384,7 @@ class _Probe:
         except Exception:  # it ran alone
             _LOG.debug("a part's step fails after another's", exc_info=True)
             return True
-        return any(not abs(after - before) <= _AFTER * abs(before) for after, before in zip(both[-len(alone) :], alone, strict=True))
+        return any(not abs(after - before) <= _EQUAL * abs(before) for after, before in zip(both[-len(alone) :], alone, strict=True))
 
     def _observed(self, step: Callable[[Any], list[Tensor]], shares: Sequence[BatchShare], *, groups_first: bool = False) -> Observation:
         """The step on the whole batch and on its parts, whose metrics exchange their states as those of ranks do."""
@@ -390,15 +409,21 @@ class _Probe:
 
     def _compare_in_double(self, size: int, observed: Observation) -> float:
         """The difference without single precision's rounding; infinite where the step insists on single precision."""
-        groups_first = groups_first_of(observed)
+        try:
+            with self._in_double():
+                return self._compare(size, groups_first=groups_first_of(observed))[0]
+        except Exception:
+            _LOG.debug("the step can't be run in double precision", exc_info=True)
+            return math.inf
+
+    @contextmanager
+    def _in_double(self) -> Iterator[None]:
+        """While open, the module and what it is fed are in double precision."""
         before, types = self.buffers, {name: tensor.dtype for name, tensor in _tensors(self.module)}
         try:
             self.module.double()
             self.batches.double, self.buffers = True, {name: tensor.clone() for name, tensor in self.module.named_buffers()}
-            return self._compare(size, groups_first=groups_first)[0]
-        except Exception:
-            _LOG.debug("the step can't be run in double precision", exc_info=True)
-            return math.inf
+            yield
         finally:
             self.batches.double, self.buffers = False, before
             for name, tensor in _tensors(self.module):

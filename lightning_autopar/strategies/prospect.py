@@ -15,6 +15,7 @@ from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.strategies.assignment import Assignment, BatchRule
 from lightning_autopar.strategies.confirm import after_trial
 from lightning_autopar.strategies.decision import Decision, Look, need_of
+from lightning_autopar.strategies.logrules import Comparison
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -68,7 +69,7 @@ class Prospect:
                 draws=findings.draws,
                 data_draws=findings.data_draws,
                 loadings=findings.loadings,
-                log_rules=findings.split.log_rules if findings.split is not None else {},
+                log_rules={} if findings.split is None else Comparison(matching=findings.split.log_rules).rules,
                 from_snapshot=self._from_snapshot,
                 weights_only=self._weights_only,
                 large=findings.footprint.parameter_bytes >= _LARGE_BYTES,

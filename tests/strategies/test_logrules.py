@@ -39,6 +39,24 @@ def test_a_value_that_no_rule_explains_is_named_with_the_difference() -> None:
     assert "validation_step" in found.notes[0]
 
 
+def test_what_is_nearly_a_mean_is_told_from_one() -> None:
+    near = compare_logs("training_step", logged(1.00003)[0], logged(1.0, 1.00001), [1, 1])
+    assert "differs by 2.5e-05" in near.notes[0]
+    parts = logged(1.0, 1.000004)
+    largest = compare_logs("training_step", logged(1.000004)[0], parts, [1, 1])
+    assert largest.matching["training_step", "x"] == ("mean", "max", "min")
+    largest = compare_logs("training_step", logged(1.000004)[0], parts, [1, 1], double=True)
+    assert largest.rules == {("training_step", "x"): "max"}
+
+
+def test_other_batches_decide_what_the_first_leaves_open() -> None:
+    nothing = compare_logs("training_step", logged(0.0)[0], logged(0.0, 0.0), [1, 1])
+    count = compare_logs("training_step", logged(3.0)[0], logged(1.0, 2.0), [1, 1])
+    assert nothing.narrowed(count).rules == {("training_step", "x"): "sum"}
+    mean = compare_logs("training_step", logged(1.5)[0], logged(1.0, 2.0), [1, 1])
+    assert "'x' logged in training_step is no mean, sum, maximum or minimum" in mean.narrowed(count).notes[0]
+
+
 def test_recording_takes_every_way_to_log_and_is_undone() -> None:
     module = pl.LightningModule()
     with recorded_logs(module) as found:
@@ -62,6 +80,8 @@ class Verbose(pl.LightningModule):
         for fx in ("mean", "max", "min", "sum"):
             self.log(f"{prefix}_loss_{fx}", error.mean(), reduce_fx=fx, on_step=False, on_epoch=True)
             self.log(f"{prefix}_bad_{fx}", (error > 1).float().sum(), reduce_fx=fx, on_step=False, on_epoch=True)
+        # None in any but the last batch of the loader without shuffle.
+        self.log(f"{prefix}_far", (batch[0][:, 0] > 5).float().sum(), on_step=False, on_epoch=True)
         self.log(f"{prefix}_worst", error.max(), reduce_fx="max", on_step=False, on_epoch=True)
         return error.mean()
 
@@ -78,6 +98,7 @@ class Verbose(pl.LightningModule):
 def fit(strategy: Any) -> dict[str, float]:
     pl.seed_everything(5)
     x = torch.randn(19, 4)
+    x[-1, 0] = 9
     data = TensorDataset(x, x.sum(1, keepdim=True))
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,

@@ -28,7 +28,7 @@ _LATER = tuple(
     + ["on_save_checkpoint", "on_before_zero_grad", "on_before_optimizer_step"]
 )
 _DEEP = 4
-_EQUAL = 1e-4
+_EQUAL = 1e-5
 
 
 def kept_apart(before: LightningModule, whole: LightningModule, stages: Sequence[LightningModule]) -> str | None:
