@@ -187,12 +187,12 @@ class Rehearsal:
         with torch.no_grad(), self._precision():
             self._kept = self._call(STEPS[stage or self.stage], batch, 0)
 
-    def begin_validation(self) -> None:
-        """After steps of training: what Lightning calls before the first batch of a validation loop within ``fit``."""
+    def begin_evaluation(self, stage: str = "validation") -> None:
+        """After steps of training: what Lightning calls before the first batch of a validation loop within ``fit``, or of a test."""
         self._kept = None
-        self._trainer.give(training=False, validating=True)
+        self._trainer.give(training=False, validating=stage == "validation", testing=stage == "test")
         self.module.eval()
-        for name in ("on_validation_start", "on_validation_epoch_start"):
+        for name in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
             self._hook(name)
 
     def _call(self, name: str, batch: Any, batch_idx: int) -> Any:

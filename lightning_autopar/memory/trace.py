@@ -372,7 +372,7 @@ class _Tracing:
             tracker = self._tracker(rehearsal.module, batch, shadow)
             watcher.follow(tracker)
             with tracker:
-                rehearsal.begin_validation()
+                rehearsal.begin_evaluation()
                 watcher.begin_step()
                 tracker.record()
                 rehearsal.evaluation_step(batch, "validate")

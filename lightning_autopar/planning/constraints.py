@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_autopar.memory.allocator_options import AllocatorOptions
 from lightning_autopar.memory.inventory import Device
@@ -38,6 +38,7 @@ class SplitFinding:
         counted: FQNs of the buffers that the step changes whatever the batch, which each part of a batch would change once more.
         log_rules: how ranks' logged values may make the whole batch's, by hook and name, likelier ways first; none for a value that is
             nothing of the kind.
+        kept_rules: how what parts of a batch leave on the module makes what the whole batch would, by step and path.
         notes: further sentences for whoever reads of a plan that splits the batch.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
         drawn_apart: names of the step's operations that draw random numbers inside of their kernels, so that each rank, and each part
@@ -49,6 +50,7 @@ class SplitFinding:
     splittable: bool = True
     probed: bool = True
     log_rules: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    kept_rules: Mapping[str, Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     uneven_calls: tuple[str, ...] = ()
     part_reason: str | None = None

@@ -15,6 +15,7 @@ from lightning_autopar.memory.inventory import Device
 from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.draws import DrawPlan
+from lightning_autopar.strategies.kept_rules import KeptRules
 from lightning_autopar.strategies.loading import Loading
 from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.staged.recording import Staging
@@ -33,6 +34,7 @@ class Assignment:
             does.
         draws: what the probe learnt about the step's random draws; None where it draws nothing.
         log_rules: how the ranks' logged values make the whole batch's, where the probe found out.
+        kept_rules: how what ranks keep on the module from step to step makes what one device would keep, by step.
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): there each rank must do all of it, to
             get what one process would.
         loadings: what else was found out about loaders, by :func:`.loading.loader_key`.
@@ -53,6 +55,7 @@ class Assignment:
     data_draws: tuple[str, ...] = ()
     loadings: Mapping[str, Loading] = field(default_factory=dict)
     log_rules: LogRules = field(default_factory=dict)
+    kept_rules: KeptRules = field(default_factory=dict)
     large: bool = False
     from_snapshot: bool = False
     weights_only: bool | None = None

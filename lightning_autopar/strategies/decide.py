@@ -34,6 +34,7 @@ from lightning_autopar.strategies.decision import Decision, Look
 from lightning_autopar.strategies.disk_states import disk_folder, no_disk
 from lightning_autopar.strategies.features import exclusions
 from lightning_autopar.strategies.findings import Findings, Questions, drawn_by_rank, find_out
+from lightning_autopar.strategies.kept_steps import title
 from lightning_autopar.strategies.prospect import Prospect
 from lightning_autopar.strategies.rehearse_fsdp import unshardable
 from lightning_autopar.strategies.script import NO_WORKERS, runs_script
@@ -216,6 +217,10 @@ def _look(
         excluded.setdefault("micro_batches", findings.split.part_reason)
     if findings.staging is not None and findings.staging.staging.refusal is not None:
         excluded.setdefault("pipeline", findings.staging.staging.refusal)
+    if findings.split is not None and findings.split.kept_rules:
+        hook, rules = next(iter(findings.split.kept_rules.items()))
+        name = title(trainer.lightning_module, next(iter(rules))[0])
+        excluded.setdefault("pipeline", f"{hook} keeps {name}, which the ranks of a pipeline would have of their own stages alone")
     if findings.staging is not None and not findings.staging.in_halves:
         excluded.setdefault("zero_bubble", "a stage's backward can't run in two halves, as a zero-bubble schedule has it; choose '1f1b'")
     constraints = Constraints(

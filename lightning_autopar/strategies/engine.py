@@ -207,7 +207,8 @@ class EngineMixin(Strategy):
     def prepare_steps(self, trainer: Trainer) -> None:
         """Make what the steps of a batch that isn't run whole have around them: logging, draws, and how its parts run."""
         rules = self.assignment.log_rules
-        self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, parts=self.in_parts)
+        kept = self.assignment.kept_rules
+        self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, kept=kept, parts=self.in_parts)
         self._logging.install()
         self._exit.callback(self._logging.uninstall)
         if self.assignment.draws is not None:

@@ -494,16 +494,17 @@ def _with_evaluation(
     if not split.splittable or not is_overridden(hook, module) or not batches:
         return split
     try:
-        compared = run_forked(probe_evaluation, module, trainer, batches[0], hook)
+        found: SplitFinding = run_forked(probe_evaluation, module, trainer, batches[0], hook)
         for batch in batches[1:]:
-            if compared.ambiguous:
-                compared = compared.narrowed(run_forked(probe_evaluation, module, trainer, batch, hook))
+            if Comparison(matching=found.log_rules).ambiguous:
+                found = _with_logs(found, Comparison(matching=run_forked(probe_evaluation, module, trainer, batch, hook).log_rules))
     except ChildFailed as error:
         return replace(
             split,
             notes=(*split.notes, f"how the values that {hook} logs on parts make the whole batch's couldn't be tried ({error.reason})"),
         )
-    return replace(split, log_rules={**split.log_rules, **compared.matching}, notes=(*split.notes, *compared.notes))
+    rules, kept = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
+    return replace(split, log_rules=rules, kept_rules=kept, notes=(*split.notes, *found.notes))
 
 
 def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:

@@ -31,6 +31,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar.state.share import BatchShare
 from lightning_autopar.strategies.exchange import Exchange
+from lightning_autopar.strategies.kept_rules import KeptRules
+from lightning_autopar.strategies.kept_steps import KeptSteps
 from lightning_autopar.strategies.logentries import LOSS, OPTIONS, Combiner, Entry, already_global, kept_dtype, loss_entry
 from lightning_autopar.strategies.loghooks import (
     logs_between_steps,
@@ -63,6 +65,7 @@ class GlobalLogging:
         share: gives this rank's part of the current batch, None where batches aren't split (each rank then weighs the same).
         device: where the default process group's collectives want their tensors.
         rules: how the ranks' values make the whole batch's, where that was found out; elsewhere ``reduce_fx`` must tell.
+        kept: how what parts of a batch leave on the module makes what the whole batch would.
         parts: whether a training step may come in parts.
         ranks_per_replica: how many ranks, one after the other, hold one replica: a pipeline's. What a stage's own code logs in a step
             counts for its whole replica; what hooks log outside of a step counts once, and must be the same on all of them.
@@ -75,6 +78,7 @@ class GlobalLogging:
         *,
         device: torch.device | None = None,
         rules: LogRules | None = None,
+        kept: KeptRules | None = None,
         parts: bool = False,
         ranks_per_replica: int = 1,
     ) -> None:
@@ -83,6 +87,7 @@ class GlobalLogging:
         self._device = device or torch.device("cpu")
         self._combiner = Combiner(rules)
         self._exchange = Exchange(self._combiner, device=self._device, ranks_per_replica=ranks_per_replica)
+        self._kept = KeptSteps(trainer, kept or {}, device=self._device, group=lambda: self._exchange.host_group, parts=parts)
         self._installed = False
         self._in_parts = parts
         self._alone = True
@@ -173,7 +178,7 @@ class GlobalLogging:
             if self._trainer._logger_connector._first_loop_iter:
                 self._adopt_metrics()
             empty = share is not None and share.rows == 0
-            with hold_metrics(self._module) if empty else nullcontext():
+            with self._kept.step(share), hold_metrics(self._module) if empty else nullcontext():
                 yield
         finally:
             self._current, self._in_step = None, False
@@ -216,7 +221,8 @@ class GlobalLogging:
         if not in_step:  # a predict step, which logs nothing
             self._metric_parts.clear()
         try:
-            with self._metric_parts.part(share.rows, stage, self._owns), hold_metrics(self._module) if share.rows == 0 else nullcontext():
+            holds = hold_metrics(self._module) if share.rows == 0 else nullcontext()
+            with self._kept.part(share), self._metric_parts.part(share.rows, stage, self._owns), holds:
                 yield
         finally:
             self._current, self._in_part, self._stage, self._owns = whole, False, None, _always

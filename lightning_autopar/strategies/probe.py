@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,11 +29,14 @@ from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.share import BatchShare, share_of
 from lightning_autopar.strategies.batch_parts import BatchParts
 from lightning_autopar.strategies.draws import DrawPlan, Rows
+from lightning_autopar.strategies.kept_rules import Evidence, Path, taken
+from lightning_autopar.strategies.kept_steps import attributes, title
 from lightning_autopar.strategies.logrules import Comparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.strategies.losses import difference_of, groups_first_of, recorded_backward
 from lightning_autopar.strategies.metric_trial import MetricTrial
 from lightning_autopar.strategies.observe import Observation, everything, observe, shares_of
 from lightning_autopar.strategies.undone import Deeds, drifting, same_values, undone, uneven
+from lightning_autopar.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -45,6 +48,8 @@ _T = TypeVar("_T")
 _FLOPS = 3e11
 #: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
 _EQUAL = 1e-5
+#: Larger rows that a step keeps of every batch, or of the last one, aren't sent from rank to rank.
+_ROW_BYTES, _LAST_ROW_BYTES = 16 << 20, 1 << 20
 #: How often a step that puts samples in a random order is compared again.
 _ORDERS = 4
 
@@ -99,8 +104,8 @@ def probe_split(
         rng.restore(state, {})
 
 
-def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str) -> Comparison:
-    """How the values that an evaluation step logs on parts of a batch make the whole batch's; empty where that can't be tried.
+def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str) -> SplitFinding:
+    """How the values that an evaluation step logs on parts of a batch, and what it keeps, make the whole batch's.
 
     Args:
         module: the user's module, set up; it is changed.
@@ -109,13 +114,14 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
         hook: ``"validation_step"`` or ``"test_step"``.
     """
     if first.batch_size < 2:
-        return Comparison()
+        return SplitFinding()
     state = rng.capture({})
     try:
         return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None)).evaluation(hook)
-    except Exception:  # the user's step, under circumstances that it isn't made for
+    except Exception as error:  # the user's step, under circumstances that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
-        return Comparison()
+        note = f"how what {hook} logs and keeps of parts of a batch makes the whole batch's couldn't be tried ({_words(error)})"
+        return SplitFinding(notes=(note,))
     finally:
         rng.restore(state, {})
 
@@ -140,6 +146,10 @@ class _Probe:
         self.uneven_calls: tuple[str, ...] = ()
         self.counted: tuple[str, ...] = ()
         self.logged = Comparison()
+        #: The attributes that are looked at, and what each run left in them; and whether a run leaves its deeds.
+        self.watched: tuple[str, ...] = ()
+        self.left: list[dict[str, Any]] = []
+        self.lasting = False
         self.drifting: tuple[float, str] | None = None
         self.written: tuple[float, str] | None = None
 
@@ -166,6 +176,8 @@ class _Probe:
                 uneven_calls=self.uneven_calls,
                 counted=self.counted,
             )
+            if finding.splittable:
+                finding = self._with_kept(finding, "training_step", self.losses, size)
             plan = replace(observed, seeded=observed.seeded or plan.seeded)
             if not finding.splittable:
                 return finding, plan
@@ -173,18 +185,82 @@ class _Probe:
                 found = finding
         return found, plan
 
-    def evaluation(self, hook: str) -> Comparison:
-        """How the values that an evaluation step logs on parts of the batch make the whole batch's."""
-        self.module.eval()
+    def evaluation(self, hook: str) -> SplitFinding:
+        """How the values that an evaluation step logs on parts of the batch, and what it keeps, make the whole batch's."""
+        stage = hook.removesuffix("_step")
+        self.rehearsal.begin_evaluation(stage)
 
         def step(batch: Any) -> list[Tensor]:
             self.metrics.next_run()
-            with torch.no_grad(), recorded_logs(self.module) as logged:
+            with self._harmless(), torch.no_grad(), recorded_logs(self.module) as logged:
                 self.rehearsal._call(hook, transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
             self.logs.append(logged)
             return []
 
-        return self._settled(hook, step, self._compare_logs(hook, step, 2))
+        found = self._settled(hook, step, self._compare_logs(hook, step, 2))
+        return self._with_kept(SplitFinding(log_rules=found.matching, notes=found.notes), hook, step, 2)
+
+    @contextmanager
+    def _harmless(self) -> Iterator[Deeds]:
+        """Around a run, which leaves the module as it was."""
+        with nullcontext(Deeds()) if self.lasting else undone(self.module, self.writes) as deeds:
+            yield deeds
+            self.left.append(self._watched())
+        self.deeds.append(deeds)
+
+    def _watched(self) -> dict[str, Any]:
+        places = attributes(self.module)
+        return {name: taken(vars(places[name][0])[places[name][1]]) for name in self.watched if name in places}
+
+    def _with_kept(self, finding: SplitFinding, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> SplitFinding:
+        """The finding, with how what the step keeps of parts of a batch makes what it would keep of the whole one."""
+        places = attributes(self.module)
+        self.watched = tuple(dict.fromkeys(name for deeds in self.deeds for name in deeds.kept if name in places))
+        if not self.watched:
+            return finding
+        try:
+            rules, unknown = self._kept_rules(step, size)
+        except Exception as error:  # the step ran on these parts; on others, or once more, it doesn't
+            _LOG.debug("what %s keeps can't be tried", hook, exc_info=True)
+            names = ", ".join(title(self.module, name) for name in self.watched)
+            note = f"how what {hook} keeps in {names} grows with the samples couldn't be tried ({_words(error)})"
+            return replace(finding, notes=(*finding.notes, note))
+        finally:
+            self.watched = ()
+        notes = [
+            f"{title(self.module, name)}, which {hook} changes, {reason}: each rank and each part keeps that of its own samples"
+            for name, reason in {path[0]: reason for path, reason in unknown.items()}.items()
+        ]
+        return replace(finding, kept_rules={**finding.kept_rules, hook: rules}, notes=(*finding.notes, *notes))
+
+    def _kept_rules(self, step: Callable[[Any], list[Tensor]], size: int) -> tuple[dict[Path, Any], dict[Path, str]]:
+        """The rules for what a step keeps, and why other paths have none: as a run begins, after a step, and in other divisions."""
+        evidence = Evidence()
+
+        def see(size: int) -> None:
+            shares = shares_of(self.batches.count, size)
+            before = self._watched()
+            self._observed(step, shares)
+            evidence.see(before, self.left[0], self.left[1:], shares)
+
+        see(size)
+        with undone(self.module, self.writes):
+            self.lasting = True
+            try:
+                step(self.batches.part(shares_of(self.batches.count, size)[0]))
+            finally:
+                self.lasting = False
+            see(size)
+            if self.batches.count > size:
+                see(size + 1)
+        rules, unknown = evidence.settled()
+        without = dict.fromkeys(unknown, "is no sum, mean, maximum, minimum or list over the parts of a batch")
+        for path, size_bytes in evidence.row_bytes.items():
+            # What a part of the module has of the last batch alone is for looking at.
+            most_bytes = _ROW_BYTES if "+" in path else _LAST_ROW_BYTES if "." not in path[0] else 0
+            if rules.get(path) == "rows" and size_bytes > most_bytes:
+                without[path] = f"has {format_bytes(size_bytes)} of a batch"
+        return {path: rule for path, rule in rules.items() if path not in without}, without
 
     def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> Comparison:
         """What a step logs on the whole batch beside what it logs on ``size`` parts."""
@@ -244,7 +320,7 @@ class _Probe:
         losses: list[Tensor] = []
         moved: dict[str, Tensor] = {}
         self.metrics.next_run()
-        with undone(self.module, self.writes) as deeds:
+        with self._harmless():
             for index, given in enumerate(batches):
                 recorded: list[Tensor] = []
                 if random is not None:
@@ -270,7 +346,6 @@ class _Probe:
             if name in self.buffers:
                 buffer.data = self.buffers[name].clone()
         self.logs.append(logged)
-        self.deeds.append(deeds)
         self.moved.append(moved)
         return losses
 
@@ -391,7 +466,7 @@ class _Probe:
         state = rng.capture({})
 
         def observed(*, merge: bool) -> Observation:
-            for noted in (self.logs, self.moved, self.deeds):
+            for noted in (self.logs, self.moved, self.deeds, self.left):
                 noted.clear()
             with self.metrics.runs(merge=merge):
                 return observe(step, self.batches.part, shares, groups_first=groups_first)

@@ -70,6 +70,7 @@ class Prospect:
                 data_draws=findings.data_draws,
                 loadings=findings.loadings,
                 log_rules={} if findings.split is None else Comparison(matching=findings.split.log_rules).rules,
+                kept_rules={} if findings.split is None else findings.split.kept_rules,
                 from_snapshot=self._from_snapshot,
                 weights_only=self._weights_only,
                 large=findings.footprint.parameter_bytes >= _LARGE_BYTES,

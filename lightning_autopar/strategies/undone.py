@@ -19,6 +19,11 @@ from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar.units import format_bytes
 
+try:
+    import numpy
+except ImportError:  # torch runs without it
+    numpy = None  # type: ignore[assignment]
+
 #: Relative difference up to which written values count as equal: rounding of float32 sums taken in another order, and some cancellation.
 _EQUAL = 1e-5
 #: Parameters are copied to see whether a step writes to them, into this share of the memory that the host has left.
@@ -122,6 +127,8 @@ def _held_by(module: nn.Module) -> list[tuple[str, Callable[[], bool]]]:
         seen.add(id(value))
         if type(value) is Tensor and value.is_leaf and value.nbytes <= _TENSOR_BYTES:
             undo.append((name, partial(_fill, value, value.detach().clone())))
+        elif numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= _TENSOR_BYTES:
+            undo.append((name, partial(_overwrite, value, value.copy())))
         elif isinstance(value, (list, deque, set, dict)) and len(value) <= _MOST_OBJECTS:
             undo.append((name, partial(_refill, value, copy(value))))
             left += [(name, item) for item in (value.values() if isinstance(value, dict) else value)]
@@ -140,6 +147,12 @@ def _fill(tensor: Tensor, before: Tensor) -> bool:
     else:
         tensor.data.copy_(before)
     return True
+
+
+def _overwrite(array: Any, before: Any) -> bool:
+    changed: bool = array.tobytes() != before.tobytes()
+    array[...] = before
+    return changed
 
 
 def _refill(container: Any, before: Any) -> bool:

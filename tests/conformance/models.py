@@ -195,6 +195,43 @@ class Metrics(Base):
         self.log("val_loss", F.cross_entropy(logits, y))
 
 
+class Sums(Base):
+    """Sums up, counts and collects by itself over an epoch, and logs at its end what came of it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 4))
+
+    def on_train_epoch_start(self) -> None:
+        self.total, self.steps = 0.0, 0
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.total += loss.item() * len(batch[0])
+        self.steps += 1
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({"train_total": self.total, "train_steps": float(self.steps), "train_loss": torch.stack(self.losses).mean()})
+
+    def on_validation_epoch_start(self) -> None:
+        self.correct, self.seen = torch.zeros((), device=self.device), 0
+        self.outputs: list[dict[str, Tensor]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.net(batch[0])
+        self.correct += (logits.argmax(-1) == batch[1]).sum()
+        self.seen += len(logits)
+        self.outputs.append({"logits": logits, "y": batch[1]})
+
+    def on_validation_epoch_end(self) -> None:
+        logits, y = (torch.cat([output[name] for output in self.outputs]) for name in ("logits", "y"))
+        self.log_dict({"val_accuracy": self.correct / self.seen, "val_loss": F.cross_entropy(logits, y)})
+
+
 class GraphNetwork(Base):
     """Message passing over the edges of a batch of graphs of different sizes; the loss is a mean over graphs."""
 

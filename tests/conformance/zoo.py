@@ -36,6 +36,7 @@ from tests.conformance.models import (
     Nested,
     Regression,
     ResNet,
+    Sums,
     UnusedParameters,
 )
 from tests.conformance.sequence_models import GPT, LSTM, EncoderDecoder, MaskedTokens
@@ -79,5 +80,6 @@ ZOO: dict[str, Case] = {
         Case(name="iterable", about="IterableDataset of unknown length", module=ConfigureModel, data=loaders(Stream)),
         Case(name="unused-parameters", about="parameters that get no gradient", module=UnusedParameters, data=loaders(vectors, train=25)),
         Case(name="nested", about="batch of nested dicts, names and lists", module=Nested, data=loaders(Records)),
+        Case(name="sums", about="sums and lists kept by the module over an epoch", module=Sums, data=loaders(vectors)),
     )
 }

@@ -260,7 +260,7 @@ class Trial:
 
     def _begin(self, hook: str, rehearsal: Rehearsal) -> None:
         if self._fn == "fit" and hook != "training_step":
-            rehearsal.begin_validation()
+            rehearsal.begin_evaluation()
 
     def _worst(self, ours: Mapping[str, Outcome]) -> tuple[float, str] | None:
         """The first hook's difference that has one."""
