@@ -35,10 +35,9 @@ def set_loader_states_aside(checkpoint: dict[str, Any]) -> None:
         checkpoint[KEY] = {"loaders": loop.pop("combined_loader")}
 
 
-def put_loader_states_back(checkpoint: dict[str, Any]) -> None:
-    """Undo :func:`set_loader_states_aside`; a checkpoint that has no states of ours stays as it is."""
-    states = checkpoint.get(KEY, {}).get("loaders")
-    if states and "fit_loop" in checkpoint.get("loops", {}):
+def put_loader_states_back(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
+    """Put the exact loaders' states where Lightning looks for them; a checkpoint that has none stays as it is."""
+    if states:
         _fit_state(checkpoint)["combined_loader"] = states
 
 

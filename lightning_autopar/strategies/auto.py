@@ -22,6 +22,7 @@ from lightning_autopar.strategies.batch_rule import Batch
 from lightning_autopar.strategies.decide import CalibrationRule, Settings
 from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.engines import build_engine
+from lightning_autopar.strategies.external import is_alone
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.leasing import Leases
 from lightning_autopar.strategies.turns import Turn
@@ -181,6 +182,11 @@ class AutoParallelStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """The first of the Trainer's devices; the plan decides which are used."""
         return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
+
+    @property
+    def global_rank(self) -> int:
+        """This process's."""
+        return 0 if self.cluster_environment is None or is_alone(self.cluster_environment) else super().global_rank
 
     @property
     def is_distributed(self) -> bool:

@@ -371,7 +371,11 @@ class EngineMixin(Strategy):
         resume.lay_aside(self._trainer, checkpoint, splits=self.splits, at_boundary=self.at_boundary)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write one ordinary ``.ckpt``, with what it takes to go on exactly where plain Lightning doesn't look."""
+        """Write one ordinary ``.ckpt``, with what it takes to go on exactly where plain Lightning doesn't look.
+
+        The user's hooks were given the dictionary itself, so that nothing is added to it: only to what is written.
+        """
+        checkpoint = dict(checkpoint)
         self.complete_checkpoint(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_autopar._lightning_compat import find_free_network_port
@@ -223,6 +223,13 @@ def under_external_launcher(strategy: AutoParallelStrategy) -> Peers | None:
     return _peers
 
 
+def is_alone(environment: ClusterEnvironment) -> bool:
+    """Whether a launcher started this process and no other; Slurm's variables may be missing where it started none by itself."""
+    if isinstance(environment, SLURMEnvironment) and "SLURM_NTASKS" not in os.environ:
+        return True
+    return environment.world_size() == 1
+
+
 def _find_peers(strategy: AutoParallelStrategy) -> Peers | None:
     if STORE in os.environ:
         host, _, port = os.environ[STORE].rpartition(":")
@@ -232,7 +239,7 @@ def _find_peers(strategy: AutoParallelStrategy) -> Peers | None:
         meet_at(_groups_part(host, int(port)))
         return Peers(store=store, rank=int(os.environ["LOCAL_RANK"]), world_size=world_size, node=0, environment=LightningEnvironment())
     environment = strategy.cluster_environment
-    if environment is None or not environment.creates_processes_externally or environment.world_size() == 1:
+    if environment is None or not environment.creates_processes_externally or is_alone(environment):
         return None
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
     rank, world_size = environment.global_rank(), environment.world_size()

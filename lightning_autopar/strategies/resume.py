@@ -80,8 +80,11 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_
 
 
 def take_up(checkpoint: dict[str, Any]) -> Resumption | None:
-    """Prepare a checkpoint's loop counters for Lightning; None where there is nothing to add to what Lightning does itself."""
-    extra = checkpoint.get(KEY)
+    """Prepare a checkpoint's loop counters for Lightning, and take out what only this package knows, before the user's hooks see it.
+
+    Returns None where there is nothing to add to what Lightning does itself.
+    """
+    extra = checkpoint.pop(KEY, None)
     if extra is None or "fit_loop" not in checkpoint.get("loops", {}):
         return None
     boundary = extra.get("boundary", {})
@@ -91,7 +94,7 @@ def take_up(checkpoint: dict[str, Any]) -> Resumption | None:
     if "position" in extra:
         resumption.counters = dict(checkpoint["loops"]["fit_loop"])
     if not resumption.last:  # else the next epoch begins as ever, from the random state at that time
-        put_loader_states_back(checkpoint)
+        put_loader_states_back(checkpoint, resumption.loaders)
     if resumption.due or resumption.last:
         # The batch counts as done, and what comes after it as not done yet.
         for progress in ("total", "current"):

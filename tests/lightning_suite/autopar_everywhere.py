@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -16,7 +17,8 @@ def pytest_configure() -> None:
     def init(self: Trainer, *args: Any, **options: Any) -> None:
         one = options.get("devices", "auto") in ("auto", 1, "1") and options.get("accelerator", "auto") in ("auto", "cpu")
         if not args and options.get("strategy", "auto") == "auto" and one:
-            options = {"devices": 1, **options, "strategy": "autopar", "accelerator": "cpu"}
+            one_device = {} if "PL_TRAINER_DEVICES" in os.environ else {"devices": 1}  # the variable counts where no argument is given
+            options = {**one_device, **options, "strategy": "autopar", "accelerator": "cpu"}
         original(self, *args, **options)
 
     Trainer.__init__ = init  # type: ignore[method-assign]
