@@ -18,7 +18,7 @@ from lightning_autopar.strategies import pristine
 from lightning_autopar.strategies.belongings import MODULE, SCHEDULERS, Belongings
 from lightning_autopar.strategies.carried_files import Carried, read, unpacking_of, warn_of, write
 from lightning_autopar.strategies.carried_loggers import write_loggers
-from lightning_autopar.strategies.objects import Changes, Part, merged
+from lightning_autopar.strategies.objects import Changes, Part, Survey, merged
 from lightning_autopar.strategies.unpacking import put
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def carry(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
     values: dict[Any, tuple[Any, Any]] = {**found, **things.made()}
     extras = things.extras() if rank == 0 else {"buffers": things.buffers()}
     sent = {SCHEDULERS: things.schedulers()} if rank == 0 else {}
-    parcel = Carried(data=b"", signature=before.survey.signature, ranks=ranks, gone=gone)
+    parcel = Carried(data=b"", signature=before.survey.signature, reached_signature=before.survey.reached_signature, ranks=ranks, gone=gone)
+    parcel.left = sorted(before.left)
     for config in engine.lr_scheduler_configs:
         kind = type(config.scheduler)
         parcel.schedulers.append(kind if "<locals>" not in kind.__qualname__ else None)
@@ -82,14 +83,21 @@ def take_over(trainer: Trainer, before: Before, folder: Path) -> None:
     parcels = [first, *(read(folder / _RANK.format(rank)) for rank in range(1, first.ranks))]
     things = Belongings(trainer, before)
     lost: list[str] = []
-    if first.signature == survey.signature:
-        lost = _take_over_parts(things, parcels, folder)
-    elif trainer.global_rank == 0:
+    # Processes that were started one by one may hold different things, and all of them must come to the same collectives.
+    same = trainer.strategy.reduce_boolean_decision(first.signature == survey.signature, all=True)
+    reached = trainer.strategy.reduce_boolean_decision(first.reached_signature == survey.reached_signature, all=True)
+    if same:
+        lost = _take_over_parts(things, parcels, folder, reached=reached)
+    if trainer.global_rank == 0 and not (same and reached):
+        what = ("trainer, module, callbacks or data", "all other attributes")
+        if same:
+            what = ("variables that functions of module and callbacks name", "these variables")
         warnings.warn(
-            f"the snapshot {folder} was written by a process whose trainer, module, callbacks or data held other objects than now: "
-            "what Lightning's checkpoints hold goes on from it, all other attributes are as in a new run",
+            f"the snapshot {folder} was written by a process whose {what[0]} held other objects than now: "
+            f"what Lightning's checkpoints hold goes on from it, {what[1]} are as in a new run",
             stacklevel=2,
         )
+    before.left.update(first.left)
     buffers: dict[str, Tensor] = {}
     for number, parcel in enumerate(parcels):
         unpacking = unpacking_of(parcel.extras, parcel, things, folder / _RANK.format(number), set())
@@ -101,13 +109,26 @@ def take_over(trainer: Trainer, before: Before, folder: Path) -> None:
     for each in things.module.modules():
         if isinstance(each, Metric):
             each.reset()
+    lost = before.leave(lost)
     if trainer.global_rank == 0 and lost:
         warn_of(lost)
 
 
-def _take_over_parts(things: Belongings, parcels: list[Carried], folder: Path) -> list[str]:
-    """Take over attributes and items; the names of what couldn't be."""
+def _take_over_parts(things: Belongings, parcels: list[Carried], folder: Path, *, reached: bool) -> list[str]:
+    """Take over attributes and items; the names of what couldn't be.
+
+    Args:
+        things: this process's.
+        parcels: of the ranks that have written one.
+        folder: where they lie.
+        reached: whether what functions reach has the same numbers on all ranks as it had there.
+    """
     trainer, survey = things.trainer, things.survey
+    if not reached:
+        for parcel in parcels:
+            parcel.parts = {part: digest for part, digest in parcel.parts.items() if not _is_reached(survey, part)}
+            parcel.kept = {part: name for part, name in parcel.kept.items() if not _is_reached(survey, part)}
+            parcel.gone = [part for part in parcel.gone if not _is_reached(survey, part)]
     taken, _ = merged(list[Changes](parcels))
     compared: Any = _compare(things, parcels, taken) if trainer.global_rank == 0 else None
     alike, back, mine = trainer.strategy.broadcast(compared)
@@ -130,6 +151,10 @@ def _take_over_parts(things: Belongings, parcels: list[Carried], folder: Path) -
         lost += unpacking.lost
     pristine.put_back(survey, back)
     return lost
+
+
+def _is_reached(survey: Survey, part: Any) -> bool:
+    return isinstance(part[0], int) and survey.is_reached(part[0])
 
 
 def _compare(things: Belongings, parcels: list[Carried], taken: list[set[Any]]) -> tuple[set[Any], set[Part], set[Any]]:

@@ -30,6 +30,8 @@ class Carried(Changes):
 
     Args:
         signature: of the survey that the numbers are of.
+        reached_signature: the same of what functions reach.
+        left: what of that changed and couldn't be carried on from earlier generations.
         ranks: how many ranks' make the whole: the first ones.
         schedulers: their classes, by their position.
         extras: a pickle of what travels by the names of parameters and the like, which mean the same to another process, too.
@@ -37,6 +39,8 @@ class Carried(Changes):
     """
 
     signature: bytes
+    reached_signature: bytes
+    left: list[str] = field(default_factory=list)
     ranks: int = 1
     schedulers: list[Any] = field(default_factory=list)
     extras: bytes = b""
@@ -135,6 +139,7 @@ def unpacking_of(data: bytes, parcel: Carried, things: Belongings, path: Path, o
         set(things.names),
         leave,
         only,
+        reached=parcel.reached_signature == survey.reached_signature,
     )
 
 

@@ -36,11 +36,11 @@ def write_loggers(things: Belongings, folder: Path) -> None:
     values: dict[Part, tuple[Any, Any]] = {}
     gone: list[Part] = []
     for path in paths:
-        its, without = survey.differing(things.names, under=path, lazy=True)
+        its, without = survey.differing(things.names, under=path, reached=False, lazy=True)
         values |= its
         gone += [part for part in without if part not in gone]
     files: dict[int, tuple[int, int, list[str]]] = {}
-    parcel = Carried(data=b"", signature=survey.signature, gone=gone)
+    parcel = Carried(data=b"", signature=survey.signature, reached_signature=survey.reached_signature, gone=gone)
     for index, logger in enumerate(trainer.loggers):
         number = survey.number(logger)
         assert number is not None, "loggers are there before the fork"

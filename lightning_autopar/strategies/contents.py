@@ -102,7 +102,12 @@ def dispensable(owner: Any, attribute: str) -> bool:
 
 
 def get_items(target: Any) -> Any:
-    """What an object holds besides its attributes."""
+    """What an object holds besides its attributes; of a closure's cell the variable's value, nothing where none is assigned."""
+    if isinstance(target, types.CellType):
+        try:
+            return (target.cell_contents,)
+        except ValueError:
+            return ()
     if isinstance(target, Tensor):
         return target.detach().cpu().clone()
     if is_array(target):
@@ -125,6 +130,11 @@ def set_items(target: Any, items: Any) -> None:
         target[...] = items
     elif isinstance(target, GENERATORS):
         rng.set_generator(target, items)
+    elif isinstance(target, types.CellType):
+        if items:
+            target.cell_contents = items[0]
+        else:
+            del target.cell_contents
     else:
         target.clear()
         (target.update if isinstance(target, (dict, set)) else target.extend)(items if not isinstance(target, dict) else dict(items))

@@ -11,6 +11,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import CellType
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,8 @@ from lightning_autopar.strategies.staged.hole import is_hole
 LIMIT_BYTES = 64 * 1024**2
 #: What a container may hold for its items to be surveyed one by one, and how many objects may be surveyed in all.
 _MOST_ITEMS, _MOST_NODES = 10_000, 50_000
+#: How many of those that functions reach, which may be anything: what lies deeper is only known.
+_MOST_REACHED = 10_000
 
 #: The part of a container or a tensor that isn't an attribute.
 ITEMS = ""
@@ -83,29 +86,54 @@ class Survey:
         roots: objects by name, in an order that says by which name each is found.
         fields: the attributes of an object that count; None for all of them.
         references: objects that are to be known, but whose changes don't count.
+        reached: what functions reach besides, by name, which may be the same for several. It comes after all that is in ``roots``.
     """
 
-    def __init__(self, roots: Mapping[str, Any], *, fields: Fields, references: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, roots: Mapping[str, Any], *, fields: Fields, references: Iterable[Any] = (), reached: Iterable[tuple[str, Any]] = ()
+    ) -> None:
         self._fields = fields
         self._targets: list[Any] = []
         self._paths: list[str] = []
         self._index: dict[int, int] = {}
         self._before: dict[Part, Any] = {}
         self._pending: deque[int] = deque()
+        self._most_nodes = _MOST_NODES
+        #: The number of the first object that functions reach, and that isn't found otherwise.
+        self.first_reached: int | None = None
         for target in references:
             self._know(target, "")
-        for path, target in roots.items():
+        self._look_through(roots.items())
+        #: A digest of what was found where: equal in processes whose numbers mean the same.
+        self.signature = self._signature(0)
+        self.first_reached = len(self._targets)
+        self._most_nodes = self.first_reached + _MOST_REACHED
+        self._look_through(reached)
+        #: The same of what functions reach.
+        self.reached_signature = self._signature(self.first_reached)
+
+    def _look_through(self, roots: Iterable[tuple[str, Any]]) -> None:
+        """Give numbers to everything that is found from the roots on, nearest first."""
+        for path, target in roots:
             if id(target) not in self._index:
                 self._pending.append(self._know(target, path))
         while self._pending:
             number = self._pending.popleft()
             for part, value in self._parts(number).items():
                 self._before[number, part] = self._digest(number, part, value, discover=True)
+
+    def begin(self) -> None:
+        """In a process forked later: what functions reach counts from now on. What the parent did to it meanwhile, all of them have."""
+        assert self.first_reached is not None, "the survey is complete"
+        for number in range(self.first_reached, len(self._targets)):
+            for part, value in self._parts(number).items():
+                self._before[number, part] = self._digest(number, part, value)
+
+    def _signature(self, first: int) -> bytes:
         found = hashlib.blake2b()
-        for target, path in zip(self._targets, self._paths, strict=True):
+        for target, path in zip(self._targets[first:], self._paths[first:], strict=True):
             found.update(f"{path}\0{type(target).__module__}.{type(target).__qualname__}\n".encode())
-        #: A digest of what was found where: equal in processes whose numbers mean the same.
-        self.signature = found.digest()
+        return found.digest()
 
     def number(self, target: Any) -> int | None:
         """The number of an object from before."""
@@ -117,7 +145,7 @@ class Survey:
         Args:
             names: for other objects that both sides have: ``id`` → what :meth:`apply`'s ``resolve`` takes, or a number from before.
             extra: values to send along; those that can't be are named by their keys.
-            under: the name of a root that alone is looked at, with what was found in it.
+            under: the name of a root that alone is looked at, with what was found in it; and besides what functions reach.
         """
         changes = Changes(data=b"")
         parts: dict[Part, Any] = {}
@@ -165,6 +193,7 @@ class Survey:
         names: Mapping[int, Any],
         *,
         under: str | None = None,
+        reached: bool = True,
         skip: Callable[[int, str], bool] | None = None,
         lazy: bool = False,
     ) -> tuple[dict[Part, tuple[Any, Any]], list[Part]]:
@@ -173,13 +202,14 @@ class Survey:
         Args:
             names: as in :meth:`changes`.
             under: as in :meth:`changes`.
+            reached: whether what functions reach is looked at besides ``under``.
             skip: which parts aren't looked at.
             lazy: give None for the digest where a look tells that a part differs, and count as different what is too large to be looked
                 through.
         """
         differing: dict[Part, tuple[Any, Any]] = {}
         seen: set[Part] = set()
-        looked_at = [number for number in range(len(self._targets)) if self._is_under(number, under)]
+        looked_at = [number for number in range(len(self._targets)) if under is None or self._is_under(number, under, reached)]
         for number in looked_at:
             for part, value in self._parts(number).items():
                 seen.add((number, part))
@@ -190,7 +220,11 @@ class Survey:
                     differing[number, part] = (value, None)
                     continue
                 now = self._digest(number, part, value, names=names)
-                if before != now or (lazy and _is_partial(now)):
+                if self.is_reached(number):
+                    changed = _is_other(before, now)
+                else:
+                    changed = before != now or (lazy and _is_partial(now))
+                if changed:
                     differing[number, part] = (value, now)
         numbers = set(looked_at)
         gone = [key for key in self._before if key not in seen and key[1] != ITEMS and key[0] in numbers]
@@ -227,7 +261,7 @@ class Survey:
         """
         if isinstance(owner, int):
             found = self._digest(owner, part, value, names=names)
-            return None if type(found) is tuple and len(found) == 4 and isinstance(found[1], str) else found
+            return None if _is_unreadable(found) else found
         if type(value) in ATOMS:
             return type(value), repr(value)
         sink = Sink(limit_bytes=0)
@@ -245,8 +279,12 @@ class Survey:
         self._paths.append(path)
         return number
 
-    def _is_under(self, number: int, root: str | None) -> bool:
-        return root is None or is_under(self._paths[number], root)
+    def _is_under(self, number: int, root: str, reached: bool) -> bool:
+        return is_under(self._paths[number], root) or (reached and self.is_reached(number))
+
+    def is_reached(self, number: int) -> bool:
+        """Whether an object was found by what functions reach, and not otherwise."""
+        return self.first_reached is not None and number >= self.first_reached
 
     def name(self, number: int, part: str) -> str:
         """What a warning calls a part."""
@@ -258,7 +296,7 @@ class Survey:
         if not self._paths[number]:
             return {}
         parts: dict[str, Any] = {}
-        if type(target) in CONTAINERS or isinstance(target, (Tensor, dict, list, set, *GENERATORS)) or is_array(target):
+        if type(target) in CONTAINERS or isinstance(target, (Tensor, dict, list, set, CellType, *GENERATORS)) or is_array(target):
             parts[ITEMS] = target
         if type(target) not in CONTAINERS and not isinstance(target, (Tensor, *GENERATORS)):
             fields = self._fields(target)
@@ -285,7 +323,7 @@ class Survey:
                 return value.dtype.str, value.shape, fingerprint(value)
         sink = Sink(limit_bytes=0)
         few = value is not self._targets[number] or _length(value) <= _MOST_ITEMS
-        path = f"{self._paths[number]}.{part}" if part else f"{self._paths[number]}[…]"
+        path = self.name(number, part) if part or isinstance(value, CellType) else f"{self._paths[number]}[…]"
         pickler = Pickler(sink, self, names or {}, path=path if discover and few else None, hashing=True)
         try:
             pickler.dump(self.payload(number, value))
@@ -304,8 +342,12 @@ class Survey:
     def discover(self, target: Any, path: str) -> int | None:
         """The number of an object seen for the first time; None for one that is pickled as a value."""
         kind = kind_of(target)
-        if kind == "value" or (kind == "node" and len(self._targets) >= _MOST_NODES):
+        if kind == "value":
             return None
+        if kind == "node" and len(self._targets) >= self._most_nodes:
+            if self.first_reached is None:
+                return None
+            kind = "opaque"
         number = self._know(target, path if kind == "node" else "")
         self._pending.append(number)
         return number
@@ -321,9 +363,19 @@ def _is_of_atom(digest: Any) -> bool:
     return type(digest) is tuple and len(digest) == 2 and digest[0] in ATOMS
 
 
-def _is_partial(digest: Any) -> bool:
+def _is_unreadable(digest: Any) -> bool:
     """Whether a digest is of a part's beginning only."""
-    return type(digest) is tuple and len(digest) == 4 and digest[1] == TooLarge.__name__
+    return type(digest) is tuple and len(digest) == 4 and isinstance(digest[1], str)
+
+
+def _is_other(before: Any, now: Any) -> bool:
+    """Whether something beside the module has changed; what can't be looked through may be shared by processes, and counts by itself."""
+    return bool(before[1:] != now[1:] if _is_unreadable(before) and _is_unreadable(now) else before != now)
+
+
+def _is_partial(digest: Any) -> bool:
+    """Whether it is so because the part is too large."""
+    return _is_unreadable(digest) and digest[1] == TooLarge.__name__
 
 
 def _length(value: Any) -> int:

@@ -10,6 +10,7 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from types import CellType
 from typing import Any
 
 import torch
@@ -78,8 +79,9 @@ class Packing:
                 continue
             if self.survey.number(target) is not None and (place[2] or part != ITEMS):
                 continue
-            if kind is tuple:
-                pending.extend((item, (*place[:2], (*place[2], index))) for index, item in enumerate(target) if index < _MOST_ITEMS)
+            if kind in (tuple, CellType):
+                items = target if kind is tuple else get_items(target)
+                pending.extend((item, (*place[:2], (*place[2], index))) for index, item in enumerate(items) if index < _MOST_ITEMS)
                 continue
             if part == ITEMS and not place[2] and isinstance(target, (list, dict, set, deque)):
                 pending.extend((item, (*place[:2], (key,))) for key, item in _children(target))

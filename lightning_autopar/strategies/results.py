@@ -1,9 +1,9 @@
 """What a run leaves behind, carried from the workers to the parent: code after ``fit`` sees what it would see after plain Lightning.
 
 Weights and optimizer states travel as files in the run's folder; what else a worker changed (counters, metrics, random states, attributes
-of module, callbacks, loggers, loaders and DataModule) as differences of Python objects. What can't travel is named, once. Rank 0 speaks for
-all; where a module's stages lie on several ranks, each of these brings its part of weights and states, and what its stages changed of the
-module.
+of module, callbacks, loggers, loaders and DataModule, and what their functions reach besides) as differences of Python objects. What can't
+travel is named, once. Rank 0 speaks for all; where a module's stages lie on several ranks, each of these brings its part of weights and
+states, and what its stages changed of the module and of what functions reach.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,8 @@ from lightning_autopar.state.loader import unwrapped
 from lightning_autopar.state.scratch import save_lean
 from lightning_autopar.strategies.measure import Measured
 from lightning_autopar.strategies.metrics import sync_states
-from lightning_autopar.strategies.objects import LIMIT_BYTES, Changes, Survey, merged
+from lightning_autopar.strategies.objects import LIMIT_BYTES, Changes, Survey, is_under, merged
+from lightning_autopar.strategies.reached import Reached, Variables
 from lightning_autopar.strategies.staged.hole import is_hole
 from lightning_autopar.strategies.zero_files import ZeroFiles
 from lightning_autopar.units import format_bytes
@@ -109,12 +110,22 @@ class Before:
         tensors: the survey's numbers of the module's parameters and buffers, by name.
         strategy: its number of the trainer's strategy.
         random: the states of the random generators; Python's own seeds itself anew in every forked process.
+        reached: the names of what the user's functions reach besides these objects.
+        left: in a worker, what of it changed in generations before and couldn't be carried on; told when the run ends.
     """
 
     survey: Survey
     tensors: Mapping[str, int]
     strategy: int
     random: rng.RngState
+    reached: frozenset[str] = frozenset()
+    left: set[str] = field(default_factory=set)
+
+    def leave(self, lost: Iterable[str]) -> list[str]:
+        """Note which names are of what functions reach; the others, which are told at once."""
+        names = list(lost)
+        self.left.update(name for name in names if any(is_under(name, root) for root in self.reached))
+        return [name for name in names if name not in self.left]
 
 
 def survey(trainer: Trainer) -> Before:
@@ -127,10 +138,13 @@ def survey(trainer: Trainer) -> Before:
     tensors = dict(_tensors(module))
     own = [value for value in vars(trainer).values() if type(value).__module__.startswith(_LIGHTNINGS_OWN)]
     inside = {id(submodule) for submodule in module.modules()}
+    reached = Reached(each for _, each in _roots(trainer) if each is not trainer)
 
     def fields(target: Any) -> dict[str, Any] | None:
         if target is trainer:
             return {"callbacks": trainer.callbacks}
+        if type(target) is Variables:
+            return reached.variables(target)
         if isinstance(target, CombinedLoader):  # Lightning puts loaders of its own, and an engine's, in the place of those in it
             return {f"loader {number}": unwrapped(each) for number, each in enumerate(target.flattened)}
         if isinstance(target, Callback):  # Lightning binds its logging to the module that it last ran with
@@ -140,7 +154,8 @@ def survey(trainer: Trainer) -> Before:
             return {name: value for name, value in vars(target).items() if name not in _PRIVATE and not name.startswith("__composable_api")}
         return None
 
-    found = Survey(dict(_roots(trainer)), fields=fields, references=[strategy, *own, *tensors.values()])
+    references = [strategy, *own, *tensors.values()]
+    found = Survey(dict(_roots(trainer)), fields=fields, references=references, reached=reached.roots)
     numbers = {name: found.number(tensor) for name, tensor in tensors.items()}
     number = found.number(strategy)
     assert number is not None
@@ -149,6 +164,7 @@ def survey(trainer: Trainer) -> Before:
         tensors={name: each for name, each in numbers.items() if each is not None},
         strategy=number,
         random=rng.capture({}, cuda=False),
+        reached=frozenset(name for name, _ in reached.roots),
     )
 
 
@@ -244,6 +260,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     if rank != 0:
         results.changes = before.survey.changes(names, {}, under=_MODULE)
         return results
+    results.lost += sorted(before.left)
     results.progress = _on_cpu(progress_of(trainer))
     results.random = rng.capture({}, cuda=False)
     for optimizer in optimizers:
@@ -391,7 +408,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     rng.restore(first.random, {})
     if lost:
         warnings.warn(
-            f"these changes of the run could not be brought back to the main process: {', '.join(sorted(lost))} "
+            f"these changes of the run could not be brought back to the main process: {', '.join(sorted(set(lost)))} "
             f"(they can't be pickled, or are larger than {format_bytes(LIMIT_BYTES)})",
             stacklevel=2,
         )

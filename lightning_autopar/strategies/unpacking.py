@@ -37,6 +37,7 @@ class Unpacking:
         named: objects that have names here, by ``id``: never what was packed under a place.
         leave: attributes of an instance that don't travel.
         only: the parts that count; objects of others are left as they are here.
+        reached: whether what functions reach has the same numbers here.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class Unpacking:
         named: set[int],
         leave: Callable[[Any], frozenset[str]],
         only: set[Any],
+        *,
+        reached: bool,
     ) -> None:
         self._survey, self._resolve, self._instead, self._device, self._keep = survey, resolve, instead, device, keep
-        self._named, self._leave = named, leave
+        self._named, self._leave, self._reached = named, leave, reached
         table, self._data, self._buffers = pickle.loads(data)
         self._bytes = beside.stat().st_size
         self._file = beside
@@ -89,7 +92,7 @@ class Unpacking:
         if owner is None:
             return None
         if isinstance(owner, int):
-            parent = self._survey.target(owner) if owner >= 0 else self._twins.get(-1 - owner)
+            parent = self._target(owner) if owner >= 0 else self._twins.get(-1 - owner)
         else:
             parent = self._resolve(owner)
         found = parent if part == ITEMS else getattr(parent, "__dict__", {}).get(part)
@@ -109,7 +112,7 @@ class Unpacking:
     def load_persistent(self, name: Any) -> Any:
         """What stands for ``name`` here."""
         if isinstance(name, int):
-            return self._instead.get(name, self._survey.target(name))
+            return self._instead.get(name, self._target(name))
         kind, *rest = name
         if kind == DEVICE:
             return self._device
@@ -126,8 +129,12 @@ class Unpacking:
         if kind == OWN:
             return self._own(rest[0])
         if kind == "type":
-            return type(self._survey.target(rest[0]))
+            return type(self._target(rest[0]))
         return self._resolve(name)
+
+    def _target(self, number: int) -> Any:
+        """This process's object of a number; None where another one may have it here."""
+        return None if self._survey.is_reached(number) and not self._reached else self._survey.target(number)
 
     def _node(self, key: int, made_of: Any = None, items: Any = None, fields: dict[str, Any] | None = None) -> Any:
         if key not in self._objects:
@@ -166,7 +173,7 @@ class Unpacking:
     def _place_name(self, key: int) -> str:
         (owner, part, path), *_ = self._places[key]
         if isinstance(owner, int):
-            start = self._place_name(-1 - owner) if owner < 0 else self._survey.path(owner)
+            start = self._place_name(-1 - owner) if owner < 0 else self._survey.path(owner) if self._target(owner) is not None else "?"
         else:
             start = ".".join(map(str, owner))
         return (f"{start}.{part}" if part else start) + "".join(f"[{step!r}]" for step in path)

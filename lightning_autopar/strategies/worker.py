@@ -163,6 +163,7 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
         share_cores(job.assignment.plan.world_size)
     module = trainer.lightning_module
     rng.restore(job.before.random, {})
+    job.before.survey.begin()
     try:
         engine = job.make_engine(job.assignment)
         brake.watch(engine, rank)

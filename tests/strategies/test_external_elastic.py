@@ -31,7 +31,8 @@ from lightning_autopar.strategies.auto import AutoParallelStrategy
 torch.set_num_threads(1)
 task, root = json.loads(sys.argv[1]), Path.cwd()
 orders = json.loads(os.environ.get("ORDERS", "{}"))
-came, here, home = threading.Event(), [], os.getpid()  # the probe's steps are done in a child
+came, home, kept = threading.Event(), os.getpid(), []  # the probe's steps are done in a child
+sys.here = []  # no variable of the script's own, which would go on with the run from start to start
 
 class Module(pl.LightningModule):
     def __init__(self):
@@ -42,10 +43,11 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.seen.append(batch_idx)
-        here.append(batch_idx)
+        sys.here.append(batch_idx)
+        kept.append(batch_idx)
         loss = mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss)
-        if len(here) == orders.get("at") and os.getpid() == home and not os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "1":
+        if len(sys.here) == orders.get("at") and os.getpid() == home and not os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "1":
             self.obey()
         return loss
 
@@ -79,8 +81,9 @@ if orders.get("signal") == "SIGTERM":
 (root / f"pid{os.getpid()}").touch()
 trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True))
 if trainer.global_rank == 0:
+    assert kept == module.seen
     weights = {name: value.tolist() for name, value in module.state_dict().items()}
-    (root / "result.json").write_text(json.dumps([module.seen, here, weights, trainer.global_step]))
+    (root / "result.json").write_text(json.dumps([module.seen, sys.here, weights, trainer.global_step]))
 print("FINISHED", flush=True)
 """
 
