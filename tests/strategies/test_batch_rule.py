@@ -37,6 +37,10 @@ def test_draws_of_each_ranks_own_are_no_exact_run() -> None:
     assert AutoParallelStrategy(batch="per_device").settings.batch == "per_device"
 
 
+#: What this rank dropped in each step. A list of the module's own would hold the whole batch's.
+MASKS: list[Tensor] = []
+
+
 class Dropping(pl.LightningModule):
     """Writes down what each rank dropped."""
 
@@ -44,7 +48,6 @@ class Dropping(pl.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
         self.folder = folder
-        self.masks: list[Tensor] = []
         self.losses: list[Tensor] = []
 
     def on_train_start(self) -> None:
@@ -53,17 +56,18 @@ class Dropping(pl.LightningModule):
         def draws_whole(*arguments: Any) -> Tensor:
             raise AssertionError("a draw was made for the whole batch")
 
+        MASKS.clear()
         if torch.distributed.is_initialized():
             random_ops.whole_like = draws_whole
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.masks.append(F.dropout(torch.ones(len(batch[0]), 64), 0.5))
+        MASKS.append(F.dropout(torch.ones(len(batch[0]), 64), 0.5))
         loss = F.mse_loss(self.net(batch[0]), batch[1])
         self.losses.append(loss.detach())
         return loss
 
     def on_train_end(self) -> None:
-        torch.save((torch.stack(self.masks), torch.stack(self.losses)), self.folder / f"{self.global_rank}.pt")
+        torch.save((torch.stack(MASKS), torch.stack(self.losses)), self.folder / f"{self.global_rank}.pt")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 1e-2)
