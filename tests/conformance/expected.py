@@ -60,10 +60,8 @@ class Cell:
 
 #: (module, engine): words of the sentence that refuses it.
 UNCUT: dict[tuple[str, str], str] = {
-    **{
-        (case, "pipeline"): "the module has 0"
-        for case in ("lstm", "masked-tokens", "frozen-backbone", "unused-parameters", "nested", "sums")
-    },
+    **{(case, "pipeline"): "the module has 0" for case in ("lstm", "masked-tokens", "frozen-backbone", "unused-parameters", "nested")},
+    ("sums", "pipeline"): "the step keeps 'correct' for the next one",
     ("gan", "pipeline"): "the module does so by hand",
     ("contrastive", "pipeline"): "runs before it and again after it",
     **{("gan", kind): "configures 2" for kind in ZERO},

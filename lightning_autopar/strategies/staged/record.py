@@ -124,6 +124,8 @@ def _caller(
     rehearsal = Rehearsal(module, trainer, stage, autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
     module.__dict__["configure_model"] = lambda: None  # it is built already
     rehearsal.build()
+    if stage in ("validate", "test"):  # where the hooks of an epoch's start make what its steps sum up in
+        rehearsal.begin_evaluation("validation" if stage == "validate" else stage)
     if use is not None:
         note = use
         for child in module.modules():
