@@ -11,12 +11,14 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+
+import psutil
 
 _HERE = Path(__file__).resolve().parent
 #: What a forked script finds imported.
@@ -26,6 +28,17 @@ _PRELOADED = ("lightning.pytorch", "lightning_autopar.strategies.auto", "torch.d
 def lean_path(*more: Path) -> str:
     """``PYTHONPATH`` for a process that trains but needs no Hugging Face and no pictures: these folders, then the project's."""
     return os.pathsep.join(map(str, (_HERE / "lean", *more, _HERE.parent)))
+
+
+def descendants() -> set[psutil.Process]:
+    """This process's; another test's server of fresh processes (:mod:`tests.fresh`) may be among them."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def left_since(before: Set[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """The descendants that weren't there ``before`` and haven't ended ``seconds`` from now."""
+    _, left = psutil.wait_procs(descendants() - before, timeout=seconds)
+    return list(left)
 
 
 @contextmanager

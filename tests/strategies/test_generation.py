@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -25,6 +26,7 @@ from lightning_autopar.strategies import generation, launcher, worker
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.failure import RemoteTraceback, WorkerFailed
 from lightning_autopar.strategies.generation import run_folder
+from tests.processes import descendants, left_since
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*called without a model"),  # what Lightning says to every OnExceptionCheckpoint
@@ -56,13 +58,12 @@ def _nothing_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     """Afterwards no process is left, adopted orphans included, nor a file of a run's folder."""
     scratch = Path(tempfile.mkdtemp())  # tmp_path is too long for a socket's name, but must be made before this one
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    before = _folders()
+    before, processes = _folders(), descendants()
     pr_set_child_subreaper = 36
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
     yield
     try:
-        _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=1)  # killed, but perhaps not dead yet
-        assert not left
+        assert not left_since(processes, seconds=1)  # killed, but perhaps not dead yet
         assert list(scratch.iterdir()) == []
         assert _folders() <= before
     finally:
@@ -203,6 +204,7 @@ def _crash_once_gone(pid_file: Path, number: int) -> None:
     pid = int(pid_file.read_text())
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(1e-4)
+    faulthandler.disable()  # pytest's, which reads other threads' stacks while they run, and may crash in another way at that
     os.kill(os.getpid(), number)
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.failure import RemoteTraceback, WorkerFailed
+from tests.processes import descendants, left_since
 
 pytestmark = pytest.mark.timeout(60)
 #: What the issue allows from the fault to the exception in the user's hands.
@@ -139,13 +140,13 @@ def _fit(module: Net, folder: Path, schedule: Schedule) -> HookCounter:
 
 def _fails(kind: type[BaseException], module: Net, fault: Fault, folder: Path, schedule: Schedule = "1f1b") -> BaseException:
     """Fit, and expect to fail in time, with no process left."""
+    before = descendants()
     with pytest.raises(kind) as raised:
         _fit(module, folder, schedule)
     at_seconds, pid = fault.file.read_text().split()
     assert time.monotonic() - float(at_seconds) < WITHIN_SECONDS
     assert not psutil.pid_exists(int(pid))
-    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=1)
-    assert not left
+    assert not left_since(before, seconds=1)
     return raised.value
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
-import psutil
 import pytest
 import torch
 from collectives import Strikes
@@ -24,6 +23,7 @@ from lightning_autopar.strategies import stalls
 from lightning_autopar.strategies.failure import WorkerFailed
 from lightning_autopar.strategies.stalls import DEADLOCK_SECONDS, STOPPED_SECONDS
 from tests.fresh import fresh
+from tests.processes import descendants, left_since
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -84,6 +84,7 @@ def _struck(engine: str, kind: str, at: int, number: int, folder: Path) -> tuple
     """Fit, with rank 1 stopped or killed at its n-th collective; what the run ends with, and that rank's collectives."""
     folder.mkdir(exist_ok=True)
     strikes, words = Strikes(at, number, folder), None
+    before = descendants()
     began = time.monotonic()
     with mock.patch.multiple(stalls, STOPPED_SECONDS=2.0, _LOOK_SECONDS=0.2):
         try:
@@ -91,8 +92,7 @@ def _struck(engine: str, kind: str, at: int, number: int, folder: Path) -> tuple
         except WorkerFailed as error:
             words = str(error)
     assert time.monotonic() - began < _AROUND_SECONDS
-    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=2)
-    assert not left
+    assert not left_since(before, seconds=2)
     return words, strikes.names
 
 
