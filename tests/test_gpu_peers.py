@@ -58,15 +58,41 @@ for name in sys.argv[1:]:  # "free": what takes least of each device
 """
 
 
-def ran(folder: Path, *names: str, launcher: tuple[str, ...] = (), typed: bool = False) -> list[Any]:
-    """What each process printed of each fit: its name, the loss and the weights. What is typed is no script that could be run again."""
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
+#: With it the GPU of rank 1 hangs from the second step on, and that is seen soon.
+HANG = """
+from lightning_autopar.strategies import peer_watch
+from tests.nullgpu import control
+peer_watch.HUNG_SECONDS, peer_watch._QUEUE_SECONDS = 2.0, 0.5
+def hang(module, batch, batch_idx):
+    if module.global_rank == 1 and batch_idx == 1:
+        control.fault("hang", rank=1)
+pl.LightningModule.on_train_batch_start = hang
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def run(folder: Path, *names: str, launcher: tuple[str, ...] = (), typed: bool = False, before: str = "") -> Any:
+    """The script with those fits, ended. What is typed is no script that could be run again.
+
+    Args:
+        folder: for the script.
+        names: of the fits.
+        launcher: arguments of Python's before the script's name.
+        typed: whether it reads the script from its standard input.
+        before: code of the script's before the fits.
+    """
+    path, script = folder / "train.py", SCRIPT.replace("devices = tuple", f"{before}\ndevices = tuple", 1)
+    path.write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "-" if typed else str(path), *names]
-    done = subprocess.run(
-        command, env=environment, input=SCRIPT if typed else None, capture_output=True, text=True, timeout=100, check=False
+    return subprocess.run(
+        command, env=environment, input=script if typed else None, capture_output=True, text=True, timeout=100, check=False
     )
+
+
+def ran(folder: Path, *names: str, **options: Any) -> list[Any]:
+    """What each process printed of each fit: its name, the loss and the weights."""
+    done = run(folder, *names, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.JSONDecoder().raw_decode(part)[0] for part in done.stdout.split("RESULT ")[1:]]
 
@@ -98,5 +124,18 @@ def test_a_process_that_runs_no_script_and_has_used_a_gpu_runs_on_one(tmp_path: 
 
 def test_runs_of_torchruns_processes_are_plain_lightnings(tmp_path: Path) -> None:
     names = ["ddp", "fsdp"]
-    results = ran(tmp_path, *names, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"))
+    results = ran(tmp_path, *names, launcher=TORCHRUN)
     assert_equal(results + ran(tmp_path, "plain"), [*names * 2, "plain"])
+
+
+@pytest.mark.stub
+@pytest.mark.parametrize(("names", "launcher"), [(["ddp"], TORCHRUN), (["plain", "ddp"], ())], ids=["torchrun", "reruns"])
+def test_processes_before_a_gpu_that_hangs_end_by_a_sentence(
+    names: list[str], launcher: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NULLGPU_STATE", str(tmp_path / "state"))
+    done = run(tmp_path, *names, launcher=launcher, before=HANG)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if "GPUs don't do what they were given" in line]
+    assert len(said) == 2, done.stderr[-3000:]
+    assert all("and this rank waited in " in line for line in said)

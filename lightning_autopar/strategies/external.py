@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -39,6 +39,7 @@ from lightning_autopar.strategies.worker import die_with
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.auto import AutoParallelStrategy
+    from lightning_autopar.strategies.engine import EngineMixin
 
 #: Where the reruns of a script meet the process that started them, as ``host:port``.
 STORE = "AUTOPAR_STORE"
@@ -90,16 +91,18 @@ class Peers:
         return bool(self.children) or PARENT in os.environ
 
     @contextmanager
-    def run(self, devices: Sequence[str]) -> Iterator[None]:
-        """Around a run that takes all ranks: a rerun that fails, or a rank here that is stopped, ends this process while it is open.
+    def run(self, assignment: Assignment, engine: EngineMixin) -> Iterator[None]:
+        """Around a run that takes all ranks: a rerun that fails, a rank here that is stopped, or GPUs that hang end this process meanwhile.
 
         Args:
-            devices: the ranks'.
+            assignment: the plan on the ranks' devices.
+            engine: this rank's.
         """
         self.running.set()
         self.runs += 1
         try:
-            with watch(self.store, self.rank, devices, self.runs):
+            own_device = assignment.torch_devices[self.rank]
+            with watch(self.store, self.rank, assignment.plan.devices, self.runs, own_device=own_device, engine=engine):
                 yield
         finally:
             self.running.clear()

@@ -205,10 +205,7 @@ class Generation:
         self._brake = Brake(job.assignment.plan.world_size)
         self._workers: list[_Worker] = []
         self._deadline = self._hooks_deadline = float("inf")
-        devices = job.assignment.devices
-        self._stalls = Stalls(
-            folder=job.folder, devices=job.assignment.plan.devices, on_cpus=all(device.kind == "cpu" for device in devices)
-        )
+        self._stalls = Stalls(folder=job.folder, devices=job.assignment.plan.devices)
         self._stalled = ""
         self._asked = False
         for stream in (sys.stdout, sys.stderr):

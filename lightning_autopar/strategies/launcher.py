@@ -342,7 +342,7 @@ class AutoLauncher(Launcher):
             engine.parallel_devices = devices  # of this node, as Lightning counts them
         keep_sampler = assignment.batch == "per_device"
         with (
-            peers.run(assignment.plan.devices),
+            peers.run(assignment, engine),
             installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=keep_sampler, external=peers.environment),
         ):
             engine.growth = growth_for(assignment, peers.rank)

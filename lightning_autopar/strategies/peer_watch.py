@@ -2,6 +2,7 @@
 
 There is no parent of ours that could: the processes are torchrun's, Slurm's, or reruns of a script. Each looks at the others' states once a
 second, in a thread. A launcher may be quicker, or may never look; what waits for a lost rank in a collective would wait for long.
+Each looks at its own GPU as well, and tells the others when that does nothing any more.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
+import torch
 
-from lightning_autopar.strategies.stalls import STOPPED_SECONDS
-from lightning_autopar.strategies.whereabouts import where
+from lightning_autopar.strategies.stalls import HUNG_SECONDS, PATIENCE, STOPPED_SECONDS
+from lightning_autopar.strategies.whereabouts import GpuQueue, in_collective, open_seconds, where
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.engine import EngineMixin
 
 #: Between two looks.
 _LOOK_SECONDS = 1.0
+#: This process's own GPU is looked at when no batch has begun for so long, and then so often.
+_QUEUE_SECONDS = 5.0
 #: A launcher that ends the others when a process has failed has done so by then.
 _GONE_SECONDS = 20.0
 
@@ -39,28 +46,43 @@ class _Process:
 
 
 @contextmanager
-def watch(store: Any, rank: int, devices: Sequence[str], run: int) -> Iterator[None]:
-    """While open, this process ends by a sentence when another one of the run on this host is stopped for long, or gone.
+def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device: torch.device, engine: EngineMixin) -> Iterator[None]:
+    """While open, this process ends by a sentence when another one of the run on this host is stopped for long, or gone, or all GPUs hang.
 
     Args:
         store: where the processes meet.
         rank: of this one.
         devices: of the ranks.
         run: its number among these processes' runs.
+        own_device: this rank's, as torch names it here.
+        engine: whose batches show that this rank comes along.
     """
     own = psutil.Process()
     here = _Process(rank=rank, host=socket.gethostname(), pid=own.pid, created=own.create_time())
     store.set(f"autopar/process/{run}/{rank}", pickle.dumps(here))
-    main, ended = threading.get_ident(), threading.Event()
+    main, ended, begun = threading.get_ident(), threading.Event(), _count_batches(engine)
 
     def body() -> None:
         found = [pickle.loads(store.get(f"autopar/process/{run}/{each}")) for each in range(len(devices)) if each != rank]
         near = [process for process in found if process.host == here.host]
         eyes = Watch(processes=near, devices=devices, left=lambda each: bool(store.check([f"autopar/left/{run}/{each}"])))
+        queue = GpuQueue(own_device)
+        standstill = Standstill(
+            rank=rank,
+            devices=devices,
+            begun=lambda: begun[0],
+            look_at=lambda: (where(main), open_seconds(queue, main)),
+            tell=lambda word: store.set(f"autopar/standstill/{run}/{rank}", word),
+            told=lambda each: _told(store, f"autopar/standstill/{run}/{each}"),
+        )
         while not ended.wait(_LOOK_SECONDS):
-            words = eyes.look()
-            if words is not None and not ended.is_set():
-                _end(words, where(main))
+            lost = eyes.look()
+            if lost is not None and not ended.is_set():
+                place = where(main)
+                _end(f"{lost}, and this rank waited for it{'' if place is None else f' in {place}'}")
+            stands = standstill.look()
+            if stands is not None and not ended.is_set():
+                _end(stands, after_seconds=2 * _LOOK_SECONDS)  # so that each rank says its own
 
     threading.Thread(target=body, daemon=True, name="autopar-peers").start()
     try:
@@ -68,6 +90,7 @@ def watch(store: Any, rank: int, devices: Sequence[str], run: int) -> Iterator[N
         store.set(f"autopar/left/{run}/{rank}", "")
     finally:
         ended.set()
+        del engine.batch_to_device  # the class's is left
 
 
 @dataclass(kw_only=True)
@@ -105,6 +128,84 @@ class Watch:
         return None
 
 
+@dataclass(kw_only=True)
+class Standstill:
+    """Sees that no rank comes along: each stands at one place, before a GPU that does nothing or in a collective, and has said so.
+
+    Args:
+        rank: of this process.
+        devices: of all ranks.
+        begun: how many batches have begun here.
+        look_at: where this process's main thread is, and how long its GPU's queue has been open.
+        tell: says to the others what this rank stands before: "gpu", "collective" or "".
+        told: what a rank has said.
+        clock: in seconds.
+    """
+
+    rank: int
+    devices: Sequence[str]
+    begun: Callable[[], int]
+    look_at: Callable[[], tuple[str | None, float]]
+    tell: Callable[[str], None]
+    told: Callable[[int], str]
+    clock: Callable[[], float] = time.monotonic
+    _looked: float = float("-inf")
+    _begun: int = -1
+    _moved: float = 0.0
+    _longest_seconds: float = 0.0
+    _place: str | None = None
+    _since: float = 0.0
+    _word: str = ""
+
+    def look(self) -> str | None:
+        """The sentence, once all ranks stand; to be called again and again."""
+        now, begun = self.clock(), self.begun()
+        if begun != self._begun:
+            self._longest_seconds = max(self._longest_seconds, now - self._moved) if self._begun > 0 else 0.0
+            self._begun, self._moved = begun, now
+        if now - max(self._looked, self._moved) < _QUEUE_SECONDS and not self._word:
+            return None
+        self._looked = now
+        word = self._stands_before(now)
+        if word != self._word:
+            self._word = word
+            self.tell(word)
+        words = [word if each == self.rank else self.told(each) for each in range(len(self.devices))] if word else [word]
+        if not all(words) or "gpu" not in words:
+            return None
+        hung = ", ".join(f"rank {each} on {self.devices[each]}" for each, its in enumerate(words) if its == "gpu")
+        return (
+            f"no rank has come along for {HUNG_SECONDS:g} s, as GPUs don't do what they were given ({hung}), and this rank waited in "
+            f"{self._place}"
+        )
+
+    def _stands_before(self, now: float) -> str:
+        place, seconds = self.look_at()
+        if place != self._place:
+            self._place, self._since = place, now
+        if now - self._since < HUNG_SECONDS:
+            return ""
+        if seconds:
+            return "gpu" if seconds > max(HUNG_SECONDS, PATIENCE * self._longest_seconds) else ""
+        return "collective" if in_collective(place) else ""
+
+
+def _count_batches(engine: EngineMixin) -> list[int]:
+    """A list of one number that counts an engine's batches: Lightning calls ``batch_to_device`` once for each, in every loop."""
+    begun, original = [0], engine.batch_to_device
+
+    def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+        begun[0] += 1
+        return original(*args, **kwargs)
+
+    engine.batch_to_device = batch_to_device  # type: ignore[method-assign]  # as gate.Brake.watch does
+    return begun
+
+
+def _told(store: Any, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
 def _state(process: _Process) -> tuple[str | None, float]:
     """What is wrong with it, in words, and how long that may last; None where nothing is."""
     with suppress(psutil.Error):
@@ -114,11 +215,11 @@ def _state(process: _Process) -> tuple[str | None, float]:
     return "has been gone", _GONE_SECONDS
 
 
-def _end(words: str, place: str | None) -> NoReturn:
+def _end(words: str, after_seconds: float = 0.0) -> NoReturn:
     """End this process, whatever its threads wait for: its launcher sees that it failed."""
-    waited = "" if place is None else f" in {place}"
-    sys.stderr.write(f"autopar: {words}, and this rank waited for it{waited}; this one ends\n")
+    sys.stderr.write(f"autopar: {words}; this one ends\n")
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or nobody reads any more
             stream.flush()
+    time.sleep(after_seconds)
     os._exit(1)

@@ -121,7 +121,7 @@ def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_
     thread = threading.Thread(target=contextvars.copy_context().run, args=(body,), name="autopar-body")
     thread.start()
     assert thread.ident is not None, "it was started"
-    tell_when_asked(job.folder, rank, thread.ident)
+    tell_when_asked(job.folder, rank, thread.ident, job.assignment.torch_devices[rank])
     thread.join()
     _end()
 

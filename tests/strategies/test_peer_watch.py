@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lightning_autopar.strategies.peer_watch import Watch, _Process
+from lightning_autopar.strategies.peer_watch import Standstill, Watch, _Process
 
 
 class Clock:
@@ -66,3 +66,61 @@ def test_a_peer_that_is_gone_unless_its_work_is_done(peer: _Process) -> None:
     assert _look_for(watch, clock, 3600) is None
     left.clear()
     assert _look_for(watch, clock, 60) == f"rank 1 on cuda:1, process {peer.pid}, has been gone for 20 s"
+
+
+class Rank:
+    """A process of a run as far as its standstill is concerned: where it is, and since when its GPU does nothing."""
+
+    def __init__(self, number: int, said: dict[int, str], clock: Clock) -> None:
+        self.place, self.hung_at, self.begun = "backward (step.py:7)", float("inf"), 0
+        self.clock = clock
+        self.standstill = Standstill(
+            rank=number,
+            devices=("cuda:0", "cuda:1"),
+            begun=lambda: self.begun,
+            look_at=lambda: (self.place, max(0.0, clock.now - self.hung_at)),
+            tell=lambda word: said.update({number: word}),
+            told=lambda each: said.get(each, ""),
+            clock=clock,
+        )
+
+
+def _until_both_end(ranks: list[Rank], seconds: float) -> dict[int, tuple[float, str]]:
+    """Look once a second; when each rank ends, and by which sentence."""
+    found: dict[int, tuple[float, str]] = {}
+    until = ranks[0].clock.now + seconds
+    while ranks[0].clock.now < until:
+        for number, rank in enumerate(ranks):
+            words = rank.standstill.look()
+            if words is not None:
+                found.setdefault(number, (rank.clock.now, words))
+        ranks[0].clock.now += 1
+    return found
+
+
+def test_ranks_before_gpus_that_hang_all_end_within_a_minute_and_no_other_rank_does() -> None:
+    clock, said = Clock(), dict[int, str]()
+    ranks = [Rank(number, said, clock) for number in (0, 1)]
+    assert _until_both_end(ranks, 3600) == {}, "at one place, such as backward, but their GPUs come along"
+    ranks[0].hung_at = clock.now
+    assert _until_both_end(ranks, 600) == {}, "rank 0 waits for rank 1, which validates"
+    ranks[1].place, ranks[1].hung_at, began = "wait (distributed_c10d.py:5), called by step (step.py:9)", float("inf"), clock.now
+    found = _until_both_end(ranks, 60)
+    assert found.keys() == {0, 1}
+    for number, (at, words) in found.items():
+        assert at - began < 60
+        assert "GPUs don't do what they were given (rank 0 on cuda:0)" in words
+        assert words.endswith(f"this rank waited in {ranks[number].place}")
+
+
+def test_where_a_batch_takes_long_a_gpu_is_waited_for_longer() -> None:
+    clock, said = Clock(), dict[int, str]()
+    ranks = [Rank(number, said, clock) for number in (0, 1)]
+    for seconds in (1, 30, 1):  # from batch to batch
+        for rank in ranks:
+            rank.begun += 1
+        assert not _until_both_end(ranks, seconds)
+    for rank in ranks:
+        rank.hung_at = clock.now
+    assert not _until_both_end(ranks, 80)
+    assert _until_both_end(ranks, 30).keys() == {0, 1}

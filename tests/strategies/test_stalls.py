@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from lightning_autopar.strategies import whereabouts
 from lightning_autopar.strategies.stalls import STOPPED_SECONDS, Stalls
@@ -62,7 +63,7 @@ def _look_for(stalls: Stalls, clock: Clock, pid: int, seconds: float) -> str | N
 
 def test_a_stopped_process_is_found_after_a_while(pid: int, tmp_path: Path) -> None:
     clock = Clock()
-    stalls = Stalls(folder=tmp_path, devices=("cuda:3",), on_cpus=False, clock=clock)
+    stalls = Stalls(folder=tmp_path, devices=("cuda:3",), clock=clock)
     assert _look_for(stalls, clock, pid, 3600) is None
     _stop(pid)
     assert _look_for(stalls, clock, pid, STOPPED_SECONDS - 5) is None
@@ -79,7 +80,7 @@ def test_a_stopped_process_is_found_after_a_while(pid: int, tmp_path: Path) -> N
 
 def test_a_stopped_process_of_a_workers_is_found_too(pid: int, tmp_path: Path) -> None:
     clock = Clock()
-    stalls = Stalls(folder=tmp_path, devices=("cuda:3",), on_cpus=False, clock=clock)
+    stalls = Stalls(folder=tmp_path, devices=("cuda:3",), clock=clock)
     child = psutil.Process(pid).children()[0].pid
     _stop(child)
     found = _look_for(stalls, clock, pid, 58)
@@ -89,7 +90,7 @@ def test_a_stopped_process_of_a_workers_is_found_too(pid: int, tmp_path: Path) -
 
 def test_the_time_for_which_the_looking_process_was_stopped_itself_doesnt_count(pid: int, tmp_path: Path) -> None:
     clock = Clock()
-    stalls = Stalls(folder=tmp_path, devices=("cuda:3",), on_cpus=False, clock=clock)
+    stalls = Stalls(folder=tmp_path, devices=("cuda:3",), clock=clock)
     _stop(pid)
     assert _look_for(stalls, clock, pid, 5) is None
     clock.now += 3600
@@ -128,7 +129,7 @@ def _be_asked(folder: Path, seconds: float) -> None:
 
     thread = threading.Thread(target=body)
     thread.start()
-    whereabouts.tell_when_asked(folder, 0, thread.ident or 0)
+    whereabouts.tell_when_asked(folder, 0, thread.ident or 0, torch.device("cpu"))
     thread.join()
 
 

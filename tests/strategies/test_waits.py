@@ -21,8 +21,9 @@ from lightning_autopar.memory.inventory import probe
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies import stalls
 from lightning_autopar.strategies.failure import WorkerFailed
-from lightning_autopar.strategies.stalls import DEADLOCK_SECONDS, STOPPED_SECONDS
+from lightning_autopar.strategies.stalls import DEADLOCK_SECONDS, HUNG_SECONDS, STOPPED_SECONDS
 from tests.fresh import fresh
+from tests.nullgpu import control
 from tests.processes import descendants, left_since
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -58,7 +59,7 @@ def _is_locked(path: Path) -> bool:
     return not path.exists() or any(str(path.stat().st_ino) in line for line in locks)
 
 
-def _fit(engine: str, kind: str, folder: Path, strikes: Strikes | None = None, module: Regression | None = None) -> None:
+def _fit(engine: str, kind: str, folder: Path, strikes: pl.Callback | None = None, module: Regression | None = None) -> None:
     if kind == "cpu":
         ids, options = ("cpu:0", "cpu:1"), {"devices": "2xcpu:1GiB"}
     else:
@@ -135,9 +136,47 @@ def test_at_each_collective(engine: str, kind: str, number: int, tmp_path: Path)
         _strike(engine, kind, at, number, tmp_path / str(at))
 
 
+class HangsItsGpu(pl.Callback):
+    """From a batch on the GPU of rank 1 does nothing more at its next collective, while its process lives."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 2:
+            control.fault("hang", rank=1)
+
+
+def _hung(engine: str, folder: Path) -> tuple[str | None, float]:
+    """Fit while a GPU hangs; what the run ends with, and after how many seconds."""
+    before, words, began = descendants(), None, time.monotonic()
+    with mock.patch.multiple(stalls, HUNG_SECONDS=2.0, _LOOK_SECONDS=0.2, _SEARCH_SECONDS=0.5):
+        try:
+            _fit(engine, "gpu", folder, HangsItsGpu())
+        except WorkerFailed as error:
+            words = str(error)
+    seconds = time.monotonic() - began
+    assert not left_since(before, seconds=2)
+    return words, seconds
+
+
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.stub
+@under
+def test_a_gpu_that_hangs_while_its_process_lives(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if engine == "zero":
+        pytest.importorskip("deepspeed")
+    monkeypatch.setenv("NULLGPU_STATE", str(tmp_path / "state"))
+    words, seconds = fresh(_hung, engine, tmp_path)
+    assert words is not None
+    assert "the GPUs don't do what they were given" in words, words
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} on \S+ waited in .+ \(.+:\d+\)", words), words
+    assert seconds < _AROUND_SECONDS
+
+
 def test_the_bounds_are_what_was_promised() -> None:
     assert STOPPED_SECONDS + 5 < 60
     assert DEADLOCK_SECONDS + 15 < 60
+    assert HUNG_SECONDS + 2 * stalls._SEARCH_SECONDS < 60
 
 
 def test_ranks_that_all_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
