@@ -60,9 +60,9 @@ for name in sys.argv[1:]:  # "free": what takes least of each device
 
 #: With it the GPU of rank 1 hangs from the second step on, and that is seen soon.
 HANG = """
-from lightning_autopar.strategies import peer_watch
+from lightning_autopar.strategies import peer_watch, stalls
 from tests.nullgpu import control
-peer_watch.HUNG_SECONDS, peer_watch._QUEUE_SECONDS = 2.0, 0.5
+stalls.STOOD_SECONDS, stalls._FIRST_SECONDS, stalls._PATIENCE, peer_watch._QUEUE_SECONDS = 2.0, 2.0, 0, 0.5
 def hang(module, batch, batch_idx):
     if module.global_rank == 1 and batch_idx == 1:
         control.fault("hang", rank=1)

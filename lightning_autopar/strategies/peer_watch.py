@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 import torch
 
-from lightning_autopar.strategies.stalls import HUNG_SECONDS, PATIENCE, STOPPED_SECONDS
-from lightning_autopar.strategies.whereabouts import GpuQueue, in_collective, open_seconds, where
+from lightning_autopar.strategies import stalls
+from lightning_autopar.strategies.whereabouts import GpuQueue, where
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.engine import EngineMixin
@@ -71,7 +71,7 @@ def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device
             rank=rank,
             devices=devices,
             begun=lambda: begun[0],
-            look_at=lambda: (where(main), open_seconds(queue, main)),
+            look_at=lambda: (where(main), queue.count(main)),
             tell=lambda word: store.set(f"autopar/standstill/{run}/{rank}", word),
             told=lambda each: _told(store, f"autopar/standstill/{run}/{each}"),
         )
@@ -90,7 +90,6 @@ def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device
         store.set(f"autopar/left/{run}/{rank}", "")
     finally:
         ended.set()
-        del engine.batch_to_device  # the class's is left
 
 
 @dataclass(kw_only=True)
@@ -136,7 +135,7 @@ class Standstill:
         rank: of this process.
         devices: of all ranks.
         begun: how many batches have begun here.
-        look_at: where this process's main thread is, and how long its GPU's queue has been open.
+        look_at: where this process's main thread is, and its GPU's :meth:`~whereabouts.GpuQueue.count`.
         tell: says to the others what this rank stands before: "gpu", "collective" or "".
         told: what a rank has said.
         clock: in seconds.
@@ -145,7 +144,7 @@ class Standstill:
     rank: int
     devices: Sequence[str]
     begun: Callable[[], int]
-    look_at: Callable[[], tuple[str | None, float]]
+    look_at: Callable[[], tuple[str | None, int]]
     tell: Callable[[str], None]
     told: Callable[[int], str]
     clock: Callable[[], float] = time.monotonic
@@ -153,20 +152,20 @@ class Standstill:
     _begun: int = -1
     _moved: float = 0.0
     _longest_seconds: float = 0.0
-    _place: str | None = None
-    _since: float = 0.0
+    _stand: stalls.Stand = field(default_factory=stalls.Stand)
     _word: str = ""
 
     def look(self) -> str | None:
         """The sentence, once all ranks stand; to be called again and again."""
         now, begun = self.clock(), self.begun()
         if begun != self._begun:
-            self._longest_seconds = max(self._longest_seconds, now - self._moved) if self._begun > 0 else 0.0
-            self._begun, self._moved = begun, now
+            self._longest_seconds = max(self._longest_seconds, now - self._moved) if self._begun > 1 else 0.0  # the first takes longer
+            self._begun, self._moved, self._stand = begun, now, stalls.Stand()
         if now - max(self._looked, self._moved) < _QUEUE_SECONDS and not self._word:
             return None
-        self._looked = now
-        word = self._stands_before(now)
+        took, self._looked = min(now - self._looked, 2 * _QUEUE_SECONDS), now
+        self._stand.see(*self.look_at(), took)
+        word = self._stand.before(stalls.hung_seconds(self._longest_seconds, begun))
         if word != self._word:
             self._word = word
             self.tell(word)
@@ -175,19 +174,9 @@ class Standstill:
             return None
         hung = ", ".join(f"rank {each} on {self.devices[each]}" for each, its in enumerate(words) if its == "gpu")
         return (
-            f"no rank has come along for {HUNG_SECONDS:g} s, as GPUs don't do what they were given ({hung}), and this rank waited in "
-            f"{self._place}"
+            f"no rank has begun a batch for {now - self._moved:.0f} s, as GPUs don't do what they were given ({hung}), "
+            f"and this rank waited in {self._stand.place}"
         )
-
-    def _stands_before(self, now: float) -> str:
-        place, seconds = self.look_at()
-        if place != self._place:
-            self._place, self._since = place, now
-        if now - self._since < HUNG_SECONDS:
-            return ""
-        if seconds:
-            return "gpu" if seconds > max(HUNG_SECONDS, PATIENCE * self._longest_seconds) else ""
-        return "collective" if in_collective(place) else ""
 
 
 def _count_batches(engine: EngineMixin) -> list[int]:
@@ -211,7 +200,7 @@ def _state(process: _Process) -> tuple[str | None, float]:
     with suppress(psutil.Error):
         found = psutil.Process(process.pid)
         if found.create_time() == process.created and (status := found.status()) != psutil.STATUS_ZOMBIE:
-            return ("has been stopped by a signal (SIGSTOP)", STOPPED_SECONDS) if status == psutil.STATUS_STOPPED else (None, 0.0)
+            return ("has been stopped by a signal (SIGSTOP)", stalls.STOPPED_SECONDS) if status == psutil.STATUS_STOPPED else (None, 0.0)
     return "has been gone", _GONE_SECONDS
 
 

@@ -13,7 +13,6 @@ import signal
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +36,7 @@ _CAPTURES = (os.path.join("torch", "cuda", "graphs.py"), "cudagraph_trees.py")
 
 
 class GpuQueue:
-    """How long a GPU has been busy with what it had been given at an earlier look.
+    """Whether a GPU does what it is given.
 
     A look starts a thread that waits for the GPU. That thread ends when all that had been enqueued is done; while it lives, nobody looks
     anew. It enqueues nothing itself, as it would wait with Python's lock held where the queue is full.
@@ -49,17 +48,40 @@ class GpuQueue:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._wait: threading.Thread | None = None
-        self._since = 0.0
+        self._looks = 0
 
-    def open_seconds(self) -> float:
-        """How long ago that was given which isn't done yet; 0 where all of it is, and at the first look."""
-        if self._wait is not None and self._wait.is_alive():
-            return time.monotonic() - self._since
-        if self._device.type == "cuda" and torch.cuda.is_initialized():
-            self._wait = threading.Thread(target=self._drain, daemon=True, name="autopar-queue")
-            self._since = time.monotonic()
-            self._wait.start()
-        return 0.0
+    def count(self, thread: int) -> int:
+        """A number that grows from look to look while the GPU does what it is given, and stays the same while it doesn't.
+
+        It is no time: a process that was stopped, or had no core for an hour, comes to the same number as one that wasn't.
+
+        Args:
+            thread: whose work is looked at.
+
+        Returns:
+            0 where nothing can be said: there is no GPU, it isn't in use yet, or a CUDA graph is being captured.
+        """
+        if self._device.type != "cuda" or not torch.cuda.is_initialized() or self._captures(thread):
+            return 0
+        if self._wait is None or not self._wait.is_alive():
+            wait = threading.Thread(target=self._drain, daemon=True, name="autopar-queue")
+            try:
+                wait.start()
+            except RuntimeError:  # the system has no room for a thread
+                return 0
+            self._wait = wait
+            self._looks += 1
+        return self._looks
+
+    def _captures(self, thread: int) -> bool:
+        """Whether a CUDA graph is being captured, which another thread's wait would spoil."""
+        if any(name.endswith(_CAPTURES) for name, _, _ in _frames(thread)):
+            return True
+        stream = torch.cuda.graph.default_capture_stream  # ``with torch.cuda.graph(...)`` leaves no frame of its own
+        if stream is None:
+            return False
+        with torch.cuda.stream(stream):
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def _drain(self) -> None:
         with suppress(RuntimeError):  # the GPU has failed: that ends the run by itself
@@ -77,7 +99,7 @@ def tell_when_asked(folder: Path, rank: int, thread: int, device: torch.device) 
         folder: the generation's.
         rank: the worker's.
         thread: the thread's id.
-        device: what it computes on; of a GPU it says as well how long its queue has been open.
+        device: what it computes on; of a GPU it says :meth:`GpuQueue.count` as well.
     """
     queue = GpuQueue(device)
     path = _file(folder, rank)
@@ -86,7 +108,7 @@ def tell_when_asked(folder: Path, rank: int, thread: int, device: torch.device) 
 
     def tell(number: int, frame: FrameType | None) -> None:
         with suppress(OSError):  # no room in the folder
-            os.write(file, f"{where(thread) or ''}\n{open_seconds(queue, thread)}".encode())
+            os.write(file, f"{where(thread) or ''}\n{queue.count(thread)}\n".encode())
 
     signal.signal(_ASK, tell)
     hidden.rename(path)  # whoever asks before that would end this process by the signal
@@ -100,12 +122,6 @@ def where(thread: int) -> str | None:
 def in_collective(place: str | None) -> bool:
     """Whether a place in words is one of torch's collectives."""
     return place is not None and "distributed_c10d.py" in place.split(",")[0]
-
-
-def open_seconds(queue: GpuQueue, thread: int) -> float:
-    """A look at the queue, unless the thread captures a CUDA graph at this moment; then 0."""
-    captures = any(name.endswith(_CAPTURES) for name, _, _ in _frames(thread))
-    return 0.0 if captures else queue.open_seconds()
 
 
 def _frames(thread: int) -> list[tuple[str, str, str]]:
@@ -130,23 +146,19 @@ def ask(folder: Path, pids: Mapping[int, int]) -> None:
             os.kill(pid, _ASK)
 
 
+def answer(folder: Path, rank: int) -> tuple[str | None, int] | None:
+    """In the parent: where a worker was, in words, and its :meth:`GpuQueue.count`; None where it hasn't answered since it was asked."""
+    try:
+        words, queue, _ = _file(folder, rank).read_text(encoding="utf-8", errors="replace").split("\n")
+    except (OSError, ValueError):
+        return None
+    return words or None, int(queue)
+
+
 def place(folder: Path, rank: int) -> str | None:
     """In the parent: where a worker was when it was asked, in words; None where it hasn't said."""
-    return _answer(folder, rank)[0] or None
-
-
-def gpu_seconds(folder: Path, rank: int) -> float:
-    """In the parent: how long a worker's GPU hadn't done what it had been given, when the worker was asked; see :class:`GpuQueue`."""
-    return float(_answer(folder, rank)[1] or 0.0)
-
-
-def _answer(folder: Path, rank: int) -> tuple[str, str]:
-    """What a worker wrote: the place and the seconds, empty where it hasn't written."""
-    try:
-        words, _, seconds = _file(folder, rank).read_text(encoding="utf-8", errors="replace").partition("\n")
-    except OSError:
-        return "", ""
-    return words, seconds
+    found = answer(folder, rank)
+    return None if found is None else found[0]
 
 
 def raised_at(traceback_text: str) -> str | None:

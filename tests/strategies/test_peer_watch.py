@@ -69,20 +69,24 @@ def test_a_peer_that_is_gone_unless_its_work_is_done(peer: _Process) -> None:
 
 
 class Rank:
-    """A process of a run as far as its standstill is concerned: where it is, and since when its GPU does nothing."""
+    """A process of a run as far as its standstill is concerned: where it is, and whether its GPU does what it is given."""
 
     def __init__(self, number: int, said: dict[int, str], clock: Clock) -> None:
-        self.place, self.hung_at, self.begun = "backward (step.py:7)", float("inf"), 0
+        self.place, self.hangs, self.begun, self.done = "backward (step.py:7)", False, 3, 1
         self.clock = clock
         self.standstill = Standstill(
             rank=number,
             devices=("cuda:0", "cuda:1"),
             begun=lambda: self.begun,
-            look_at=lambda: (self.place, max(0.0, clock.now - self.hung_at)),
+            look_at=self._look_at,
             tell=lambda word: said.update({number: word}),
             told=lambda each: said.get(each, ""),
             clock=clock,
         )
+
+    def _look_at(self) -> tuple[str, int]:
+        self.done += not self.hangs
+        return self.place, self.done
 
 
 def _until_both_end(ranks: list[Rank], seconds: float) -> dict[int, tuple[float, str]]:
@@ -98,13 +102,18 @@ def _until_both_end(ranks: list[Rank], seconds: float) -> dict[int, tuple[float,
     return found
 
 
-def test_ranks_before_gpus_that_hang_all_end_within_a_minute_and_no_other_rank_does() -> None:
+@pytest.fixture
+def ranks() -> list[Rank]:
     clock, said = Clock(), dict[int, str]()
-    ranks = [Rank(number, said, clock) for number in (0, 1)]
+    return [Rank(number, said, clock) for number in (0, 1)]
+
+
+def test_ranks_before_gpus_that_hang_all_end_within_a_minute_and_no_other_rank_does(ranks: list[Rank]) -> None:
+    clock = ranks[0].clock
     assert _until_both_end(ranks, 3600) == {}, "at one place, such as backward, but their GPUs come along"
-    ranks[0].hung_at = clock.now
+    ranks[0].hangs = True
     assert _until_both_end(ranks, 600) == {}, "rank 0 waits for rank 1, which validates"
-    ranks[1].place, ranks[1].hung_at, began = "wait (distributed_c10d.py:5), called by step (step.py:9)", float("inf"), clock.now
+    ranks[1].place, began = "wait (distributed_c10d.py:5), called by step (step.py:9)", clock.now
     found = _until_both_end(ranks, 60)
     assert found.keys() == {0, 1}
     for number, (at, words) in found.items():
@@ -113,14 +122,31 @@ def test_ranks_before_gpus_that_hang_all_end_within_a_minute_and_no_other_rank_d
         assert words.endswith(f"this rank waited in {ranks[number].place}")
 
 
-def test_where_a_batch_takes_long_a_gpu_is_waited_for_longer() -> None:
-    clock, said = Clock(), dict[int, str]()
-    ranks = [Rank(number, said, clock) for number in (0, 1)]
-    for seconds in (1, 30, 1):  # from batch to batch
+def test_what_processes_were_stopped_for_isnt_held_against_their_gpus(ranks: list[Rank]) -> None:
+    assert not _until_both_end(ranks, 10)
+    for rank in ranks:
+        rank.hangs = True
+    assert not _until_both_end(ranks, 10)
+    ranks[0].clock.now += 3600  # all of them: by Slurm, or by a container's pause; their GPUs have come along since, which nobody has seen
+    assert not _until_both_end(ranks, 3)
+    for rank in ranks:
+        rank.hangs = False
+    assert not _until_both_end(ranks, 600)
+
+
+def test_where_a_batch_takes_long_a_gpu_is_waited_for_longer(ranks: list[Rank]) -> None:
+    for seconds in (1, 20, 1):  # from batch to batch
         for rank in ranks:
             rank.begun += 1
         assert not _until_both_end(ranks, seconds)
     for rank in ranks:
-        rank.hung_at = clock.now
-    assert not _until_both_end(ranks, 80)
+        rank.hangs = True
+    assert not _until_both_end(ranks, 195)
+    assert _until_both_end(ranks, 30).keys() == {0, 1}
+
+
+def test_in_the_first_batches_a_gpu_is_waited_for_longer(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.begun, rank.hangs = 2, True
+    assert not _until_both_end(ranks, 118)
     assert _until_both_end(ranks, 30).keys() == {0, 1}

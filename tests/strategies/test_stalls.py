@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -146,3 +146,90 @@ def test_to_ask_a_thread_in_the_midst_of_its_work_where_it_is_never_crashes_it(t
     told = [place for place in places if place is not None]
     assert len(told) > 50
     assert all(place.split(" ")[0] in ("_return_from_many_calls", "body") for place in told), set(told)
+
+
+class Workers:
+    """Two workers as they answer: each its place, and how often its GPU has been seen to have done all that it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pid: int, folder: Path) -> None:
+        self.places = {0: "backward (graph.py:824)", 1: "all_reduce (distributed_c10d.py:3001)"}
+        self.done, self.hang, self.silent = {0: 1, 1: 1}, set[int](), set[int]()
+        self.clock, self.batches = Clock(), [7, 7]
+        self._pids = {0: pid, 1: pid}
+        self._stalls = Stalls(folder=folder, devices=("cuda:0", "cuda:1"), clock=self.clock)
+        monkeypatch.setattr(whereabouts, "ask", self._ask)
+        monkeypatch.setattr(whereabouts, "answer", lambda _, rank: None if rank in self.silent else (self.places[rank], self.done[rank]))
+
+    def _ask(self, folder: Path, pids: Mapping[int, int]) -> None:
+        self.done = {rank: count + (count > 0 and rank not in self.hang) for rank, count in self.done.items()}
+
+    def look_for(self, seconds: float) -> str | None:
+        """Look once a second; what is found."""
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            stall = self._stalls.look(self._pids, self.batches)
+            if stall is not None:
+                return stall.sentence
+            self.clock.now += 1
+        return None
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch, pid: int, tmp_path: Path) -> Workers:
+    return Workers(monkeypatch, pid, tmp_path)
+
+
+def test_gpus_that_hang_are_found_within_a_minute_and_gpus_that_come_along_never(workers: Workers) -> None:
+    assert workers.look_for(200) is None
+    workers.hang, began = {0}, workers.clock.now
+    assert workers.look_for(34) is None
+    found = workers.look_for(60)
+    assert found is not None
+    assert "the GPUs don't do what they were given (rank 0 on cuda:0 for" in found
+    assert workers.clock.now - began < 60
+
+
+def test_a_rank_that_moves_on_lets_the_others_wait(workers: Workers) -> None:
+    workers.hang = {0, 1}
+    for line in range(10):
+        workers.places[1] = f"step (train.py:{line})"
+        assert workers.look_for(20) is None
+
+
+def test_ranks_that_wait_for_each_other_are_found_whether_they_have_gpus_or_not(workers: Workers) -> None:
+    for count in (0, 1):
+        workers.places, workers.done = dict.fromkeys((0, 1), f"recv (distributed_c10d.py:{count})"), dict.fromkeys((0, 1), count)
+        assert workers.look_for(34) is None
+        found = workers.look_for(60)
+        assert found is not None
+        assert "as all of them wait for each other" in found
+
+
+def test_a_machine_under_load_answers_late_and_isnt_mistaken_for_a_hang(workers: Workers) -> None:
+    workers.hang = {0, 1}
+    assert workers.look_for(25) is None
+    workers.silent = {1}
+    assert workers.look_for(200) is None
+    workers.silent, workers.hang = set(), set()
+    assert workers.look_for(200) is None
+
+
+def test_the_time_for_which_all_were_stopped_isnt_held_against_gpus(workers: Workers) -> None:
+    workers.hang = {0, 1}
+    assert workers.look_for(20) is None
+    workers.clock.now += 3600
+    assert workers.look_for(6) is None
+    workers.hang = set()
+    assert workers.look_for(200) is None
+
+
+@pytest.mark.parametrize(("batches", "seconds_each", "bound"), [([2, 2], 1, 120), ([4, 3], 20, 200)])
+def test_a_gpu_may_take_longer_where_batches_do_and_before_that_is_known(
+    batches: list[int], seconds_each: int, bound: int, workers: Workers
+) -> None:
+    for number in range(1, min(batches) + 1):
+        workers.batches = [number, number]
+        assert workers.look_for(seconds_each) is None
+    workers.batches, workers.hang = batches, {0, 1}
+    assert workers.look_for(bound) is None
+    assert workers.look_for(30) is not None
