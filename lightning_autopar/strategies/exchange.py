@@ -1,9 +1,10 @@
-"""Bring together what ranks logged: one small collective, once it is known who logs what.
+"""Bring together what ranks logged: one small collective, once it is known who logs what; with GPUs two, one of them on the host.
 
 Knows entries and a process group; nothing of a trainer, of what runs, or of where values go afterwards.
 
-Each rank sends a header (a hash of what it logged, how much) with its numbers. The first time that a combination of hashes comes up, ranks
-tell each other by name what they stand for; from then on the numbers are enough.
+Each rank sends a header (a hash of what it logged, how much) with its numbers: samples, values, and metrics' states. The first time that a
+combination of hashes comes up, ranks tell each other by name what they stand for; from then on the numbers are enough. With GPUs, values
+and states lie on the device, where no host reads them, and the header, which it must read, goes by the host.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,9 +24,9 @@ from torch import Tensor
 
 from lightning_autopar.strategies.logentries import Combiner, Entry
 
-#: Values that one exchange carries without asking first how many there are.
-_SLOTS = 64
-_HEADER = 3
+#: Numbers that one exchange carries without asking first how many there are: these, or up to the most where the last one needed more.
+_NUMBERS, _MOST_NUMBERS = 192, 2**14
+_HEADER = 4
 #: Combinations that are remembered; a step that logs under ever new names makes as many.
 _REMEMBERED = 1024
 #: On a GPU so many exchanges' values wait to be checked, so that the host needn't wait at each.
@@ -41,12 +43,15 @@ class _Block:
         places: of each entry, in the order that all ranks have.
         ranks: who logged them; None for all, each in the order of ``entries``.
         columns: of each rank (row) and entry, which of the rank's it is.
+        states: of each entry, with each rank that logged it, where among the rank's states its metric's begin; nothing where they don't go
+            by the exchange.
     """
 
     entries: tuple[Entry, ...]
     places: tuple[int, ...]
     ranks: Tensor | None = None
     columns: Tensor | None = None
+    states: tuple[tuple[tuple[int, int], ...], ...] = ()
     #: Both as they are on a device.
     _there: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -101,6 +106,8 @@ class Exchange:
         self._warned: set[str] = set()
         self._unchecked: list[tuple[_Agreement, Tensor]] = []
         self._open: list[dist.ProcessGroup] = []
+        #: For how many numbers there is room in the next exchange: the same on all ranks, by what all have heard at the last one.
+        self._room = _NUMBERS
         #: For what the host knows; None is the default group.
         self.host_group: dist.ProcessGroup | None = None
         #: The ranks that run the same stage of other replicas, on the host; None where there are none but this one, or all.
@@ -141,19 +148,31 @@ class Exchange:
         """
         on_host = self._device.type == "cpu"
         width = 3 if on_host else 2
-        header = [float(self._hash(entries)), float(len(entries)), float(max((entry.of for entry in entries), default=0))]
+        states = [entry.packed for entry in entries if entry.packed is not None]
+        header = [self._hash(entries), len(entries), max((entry.of for entry in entries), default=0), sum(map(len, states))]
         numbers = [float(number) for entry in entries for number in (entry.rows, entry.batch_size, entry.number if on_host else 0)[:width]]
-        gathered = self._gather(header + numbers[: width * _SLOTS], _HEADER + width * _SLOTS)
-        agreement = self._agree(tuple(int(row[0]) for row in gathered), entries)
-        most = int(max(row[1] for row in gathered))
+        mine = torch.tensor([*map(float, header), *numbers], dtype=torch.float64)
+        if on_host:
+            mine = torch.cat([mine, *states])
+        room = self._room
+        gathered = self._gather(mine, _HEADER + room)
+        heads = [[int(number) for number in row] for row in gathered[:, :_HEADER].tolist()]
+        agreement = self._agree(tuple(hashed for hashed, *_ in heads), entries)
+        most, most_states = max(count for _, count, _, _ in heads), max(of_states for *_, of_states in heads)
+        needed = max(width * count + (of_states if on_host else 0) for _, count, _, of_states in heads)
+        self._room = needed if _NUMBERS < needed <= _MOST_NUMBERS else _NUMBERS
         if not most:
             return agreement.same, []
-        if most > _SLOTS:
-            gathered = self._gather(header + numbers, _HEADER + width * most)
-        table = torch.tensor(gathered, dtype=torch.float64)[:, _HEADER : _HEADER + width * most].view(len(gathered), most, width)
-        values = table[:, :, -1] if on_host or not agreement.valued else self._gather_values(entries, most)
+        if needed > room:
+            gathered = self._gather(mine, _HEADER + needed)
+        table = gathered[:, _HEADER : _HEADER + width * most].reshape(len(gathered), most, width)
+        values = table[:, :, -1]
+        begins = [_HEADER + width * count for _, count, _, _ in heads]  # each rank's states
+        if not on_host and (agreement.valued or most_states):
+            gathered = self._gather_values(entries, most, most_states)
+            values, begins = gathered[:, :most], [most] * len(heads)
         self._check(agreement, values)
-        samples = int(max(row[2] for row in gathered))
+        samples = max(of for _, _, of, _ in heads)
         found: dict[int, tuple[Entry, Tensor | None, int]] = {}
         for block in agreement.blocks:
             rows = block.of(table[:, :, 0])
@@ -161,10 +180,12 @@ class Exchange:
             stated = [replace(entry, of=samples) if entry.of not in (0, samples) else entry for entry in block.entries]
             combined = self._combiner.combine(stated, block.of(values), rows, block.of(table[:, :, 1]).tolist())
             counts = rows.sum(0).tolist()
-            for place, result, count in zip(block.places, combined, counts, strict=True):
-                entry = result[0]
+            for place, (entry, value, size), count, rank_states in zip(block.places, combined, counts, block.states, strict=True):
+                if rank_states:
+                    rows_of_states = [gathered[rank, begins[rank] + at :][: entry.packed_numbers] for rank, at in rank_states]
+                    entry = replace(entry, packed=torch.stack(rows_of_states))
                 if count or entry.is_metric or not entry.of:  # else only a rank that was fed somebody else's row saw it
-                    found[place] = result
+                    found[place] = entry, value, size
         return agreement.same, [found[place] for place in sorted(found)]
 
     # -- who logs what ---------------------------------------------------------------------------------------------------------------------
@@ -175,13 +196,18 @@ class Exchange:
         if known is not None:
             return known
         same = len(set(hashes)) == 1
-        own = [replace(entry, value=None, states=None) for entry in entries]
+        own = [replace(entry, value=None, states=None, packed=None) for entry in entries]
         lists = [own] * len(hashes)
         if not same:
             lists = [[] for _ in hashes]
             dist.all_gather_object(lists, own, group=self.host_group)
         if same and not self.staged:
-            known = _Agreement(blocks=(_Block(entries=tuple(own), places=tuple(range(len(own)))),), same=True)
+            begins = _begins(own)
+            states = tuple(
+                tuple((rank, at) for rank in range(len(hashes))) if entry.packed_numbers else ()
+                for entry, at in zip(own, begins, strict=True)
+            )
+            known = _Agreement(blocks=(_Block(entries=tuple(own), places=tuple(range(len(own))), states=states),), same=True)
         else:
             known = self._by_name(lists, same)
         if len(self._agreements) >= _REMEMBERED:
@@ -192,6 +218,7 @@ class Exchange:
     def _by_name(self, lists: Sequence[Sequence[Entry]], same: bool) -> _Agreement:
         """Put together what has one name, in the order of the stages and of the first rank that logged it, hooks' last."""
         by_key: dict[tuple[Any, ...], dict[int, tuple[int, Entry]]] = {}
+        begins = [_begins(theirs) for theirs in lists]
         for rank, theirs in enumerate(lists):
             seen: defaultdict[tuple[Any, ...], int] = defaultdict(int)
             for column, entry in enumerate(theirs):
@@ -217,6 +244,15 @@ class Exchange:
                     places=tuple(place for place, _, _ in members),
                     ranks=torch.tensor(ranks).unsqueeze(1),
                     columns=torch.tensor([columns for _, _, columns in members]).t().contiguous(),
+                    states=tuple(
+                        tuple((rank, begins[rank][column]) for rank, column in zip(ranks, columns, strict=True))
+                        if entry.packed_numbers
+                        and all(
+                            lists[rank][column].packed_numbers == entry.packed_numbers for rank, column in zip(ranks, columns, strict=True)
+                        )
+                        else ()
+                        for _, entry, columns in members
+                    ),
                 )
                 for ranks, members in blocks.items()
             ),
@@ -272,7 +308,10 @@ class Exchange:
 
     def _hash(self, entries: list[Entry]) -> int:
         """48 bits of what was logged, the same in every process: a float64 holds them exactly."""
-        keys = tuple((entry.stage, entry.valued, entry.deferred, entry.given_as_number, entry.of > 0, *entry.key) for entry in entries)
+        keys = tuple(
+            (entry.stage, entry.valued, entry.deferred, entry.packed_numbers, entry.given_as_number, entry.of > 0, *entry.key)
+            for entry in entries
+        )
         if keys not in self._hashes:
             if len(self._hashes) >= _REMEMBERED:
                 self._hashes.clear()
@@ -282,23 +321,30 @@ class Exchange:
 
     # -- communication ---------------------------------------------------------------------------------------------------------------------
 
-    def _gather(self, numbers: list[float], size: int) -> list[list[float]]:
-        """Every rank's numbers, padded to ``size``."""
+    def _gather(self, numbers: Tensor, size: int) -> Tensor:
+        """Every rank's numbers, of each as many as ``size``."""
         mine = torch.zeros(size, dtype=torch.float64)
-        mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        mine[: len(numbers)] = numbers[:size]
         gathered = torch.empty(dist.get_world_size(), size, dtype=torch.float64)
         dist.all_gather(list(gathered.unbind()), mine, group=self.host_group)
-        rows: list[list[float]] = gathered.tolist()
-        return rows
+        return gathered
 
-    def _gather_values(self, entries: list[Entry], most: int) -> Tensor:
-        """Every rank's values on the device, (ranks, entries), without waiting for it."""
+    def _gather_values(self, entries: list[Entry], most: int, most_states: int) -> Tensor:
+        """Every rank's values and, after them, states on the device, (ranks, numbers), without waiting for it."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         own = [zero if entry.value is None else entry.value.to(self._device, torch.float64) for entry in entries]
-        mine = torch.stack([*own, *[zero] * (most - len(own))])
-        gathered = mine.new_empty(dist.get_world_size(), most)
+        values = torch.stack([*own, *[zero] * (most - len(own))])
+        states = [entry.packed.to(self._device) for entry in entries if entry.packed is not None]
+        missing = most_states - sum(map(len, states))
+        mine = torch.cat([values, *states, zero.expand(missing)]) if most_states else values
+        gathered = mine.new_empty(dist.get_world_size(), len(mine))
         dist.all_gather(list(gathered.unbind()), mine)
         return gathered
+
+
+def _begins(entries: Sequence[Entry]) -> list[int]:
+    """Where among a rank's states each entry's begin."""
+    return list(accumulate((entry.packed_numbers for entry in entries[:-1]), initial=0)) if entries else []
 
 
 def _order(entry: Entry) -> tuple[bool, int]:

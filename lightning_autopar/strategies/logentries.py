@@ -52,6 +52,8 @@ class Entry:
         given_as_number: whether the user gave a number rather than a tensor.
         deferred: whether it is a metric whose value of the step is yet to be brought together, from ``states``.
         states: of the metric on this rank's part of the batch, and how many updates they have seen.
+        packed: the states as a row of numbers, where that can be; after the exchange those of the ranks that logged it, a row each.
+        packed_numbers: how many numbers that row has.
     """
 
     collection: int
@@ -73,6 +75,8 @@ class Entry:
     valued: bool = False
     deferred: bool = False
     states: Any = None
+    packed: Tensor | None = None
+    packed_numbers: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:

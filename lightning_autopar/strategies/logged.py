@@ -45,7 +45,7 @@ from lightning_autopar.strategies.loghooks import (
 from lightning_autopar.strategies.logresults import log_again, take_back
 from lightning_autopar.strategies.logrules import LogRules
 from lightning_autopar.strategies.metric_parts import MetricParts
-from lightning_autopar.strategies.metrics import States, adopt, hold_metrics, metrics_of, value_of
+from lightning_autopar.strategies.metrics import States, adopt, hold_metrics, metrics_of, packed, sync_states, unpack, value_of
 from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
@@ -265,6 +265,7 @@ class GlobalLogging:
         own: list[Entry] = []
         for entry in entries:
             (own if self._alone or entry.own else shared).append(entry)
+        shared = [self._with_packed_states(entry) for entry in shared]
         agreed, exchanged = (True, []) if self._alone else self._exchange(shared)
         take_back(self._collections, before, keep=agreed)
         states = {entry.key: entry.states for entry in shared if entry.deferred}
@@ -284,11 +285,29 @@ class GlobalLogging:
             else:
                 log_again(self._trainer, self._collections[entry.collection], entry, value, batch_size)
 
+    def _with_packed_states(self, entry: Entry) -> Entry:
+        """The entry with its metric's states beside its value, to go by the same exchange, where they can."""
+        row = packed(self._metric(entry), entry.states) if entry.deferred else None
+        return entry if row is None else replace(entry, packed=row, packed_numbers=row.numel())
+
     def _log_metric(self, entry: Entry, states: States | None, batch_size: int) -> None:
-        """Log a metric with the whole batch's value; a collective."""
-        metric = self._module.get_submodule(entry.options[OPTIONS.index("metric_attribute")])
-        value = value_of(metric, states, self._exchange.host_group, dist.get_world_size())
+        """Log a metric with the whole batch's value; a collective, unless its states have come by the exchange."""
+        metric = self._metric(entry)
+        everyones, group = entry.packed, self._exchange.host_group
+
+        def synchronise(metric: Metric) -> None:
+            if everyones is None:
+                sync_states(metric, group)
+            else:
+                unpack(metric, everyones.to(metric.device))
+
+        value = value_of(metric, states, synchronise)
         log_again(self._trainer, self._collections[entry.collection], replace(entry, dtype=value.dtype), value, batch_size)
+
+    def _metric(self, entry: Entry) -> Metric:
+        metric = self._module.get_submodule(entry.options[OPTIONS.index("metric_attribute")])
+        assert isinstance(metric, Metric), "as logged"
+        return metric
 
     # -- taking in -------------------------------------------------------------------------------------------------------------------------
 

@@ -97,14 +97,13 @@ def adopt(
     return undo
 
 
-def value_of(metric: Any, states: States | None, group: dist.ProcessGroup | None, size: int) -> Any:
-    """What a metric's ``forward`` would have given of all ranks' batch; a collective.
+def value_of(metric: Any, states: States | None, synchronise: Callable[[Any], None]) -> Any:
+    """What a metric's ``forward`` would have given of all ranks' batch.
 
     Args:
         metric: whose own states stay as they are.
         states: of this rank's part of the batch; None where it saw nothing.
-        group: for what lies on the host, as for :func:`sync_states`.
-        size: of the group.
+        synchronise: makes all ranks' states of this rank's, which the metric has meanwhile.
     """
     kept = {**metric.__dict__, **{name: getattr(metric, name) for name in metric._defaults}}
     try:
@@ -113,7 +112,7 @@ def value_of(metric: Any, states: States | None, group: dist.ProcessGroup | None
             metric._update_count = states[1]
             for name, state in states[0].items():
                 setattr(metric, name, state)
-        sync_states(metric, group, size)
+        synchronise(metric)
         metric._update_count, metric._to_sync, metric._should_unsync = max(1, metric._update_count), False, False
         return metric.compute()
     finally:
@@ -129,7 +128,7 @@ def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0) 
     """
     reductions: dict[str, Any] = metric._reductions
     world_size = dist.get_world_size()
-    if size in (0, world_size) and all(_is_fixed(metric, name) for name in reductions):
+    if size in (0, world_size) and all(_is_fixed(metric, name, getattr(metric, name)) for name in reductions):
         _sync_on_device(metric, world_size)
         return
     own = {name: getattr(metric, name) for name in metric._reductions}
@@ -172,23 +171,36 @@ def merge_states(metric: Metric, gathered: Sequence[tuple[int, dict[str, Any]]])
             setattr(metric, name, reduction(moved) if reduction is not None else moved)
 
 
-def _is_fixed(metric: Metric, name: str) -> bool:
+def _is_fixed(metric: Metric, name: str, state: Any) -> bool:
     """Whether a state has one shape on all ranks, and a reduction that can leave out ranks without asking which."""
-    state, default = getattr(metric, name), metric._defaults[name]
+    default = metric._defaults[name]
     if not isinstance(state, Tensor) or not isinstance(default, Tensor) or state.dtype.is_complex:
         return False
     return state.shape == default.shape and metric._reductions[name] in _REDUCED
 
 
-def _sync_on_device(metric: Metric, world_size: int) -> None:
-    """All states of all ranks by one collective. float64 holds counts exactly up to 2⁵³."""
+def packed(metric: Metric, states: States) -> Tensor | None:
+    """States of fixed shapes as one row of float64, which holds counts exactly up to 2⁵³; None where one of them has no fixed shape.
+
+    Args:
+        metric: whose they are.
+        states: as :func:`adopt` gives them to ``keep``.
+    """
+    values, count = states
+    if not all(_is_fixed(metric, name, values.get(name)) for name in metric._reductions):
+        return None
+    counted = torch.full((1,), float(count), dtype=torch.float64, device=metric.device)
+    return torch.cat([counted, *(values[name].to(metric.device, torch.float64).reshape(-1) for name in metric._reductions)])
+
+
+def unpack(metric: Metric, gathered: Tensor) -> None:
+    """Set a metric's states to those of several ranks together.
+
+    Args:
+        metric: whose states have their shapes and types by now.
+        gathered: each rank's :func:`packed`, (ranks, numbers).
+    """
     own = {name: getattr(metric, name) for name in metric._reductions}
-    count = torch.full((1,), float(metric._update_count), dtype=torch.float64, device=metric.device)
-    mine = torch.cat([count, *(state.to(metric.device, torch.float64).reshape(-1) for state in own.values())])
-    gathered = mine.new_empty(world_size, mine.numel())
-    dist.all_gather(list(gathered.unbind()), mine.detach())
-    if mine.requires_grad:
-        gathered = torch.stack([mine if rank == dist.get_rank() else row for rank, row in enumerate(gathered.unbind())])
     counts, *columns = gathered.split([1, *(state.numel() for state in own.values())], dim=1)
     # Where nobody has seen anything, all count alike.
     weights = torch.where(counts.sum() > 0, counts, torch.ones_like(counts))
@@ -203,6 +215,18 @@ def _sync_on_device(metric: Metric, world_size: int) -> None:
             whole = torch.where(weights > 0, values, -torch.inf if largest else torch.inf)
             whole = whole.amax(0) if largest else whole.amin(0)
         setattr(metric, name, whole.to(state.dtype).reshape(state.shape).to(state.device))
+
+
+def _sync_on_device(metric: Metric, world_size: int) -> None:
+    """All states of all ranks by one collective."""
+    own = {name: getattr(metric, name) for name in metric._reductions}
+    mine = packed(metric, (own, metric._update_count))
+    assert mine is not None, "they are of fixed shapes"
+    gathered = mine.new_empty(world_size, mine.numel())
+    dist.all_gather(list(gathered.unbind()), mine.detach())
+    if mine.requires_grad:
+        gathered = torch.stack([mine if rank == dist.get_rank() else row for rank, row in enumerate(gathered.unbind())])
+    unpack(metric, gathered)
     if mine.requires_grad:
         _share_gradients(metric, own, None, on_host=False)
 

@@ -1,8 +1,12 @@
-"""Workers that are stopped or killed at a collective: the n-th that torch dispatches in one of them, whatever library makes it."""
+"""Workers that are stopped or killed at a collective, of those that torch dispatches; and how many of them steps begin."""
 
 from __future__ import annotations
 
+import json
 import os
+import traceback
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +68,60 @@ class Strikes(pl.Callback):
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
+
+
+#: Whose frames are around a call of a collective.
+_WRAPPERS = ("distributed_c10d.py", "c10d_logger.py", "contextlib.py", "eval_frame.py", "_compile.py")
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives that this package's code itself begins, by their names and the code's files, while there is a counter."""
+
+    counter: Counter[str] | None = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d" and self.counter is not None:
+            caller = next(_callers())
+            if "lightning_autopar" in caller.parts:
+                self.counter[f"{function.overloadpacket.__name__} in {caller.name}"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _callers() -> Iterator[Path]:
+    """The files of the code that called a collective, the innermost first."""
+    files = [Path(frame.filename) for frame in reversed(traceback.extract_stack()) if frame.filename != __file__]
+    return (file for file in files if file.name not in _WRAPPERS)
+
+
+class Counts(pl.Callback):
+    """Writes for each step of a rank which collectives this package began in it, between one batch's begin and the next one's.
+
+    Args:
+        folder: where each rank's file goes.
+        skip: steps that aren't counted: the first ones find things out.
+    """
+
+    def __init__(self, folder: Path, skip: int = 3) -> None:
+        self.folder, self.skip = folder, skip
+        self._mode = Counted()
+        self._steps: list[Counter[str]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._mode.__enter__()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._close()
+        self._mode.counter = Counter() if batch_idx >= self.skip else None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._mode.__exit__(None, None, None)
+        (self.folder / f"counts{trainer.global_rank}.json").write_text(json.dumps(self._steps), encoding="utf-8")
+
+    def _close(self) -> None:
+        if self._mode.counter is not None:
+            self._steps.append(self._mode.counter)
+
+    def read(self) -> dict[int, list[dict[str, int]]]:
+        """By rank, each counted step's."""
+        files = sorted(self.folder.glob("counts*.json"))
+        return {int(file.stem.removeprefix("counts")): json.loads(file.read_text(encoding="utf-8")) for file in files}
