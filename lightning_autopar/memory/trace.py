@@ -79,6 +79,7 @@ def trace(
     precision: str | int | None = "32-true",
     target: Target = "cpu",
     validation: FirstBatch | Any | None = None,
+    crashed: str | None = None,
 ) -> Footprint:
     """What one step of the module needs, found out without running it.
 
@@ -93,6 +94,7 @@ def trace(
         target: the kind of device that will run it (:func:`.workspace.target_of`); decides
             between kernels that keep different things (attention, dropout, optimizers).
         validation: for ``"fit"``, the first batch of the validation loader, to be traced as well; None where there is no validation.
+        crashed: how a process ended that traced this step before. Then the step isn't traced again.
 
     Raises:
         ValueError: for an unknown stage or precision.
@@ -103,7 +105,9 @@ def trace(
     first = batch if isinstance(batch, FirstBatch) else FirstBatch(batch=batch, batch_size=batch_size_of(batch))
     tracing = _Tracing(module, trainer, first, stage, types, target, validation)
     try:
-        return tracing.with_margin()
+        if crashed is None:
+            return tracing.with_margin()
+        reason = crashed
     except RAISED as error:
         log.debug("the step can't be traced", exc_info=True)
         reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

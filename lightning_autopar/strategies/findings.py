@@ -242,13 +242,25 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
 
 
 def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> tuple[Footprint, str | None]:
-    """The step's footprint; where the process that traces it ends by it, a coarse one and why: other checks are made all the same."""
+    """The step's footprint; where it is a coarse one, why: other checks are made all the same.
+
+    The process that traces the step may end by it. torch asks a fake tensor for its device through Python, also in C++ functions that are
+    ``noexcept`` (``c10::TensorImpl::device_custom``): an exception that a dispatch mode raises there, or a full stack, ends the process. On
+    real tensors torch asks nobody, so the step is then run for real in another process.
+    """
     try:
         return run_forked(_traced, trainer, questions, batch, validation), None
     except ChildFailed as error:
         log.debug("the step can't be traced", exc_info=True)
-        module, stage = trainer.lightning_module, stage_of(trainer)
-        return run_forked(partial(guess, stage=stage, dtype=None, reason=error.reason), module, trainer, batch), error.reason
+        failed_by = error
+    if failed_by.crashed:
+        try:
+            return run_forked(_traced, trainer, questions, batch, validation, failed_by.reason), None
+        except ChildFailed as error:
+            log.debug("the step can't be run for real either", exc_info=True)
+            failed_by = error
+    module, stage = trainer.lightning_module, stage_of(trainer)
+    return run_forked(partial(guess, stage=stage, dtype=None, reason=failed_by.reason), module, trainer, batch), failed_by.reason
 
 
 def _marked(batch: FirstBatch, loader: Any, loadings: Mapping[str, Loading]) -> FirstBatch:
@@ -354,8 +366,10 @@ def stage_of(trainer: Trainer) -> str:
     return str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
 
 
-def _traced(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> Footprint:
-    """The step as it will run on the devices there are."""
+def _traced(
+    trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None, crashed: str | None = None
+) -> Footprint:
+    """The step as it will run on the devices there are; see :func:`.trace.trace`."""
     return trace(
         trainer.lightning_module,
         trainer,
@@ -364,6 +378,7 @@ def _traced(trainer: Trainer, questions: Questions, batch: FirstBatch, validatio
         precision=str(trainer.precision),
         target=questions.target,
         validation=validation,
+        crashed=crashed,
     )
 
 
