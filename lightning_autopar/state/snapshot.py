@@ -7,7 +7,6 @@ Lightning's own checkpoint dictionary without them. Knows tensors, files and the
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -20,8 +19,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning_compat import bare_optimizer
+from lightning_autopar.state import placed
 from lightning_autopar.state.fragments import Fragment, Part
 from lightning_autopar.state.snapshot_files import SPARE, PlainReader, PlainWriter
 from lightning_autopar.strategies.staged.hole import is_hole
@@ -74,7 +75,7 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
     if strategy.is_global_zero:
         partial = folder / f"{_REST}.part"
         try:
-            partial.write_bytes(pickle.dumps(rest))
+            partial.write_bytes(placed.dumps(rest))
             partial.replace(folder / _REST)  # the snapshot is there once this file is
         except Exception as error:  # a full disk, what has no pickle: the others mustn't wait for ever
             problem = error
@@ -95,7 +96,7 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
     """
     folder = Path(str(path))
     module, optimizers = strategy.lightning_module, [bare_optimizer(optimizer) for optimizer in strategy.optimizers]
-    rest: dict[str, Any] = pickle.loads((folder / _REST).read_bytes())
+    rest: dict[str, Any] = placed.loads((folder / _REST).read_bytes(), strategy.root_device)
     saved = rest.pop(_OPTIMIZERS)
     if optimizers and len(saved) != len(optimizers):
         raise ValueError(
@@ -204,7 +205,9 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def _join_values(optimizers: list[dict[str, Any]]) -> None:
     """Give each rank what all of them have besides tensors, of which the first one's counts; a collective."""
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, [others["values"] for others in optimizers])
+    # On the CPU: torch would unpickle a tensor on the GPU of the rank that sent it. Whoever loads it moves it to its parameter's device.
+    own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), [others["values"] for others in optimizers])
+    dist.all_gather_object(everyones, own)
     for values in everyones:
         for others, its in zip(optimizers, values, strict=True):
             for name, each in its.items():

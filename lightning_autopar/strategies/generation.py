@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_autopar._lightning_compat import SIGTERMException
+from lightning_autopar.state import placed
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.failure import Failure, WorkerFailed
 from lightning_autopar.strategies.gate import Brake
@@ -376,7 +378,7 @@ def _start(rank: int, job: Job, brake: Brake) -> _Worker:
 def _results(job: Job, workers: list[_Worker]) -> list[handover.Results]:
     """The results of those workers that left any."""
     paths = [job.folder / f"rank{worker.rank}.pkl" for worker in workers if {"done", "tuner", "left"} & set(worker.words)]
-    return [pickle.loads(path.read_bytes()) for path in paths]
+    return [placed.loads(path.read_bytes(), torch.device("cpu")) for path in paths]
 
 
 def _describe(code: int | None) -> str:

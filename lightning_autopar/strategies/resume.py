@@ -70,7 +70,9 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
         extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
-    extra["callback_metrics"] = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
+    metrics = {name: value.detach() for name, value in trainer.callback_metrics.items()}
+    # In a snapshot each stays on its device; a checkpoint that is a file may be read where there is no GPU.
+    extra["callback_metrics"] = metrics if at_boundary else {name: value.cpu() for name, value in metrics.items()}
     epochs: Any = trainer.fit_loop.epoch_progress.total
     if epochs.processed < epochs.started:  # else what was logged has been read, and is about to be reset
         extra["results"] = _plain_results(loop._results)

@@ -36,7 +36,7 @@ from lightning_autopar._lightning_compat import (
     share_cores,
     without_word_of_signals,
 )
-from lightning_autopar.state import rng
+from lightning_autopar.state import placed, rng
 from lightning_autopar.strategies import jupyter
 from lightning_autopar.strategies import results as handover
 from lightning_autopar.strategies.assignment import Assignment
@@ -191,7 +191,7 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
                 _leave(error, rank, job, brake, pipe)
                 return
             left = handover.collect(trainer, value, job.before, job.folder, rank)
-        (job.folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(left))
+        (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
         engine.wait_for_peers()
         pipe.send(word)
     except BaseException as error:
@@ -230,7 +230,7 @@ def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connec
         call_on_exception(trainer, error, finalize=True)
     with suppress(Exception):  # sharded weights can't be gathered when ranks have failed; the parent says so
         left = handover.collect(trainer, None, job.before, job.folder, rank, apart=True)
-        (job.folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(left))
+        (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
         if brake.pulled and dist.is_initialized():
             trainer.strategy.wait_for_peers()  # type: ignore[attr-defined]  # of EngineMixin
         pipe.send("left")

@@ -165,7 +165,7 @@ def loaders(variant: Variant) -> tuple[Any, DataLoader[Any]]:
     return train, DataLoader(Plain(19, variant.seed + 7), batch_size=6)
 
 
-def make_trainer(variant: Variant, folder: Path, strategy: Any, callbacks: list[Any]) -> pl.Trainer:
+def make_trainer(variant: Variant, folder: Path, strategy: Any, callbacks: list[Any], accelerator: str) -> pl.Trainer:
     """With loggers and callbacks as a user has them."""
     own: list[Any] = [
         EarlyStopping("val_loss", patience=variant.patience),
@@ -173,7 +173,7 @@ def make_trainer(variant: Variant, folder: Path, strategy: Any, callbacks: list[
         *([MeanWeights()] if variant.ema else []),
     ]
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=1 if strategy == "auto" else "auto",
         strategy=strategy,
         max_epochs=variant.epochs,

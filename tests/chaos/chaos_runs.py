@@ -8,7 +8,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -86,9 +86,9 @@ def environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def fit_plainly(variant: Variant, folder: Path) -> Run:
+def fit_plainly(variant: Variant, folder: Path, accelerator: str = "cpu") -> Run:
     """The undisturbed run, under plain Lightning."""
-    return _fit(variant, folder, "auto", [])
+    return _fit(variant, folder, "auto", [], accelerator=accelerator)
 
 
 def fit_with(
@@ -97,28 +97,38 @@ def fit_with(
     actions: Sequence[Action],
     *,
     decisions: dict[Plan, Decision] | None = None,
-    devices: str = "3xcpu:2GiB",
+    devices: str | None = "3xcpu:2GiB",
     migrate: dict[str, Any] | None = None,
     allow: Sequence[Any] = ENGINES,
     watchers: Sequence[Any] = (),
     loud: bool = False,
 ) -> Run:
-    """The same run under autopar, with what happens to it."""
+    """The same run under autopar, with what happens to it; on the GPUs there are where no devices are named."""
     stage = Stage(actions=list(actions), decisions={} if decisions is None else decisions)
     strategy = AutoParallelStrategy(allow=list(allow), calibrate="off")
     callbacks = [CheckpointMigrate(**{"snapshot_seconds": 0.3, "failures": 6, **(migrate or {})}), Watching(), *watchers]
-    with environment("AUTOPAR_DEVICES", devices), on_stage(stage):
-        run = _fit(variant, folder, strategy, callbacks, stage, loud=loud)
+    named = nullcontext() if devices is None else environment("AUTOPAR_DEVICES", devices)
+    with named, on_stage(stage):
+        run = _fit(variant, folder, strategy, callbacks, stage, loud=loud, accelerator="gpu" if devices is None else "cpu")
     run.stage = stage
     run.timeline = () if stage.run is None else stage.run.diary.spans
     return run
 
 
-def _fit(variant: Variant, folder: Path, strategy: Any, callbacks: list[Any], stage: Stage | None = None, *, loud: bool = False) -> Run:
+def _fit(
+    variant: Variant,
+    folder: Path,
+    strategy: Any,
+    callbacks: list[Any],
+    stage: Stage | None = None,
+    *,
+    loud: bool = False,
+    accelerator: str = "cpu",
+) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     pl.seed_everything(variant.seed, workers=True, verbose=False)
     module = Chaotic(variant)
-    trainer = make_trainer(variant, folder, strategy, [*callbacks, Notes(folder)])
+    trainer = make_trainer(variant, folder, strategy, [*callbacks, Notes(folder)], accelerator)
     if stage is not None:
         stage.trainer = trainer
     with warnings.catch_warnings():  # which workers inherit
@@ -231,7 +241,9 @@ def _compare_callbacks(plain: Run, run: Run, figures: Figures) -> None:
     assert files == {path.name for path in (plain.folder / "checkpoints").iterdir()}, files
     for name, score in best.items():
         figures.logged = max(figures.logged, abs(float(score) - float(wanted[name])))
-    saved, plainly = (torch.load(of.folder / "checkpoints" / sorted(files)[0], weights_only=True)["state_dict"] for of in (run, plain))
+    saved, plainly = (
+        torch.load(of.folder / "checkpoints" / sorted(files)[0], map_location="cpu", weights_only=True)["state_dict"] for of in (run, plain)
+    )
     for name, value in plainly.items():
         figures.weight = max(figures.weight, float((saved[name] - value).abs().max()))
     ours, theirs = one(run, MeanWeights), one(plain, MeanWeights)

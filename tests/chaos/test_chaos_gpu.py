@@ -1,13 +1,18 @@
-"""An allocation that fails on a GPU, in each part of a step: the run ends by it, as a want of memory."""
+"""Runs on GPUs that are moved and killed, and allocations that fail in each part of a step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from chaos_modules import Variant
+from chaos_runs import compare, fit_plainly, fit_with
+from chaos_schedules import ddp, fsdp, pipeline, single
+from chaos_stage import Action
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +22,81 @@ from tests.fresh import fresh
 from tests.nullgpu import control
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+
+
+# -- moves and kills ---------------------------------------------------------------------------------------------------------------------
+
+
+class Keeps(pl.Callback):
+    """Keeps tensors in all the places that a move takes along, and looks at each batch whether they lie where they did.
+
+    ``told`` travels by ``state_dict`` alone, in an object that has no pickle.
+    """
+
+    def __init__(self) -> None:
+        self.here: dict[str, Any] = {}
+        self.host = torch.zeros(3)
+        self.told = _Sealed()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": self.told.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.told.value = state["told"]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        device = trainer.strategy.root_device
+        if not self.here:
+            whole = torch.arange(4.0, device=device)
+            self.here = {"whole": whole, "view": whole[1:3], "list": [whole.clone()], "device": device}
+            self.told.value, pl_module.kept = whole.clone(), whole.clone()
+            trainer.logger.kept = [whole.clone()]  # type: ignore[union-attr]
+        whole, view = self.here["whole"], self.here["view"]
+        for tensor in (whole, view, *self.here["list"], self.told.value, pl_module.kept, *trainer.logger.kept):  # type: ignore[union-attr]
+            assert tensor.device == device, f"it lies on {tensor.device}, and the worker on {device}"
+        for value in trainer.callback_metrics.values():
+            assert value.device in (device, torch.device("cpu")), f"a metric lies on {value.device}, and the worker on {device}"
+        assert self.here["device"] == device
+        assert self.host.device.type == "cpu"
+        whole += 1
+        self.host += 1
+        assert torch.equal(view, whole[1:3])
+        others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+        assert not any(map(torch.cuda.memory_allocated, others)), "something lies on another worker's GPU"
+
+
+class _Sealed:
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("sealed")
+
+
+def _moved(folder: Path) -> None:
+    ids = [device.id for device in probe(accelerator="cuda").devices[:2]]
+
+    def on_gpus(plan: Plan) -> Plan:
+        return replace(plan, devices=tuple(ids[int(name.partition(":")[2])] for name in plan.devices))
+
+    variant = Variant(seed=5, epochs=2, accumulate=2)
+    actions = [Action(at=3, what="move", plan=on_gpus(fsdp(0, 1))), Action(at=6, what="fault", where="outside", rank=1)]
+    actions += [Action(at=9, what="move", plan=on_gpus(pipeline(0, 1))), Action(at=12, what="fault", where="validation", rank=1)]
+    actions += [Action(at=16, what="move", plan=on_gpus(single(1))), Action(at=19, what="move", plan=on_gpus(ddp(0, 1)))]
+    keeps = Keeps()
+    run = fit_with(variant, folder / "moved", actions, devices=None, allow=["single", "ddp", "fsdp", "pipeline"], watchers=[keeps])
+    batches = variant.epochs * variant.batches
+    assert torch.equal(keeps.here["whole"], torch.arange(4.0) + batches)
+    assert float(keeps.host[0]) == batches
+    figures = compare(fit_plainly(variant, folder / "plain", "gpu"), run)
+    assert (figures.moves, figures.faults) == (4, 2)
+
+
+def test_what_is_kept_on_a_gpu_comes_out_on_the_gpu_of_the_next_worker(tmp_path: Path) -> None:
+    fresh(_moved, tmp_path, seconds=120)
+
+
+# -- allocations that fail ---------------------------------------------------------------------------------------------------------------
 
 
 class Wide(pl.LightningModule):
