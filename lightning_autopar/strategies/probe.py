@@ -231,7 +231,8 @@ class _Probe:
             f"{title(self.module, name)}, which {hook} changes, {reason}: each rank and each part keeps that of its own samples"
             for name, reason in {path[0]: reason for path, reason in unknown.items()}.items()
         ]
-        return replace(finding, kept_rules={**finding.kept_rules, hook: rules}, notes=(*finding.notes, *notes))
+        found = {**finding.kept_rules, hook: rules} if rules else finding.kept_rules
+        return replace(finding, kept_rules=found, notes=(*finding.notes, *notes))
 
     def _kept_rules(self, step: Callable[[Any], list[Tensor]], size: int) -> tuple[dict[Path, Any], dict[Path, str]]:
         """The rules for what a step keeps, and why other paths have none: as a run begins, after a step, and in other divisions."""

@@ -169,6 +169,29 @@ def test_what_no_rule_explains_is_named() -> None:
     assert [note.split(",")[0] for note in finding.notes] == ["Rootmean.least", "Rootmean.errors"]
 
 
+class OnlyRoots(Base):
+    """Keeps nothing but what no rule explains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[float] = []
+
+    def loss(self, x: Tensor) -> Tensor:
+        loss = (self.layer(x) - x).square().mean()
+        self.errors.append(loss.sqrt().item())
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_module_of_which_no_rule_explains_anything_is_planned_for() -> None:
+    torch.manual_seed(0)
+    finding, _ = probe_split(OnlyRoots(), None, first_of(samples()))
+    assert finding.kept_rules == {}
+    trainer = pl.Trainer(strategy=AutoParallelStrategy(devices="2xcpu:1GiB", allow=["ddp", "pipeline"]), max_steps=1, **QUIET)
+    with pytest.warns(UserWarning, match=r"OnlyRoots\.errors, which training_step changes, is no sum"):
+        trainer.fit(OnlyRoots(), DataLoader(samples(), 4))  # type: ignore[arg-type]
+
+
 class Cached(Base):
     """Makes a mask once, and counts its steps."""
 
