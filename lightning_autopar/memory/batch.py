@@ -228,13 +228,22 @@ def _made(loader: Any, ends: float) -> list[FirstBatch]:
     """Of the batches that a loader gives until then: the first and the last, and some whose tensors have other shapes."""
     found: dict[tuple[torch.Size, ...], Any] = {}
     first = last = None
-    for last in _until(ends, itertools.islice(loader, _LISTED)):
+    for last in _until(ends, _as_in_an_epoch(loader)):
         shapes = tuple(tensor.shape for tensor in tensors_of(last))
         first = last if first is None else first
         if len(found) < _LOOKS:
             found.setdefault(shapes, last)
     picked = [first, *([] if last is first else [last]), *(batch for batch in found.values() if batch is not first and batch is not last)]
     return [FirstBatch(batch=batch, batch_size=batch_size_of(batch)) for batch in picked if batch is not None]
+
+
+def _as_in_an_epoch(loader: Any) -> Iterator[Any]:
+    """What a run draws of a loader in an epoch: not more than its length, past which some fail (scvi-tools' ``ConcatDataLoader``)."""
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):  # as Lightning takes it for one that has no length
+        length = _LISTED
+    return itertools.islice(loader, min(length, _LISTED))
 
 
 def _tried(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:

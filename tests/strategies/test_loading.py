@@ -164,6 +164,21 @@ def test_a_loader_that_makes_its_batches_is_looked_at_beyond_the_first_one() -> 
     sizes = [[len(x) for x, _ in batch.batch] for batch in some_batches(Pairs(), 5.0)]
     assert sizes == [[4, 4], [4, 4], [4, 3]]  # the first, the last and the one between
     assert [batch.batch.item() for batch in some_batches(iter(torch.arange(3)), 5.0)] == [0, 2]
+
+
+class EndsBadly(Pairs):
+    """As scvi-tools' loader of two: past its length it raises, where no run comes to."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        yield from itertools.islice(super().__iter__(), len(self))
+        raise ValueError("zip() argument 2 is longer than argument 1")
+
+
+def test_a_loader_is_looked_at_up_to_its_length() -> None:
+    assert [4, 3] in [[len(x) for x, _ in batch.batch] for batch in some_batches(EndsBadly(), 5.0)]
     both = lambda pair: (pair[0][0].mean(1) + pair[1][0].mean(1).sum(0), pair[0][1])  # noqa: E731
     with pytest.raises(ValueError, match=r"4, 5, 3\), \(4, 1\), \(3, 5, 3\).*in another batch than the first"):
         trained(lambda: Blocks(both), lambda: [Pairs()] * 2, "ddp")
