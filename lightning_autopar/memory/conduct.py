@@ -7,6 +7,7 @@ step, under fake tensors, so that a module's size doesn't matter.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_autopar._lightning_compat import is_overridden
@@ -26,6 +28,27 @@ from lightning_autopar.memory.rehearsal import Rehearsal
 #: Hooks that aren't called as such, with what Lightning does in them unless they are overridden.
 _DETACH = torch.ops.aten.detach.default
 _OVERRIDES = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+#: Hooks that are called when gradients are there, most often to look at them.
+GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+_GRADIENT_ACCESS = frozenset(getattr(Tensor.grad, access) for access in ("__get__", "__set__", "__delete__"))
+
+
+class GradientLooks(TorchFunctionMode):
+    """While open, it is noticed whenever code in this thread reads or writes a parameter's ``grad``.
+
+    Args:
+        look: called with the parameter, before.
+    """
+
+    def __init__(self, look: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Tell of the access, then do what was asked for."""
+        if func in _GRADIENT_ACCESS and isinstance(args[0], nn.Parameter):
+            self._look(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 class ConductWatch:
@@ -59,6 +82,7 @@ class ConductWatch:
         self._mixed: tuple[str, str] | None = None
         self._written: dict[str, str] = {}
         self._now = dict(self._places)
+        self._looked: dict[str, str | None] = {}
 
     def found(self) -> Conduct:
         """What was seen, after the steps."""
@@ -75,6 +99,7 @@ class ConductWatch:
             written=tuple(self._written.items()),
             exchanged=exchanged,
             shared=shared,
+            looked=tuple(self._looked.items()),
         )
 
     @contextmanager
@@ -92,6 +117,10 @@ class ConductWatch:
             for name in _OVERRIDES:
                 if is_overridden(name, self._module):
                     self._module.__dict__[name] = self._within(name, getattr(self._module, name))
+                    stack.callback(self._module.__dict__.pop, name)
+            for name in GRADIENT_HOOKS:
+                if is_overridden(name, self._module):
+                    self._module.__dict__[name] = self._looking(name, getattr(self._module, name))
                     stack.callback(self._module.__dict__.pop, name)
             rehearsal.__dict__["_call"] = lambda name, *args: self._within(name, call)(name, *args)
             rehearsal.__dict__["_hook"] = lambda name, *args: self._within(name, hook)(name, *args)
@@ -111,6 +140,23 @@ class ConductWatch:
             finally:
                 del self._where[depth:]
                 self._note_moves(name)
+
+        return wrapped
+
+    def _looking(self, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook, of which it is noted whether it looks at gradients."""
+
+        def look(parameter: nn.Parameter) -> None:
+            self._looked.setdefault(hook, self._names.get(id(parameter), "a parameter"))
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with GradientLooks(look):
+                    return function(*args, **kwargs)
+            except BaseException:
+                self._looked.setdefault(hook, None)
+                raise
 
         return wrapped
 

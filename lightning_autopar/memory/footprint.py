@@ -22,6 +22,8 @@ class Conduct:
         written: parameters that the step or a hook writes to, but for the optimizer's step: each one's FQN, and the hook's name.
         exchanged: FQNs of parameters in the place of which the step has put others.
         shared: FQNs of parameters to which the step has given another one's values to share.
+        looked: hooks that look at gradients, each with the FQN of a parameter of which it looks at one; None in the place of the FQN
+            where a hook failed on the traced step, so that this isn't known.
     """
 
     together: tuple[tuple[tuple[str, ...], bool], ...] = ()
@@ -29,6 +31,7 @@ class Conduct:
     written: tuple[tuple[str, str], ...] = ()
     exchanged: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    looked: tuple[tuple[str, str | None], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

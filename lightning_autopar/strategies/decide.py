@@ -33,6 +33,7 @@ from lightning_autopar.strategies.calibration import calibrate, calibrated, is_c
 from lightning_autopar.strategies.decision import Decision, Look
 from lightning_autopar.strategies.disk_states import disk_folder, no_disk
 from lightning_autopar.strategies.features import exclusions
+from lightning_autopar.strategies.features_zero import unseen_gradients
 from lightning_autopar.strategies.findings import Findings, Questions, drawn_by_rank, find_out
 from lightning_autopar.strategies.kept_steps import title
 from lightning_autopar.strategies.prospect import Prospect
@@ -195,6 +196,8 @@ def _look(
         excluded.setdefault("fsdp", refusal)
     if findings.unpartitionable is not None:
         excluded.setdefault("zero", findings.unpartitionable)
+    if training and (reason := unseen_gradients(trainer.lightning_module, findings.footprint.conduct)) is not None:
+        excluded.setdefault("zero", reason)
     if findings.ungathered is not None:
         excluded.setdefault("zero_3", findings.ungathered)
     if training and asked("zero") and (reason := no_disk(disk_folder(trainer.default_root_dir), findings.footprint.optimizer_bytes)):

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.memory.conduct import GRADIENT_HOOKS
 from lightning_autopar.memory.fake import is_compiled
+from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.strategies.host_optimizers import ELEMENTWISE
 
 if TYPE_CHECKING:
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 #: Callbacks that copy, regroup or judge the module's own parameters and gradients.
 _WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning", "BaseFinetuning")
-#: Hooks whose point is to look at gradients, or to run backward and the optimizer's step in another way.
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "backward")
+#: Hooks that clip gradients, or run backward and the optimizer's step, in another way. Of those that may look at gradients or not see
+#: :func:`unseen_gradients`.
+_GRADIENT_HOOKS = ("configure_gradient_clipping", "backward")
 _OPTIMIZER_HOOKS = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_NONE = "DeepSpeed leaves no gradients in the parameters to look at"
 
 
 def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
@@ -52,12 +56,30 @@ def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
     for callback in present:
         for name in _CALLBACK_HOOKS:
             if is_overridden(name, callback, parent=Callback):
-                return f"the callback {type(callback).__name__} has {name}, and DeepSpeed leaves no gradients in the parameters to look at"
+                return f"the callback {type(callback).__name__} has {name}, and {_NONE}"
     for name in (*_GRADIENT_HOOKS, *_OPTIMIZER_HOOKS):
         if is_overridden(name, module):
-            why = "DeepSpeed leaves no gradients in the parameters to look at"
-            return f"the module overrides {name}, and {why if name in _GRADIENT_HOOKS else 'DeepSpeed runs the step by itself'}"
+            return f"the module overrides {name}, and {_NONE if name in _GRADIENT_HOOKS else 'DeepSpeed runs the step by itself'}"
     return unpartitioned_module(module, str(trainer.precision))
+
+
+def unseen_gradients(module: LightningModule, conduct: Conduct | None) -> str | None:
+    """Why the module's hooks can't be called when gradients are in parts; None where they look at none.
+
+    What they look at in a later step is the precision plugin's to notice; see :func:`.zero_precision.refuse_looks`.
+
+    Args:
+        module: whose hooks they are.
+        conduct: what the traced step does; None where it wasn't traced.
+    """
+    looked = {} if conduct is None else dict(conduct.looked)
+    for name in GRADIENT_HOOKS:
+        if not is_overridden(name, module) or (conduct is not None and name not in looked):
+            continue
+        if (parameter := looked.get(name)) is None:
+            return f"the module overrides {name}, and whether it looks at gradients isn't known, as it wasn't traced to its end; {_NONE}"
+        return f"the module's {name} looks at the gradient of {parameter!r}, and {_NONE}"
+    return None
 
 
 def _precision(trainer: Trainer) -> str | None:

@@ -6,15 +6,18 @@ plain run. These compute what a plain run computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_autopar.memory.conduct import GradientLooks
 from lightning_autopar.strategies.zero_gradients import Clipping
 
 
@@ -22,6 +25,16 @@ class _ByDeepSpeed(Precision):
     """What DeepSpeed's engine does by itself."""
 
     clipping: Clipping
+
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Any:
+        """``on_after_backward``."""
+        with refuse_looks(module, "on_after_backward"):
+            return super().post_backward(tensor, module)
+
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        """``on_before_optimizer_step`` and clipping."""
+        with refuse_looks(model, "on_before_optimizer_step"):
+            super()._after_closure(model, optimizer)
 
     def backward(  # type: ignore[override]  # as Lightning's own
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
@@ -43,6 +56,25 @@ class _ByDeepSpeed(Precision):
         """Clip in the step, which is about to begin: gradients are in parts until then."""
         if clip_val > 0:
             self.clipping.ask(float(clip_val), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
+
+
+@contextmanager
+def refuse_looks(module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """Around a hook that looked at no gradients on the traced step, which may do so now.
+
+    Raises:
+        ValueError: if it does, as there are none in the parameters.
+    """
+
+    def refuse(parameter: Parameter) -> None:
+        name = next((name for name, each in module.named_parameters() if each is parameter), "a parameter")
+        raise ValueError(
+            f"{hook} looks at the gradient of {name!r} in step {module.global_step}, though it looked at none in the step that was tried "
+            "before the run; DeepSpeed leaves no gradients in the parameters to look at. Run with allow=['single', 'ddp', 'fsdp']"
+        )
+
+    with GradientLooks(refuse):
+        yield
 
 
 class _Full(_ByDeepSpeed):

@@ -97,6 +97,28 @@ def test_parameters_that_are_written_to() -> None:
         assert set(dict(seen(make()).written)) == {name for name, _ in make().named_parameters() if name.startswith("target")}
 
 
+class Failing(Fitted):
+    def on_after_backward(self) -> None:
+        raise LookupError("there is no such thing in a rehearsal")
+
+
+class Unlooking(Fitted):
+    """Hooks that stand there, as a package's base class has them, and look at nothing yet."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step >= 3:
+            self.log("gradient", self.net[0].weight.grad.norm())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("size", sum(parameter.norm() for parameter in self.parameters() if parameter.requires_grad))
+
+
+def test_hooks_that_look_at_gradients() -> None:
+    assert seen(Logging()).looked == (("on_before_optimizer_step", "net.0.weight"),)
+    assert seen(Failing()).looked == (("on_after_backward", None),)
+    assert seen(Unlooking()).looked == ()
+
+
 def test_stages_that_cannot_be_tried_are_taken_where_nothing_is_written() -> None:
     assert unstaged(seen(Fitted()), "it is too long") is None
     assert "it is too long, and it writes to the parameter 'target.0.weight' by itself" in (

@@ -14,8 +14,10 @@ from modules import Regression
 from torch import nn
 
 from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar.memory.conduct import GRADIENT_HOOKS
+from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.strategies.features import exclusions
-from lightning_autopar.strategies.features_zero import unpartitioned_module, unpartitioned_optimizer
+from lightning_autopar.strategies.features_zero import unpartitioned_module, unpartitioned_optimizer, unseen_gradients
 from lightning_autopar.strategies.host_optimizers import ELEMENTWISE
 
 
@@ -77,9 +79,22 @@ def test_what_of_a_trainer_is_refused(arguments: dict[str, Any], words: str) -> 
     assert words in (sentence(**arguments) or "")
 
 
-@pytest.mark.parametrize("name", ["on_after_backward", "configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad"])
+@pytest.mark.parametrize("name", ["configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad"])
 def test_a_modules_hooks_on_gradients_are_refused(name: str) -> None:
     assert (sentence(overriding(name)) or "").startswith(f"the module overrides {name}, and DeepSpeed")
+
+
+@pytest.mark.parametrize("name", GRADIENT_HOOKS)
+def test_a_modules_hooks_that_may_look_at_gradients_are_refused_where_they_do_or_nobody_knows(name: str) -> None:
+    module = overriding(name)
+    assert sentence(module) is None
+    assert unseen_gradients(module, Conduct()) is None
+    assert f"the module's {name} looks at the gradient of 'net.0.weight'" in (
+        unseen_gradients(module, Conduct(looked=((name, "net.0.weight"),))) or ""
+    )
+    for untold in (None, Conduct(looked=((name, None),))):
+        assert f"the module overrides {name}, and whether it looks at gradients isn't known" in (unseen_gradients(module, untold) or "")
+    assert unseen_gradients(Regression(), None) is None
 
 
 def hooked() -> nn.Module:

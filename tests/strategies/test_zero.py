@@ -171,6 +171,32 @@ def test_what_a_hook_writes_into_parameters_stays(offload: tuple[Any, ...]) -> N
     assert_same(Meddling, numbers(), zero(2, offload=offload))
 
 
+class Unlooking(Fitted):
+    """Hooks that look at no gradients, but one does so in a later step, if it is asked to."""
+
+    looks = False
+
+    def on_after_backward(self) -> None:
+        if self.looks and self.global_step == 2:
+            self.log("gradient", self.net[0].weight.grad.norm())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("rate", optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hooks_that_look_at_no_gradients_are_called(stage: int) -> None:
+    assert_same(Unlooking, numbers(), zero(stage), gradient_clip_val=0.1)
+
+
+def test_a_hook_that_looks_at_gradients_in_a_later_step_ends_the_run_by_a_sentence() -> None:
+    class Looking(Unlooking):
+        looks = True
+
+    with pytest.raises(ValueError, match=r"on_after_backward looks at the gradient of 'net\.0\.weight' in step 2, though"):
+        fit(Looking, numbers(), zero(2))
+
+
 class Exploding(Fitted):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) * (float("inf") if batch_idx == 2 else 1.0)
