@@ -149,8 +149,8 @@ class StageDraws:
         self._share, self._parts = share, parts
         if self._draws_python is not False:
             self._agree_on_start()
-        self._start = _python_states()
-        python = _in_short(self._start)
+        self._start = python_states()
+        python = in_short(self._start)
         self._began = _State(generators=self._captured(), place=self._place, python=python, began=python)
         self._entered.clear()
         self._left.clear()
@@ -222,7 +222,7 @@ class StageDraws:
         assert self._began is not None
         state = self._entry(stage)
         if stage not in self._left:  # of the first micro-batch
-            own = _in_short(_python_states())
+            own = in_short(python_states())
             if (state.moved or own != self._began.python) and (state.began, state.python) != (self._began.python, own):
                 raise RuntimeError(
                     f"Python's random or NumPy's isn't in one state on all ranks where stage {stage} of a pipeline begins: a block before "
@@ -251,8 +251,8 @@ class StageDraws:
                 self._warned = True
                 _LOG.warning("micro-batches of one batch draw unequally many random numbers: they aren't one device's")
             return
-        python = _python_states()
-        state = _State(generators=generators, place=self._place, python=_in_short(python), began=self._began.python)
+        python = python_states()
+        state = _State(generators=generators, place=self._place, python=in_short(python), began=self._began.python)
         self._left[stage] = state
         if stage + 1 < len(self._ranks):
             if self._ranks[stage + 1] != self._ranks[stage]:
@@ -277,7 +277,7 @@ class StageDraws:
         """Python's and NumPy's generators as the first stage's rank has them, on all ranks of the replica."""
         first, others = self._ranks[0], sorted(set(self._ranks) - {self._ranks[0]})
         if dist.get_rank() == first:
-            states = pickle.dumps(_python_states())
+            states = pickle.dumps(python_states())
             message = torch.frombuffer(bytearray(len(states).to_bytes(8, "little") + states), dtype=torch.uint8)
             padded = torch.zeros(_ROOM, dtype=torch.uint8)
             padded[: len(message)] = message
@@ -327,12 +327,12 @@ class StageDraws:
         return _State(generators=message[_NUMBERS * 8 :], place=place, python=python, began=began), states
 
 
-def _python_states() -> rng.RngState:
+def python_states() -> rng.RngState:
     """Of Python's and NumPy's generators."""
     return {name: state for name, state in rng.capture({}, cuda=False).items() if name != "torch"}
 
 
-def _in_short(states: rng.RngState) -> int:
+def in_short(states: rng.RngState) -> int:
     """A number that tells states of Python's and NumPy's generators apart, the same in every process (62 bits)."""
     _, words, gauss = states["python"]
     numbers = [hash((words, gauss is None, gauss or 0.0))]

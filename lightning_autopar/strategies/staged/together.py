@@ -18,6 +18,7 @@ from lightning_autopar.memory.fake import fake_copy
 from lightning_autopar.memory.rehearsal import Rehearsal, default_dtype
 from lightning_autopar.state import rng
 from lightning_autopar.strategies.logrules import Logged, recorded_logs
+from lightning_autopar.strategies.staged.draws import in_short, python_states
 from lightning_autopar.strategies.staged.halves import splittable
 from lightning_autopar.strategies.staged.hole import hole_like, is_hole
 from lightning_autopar.strategies.staged.own import Owned, take_stages
@@ -99,6 +100,8 @@ class Together:
         self._batch: Any = None
         self._batch_idx = 0
         self._draws: rng.RngState = {}
+        #: Python's and NumPy's generators as the batch began.
+        self._began: rng.RngState = {}
         self._precision = precision or Precision()
         self.stages = [self._stage(module, trainer, staging, tuple(cuts), index, fn) for index in range(len(cuts) + 1)]
 
@@ -121,9 +124,15 @@ class Together:
 
         replay = StageModule(copy, staging, cuts, index, call)
         if index:
-            replay.on_entry.append(lambda: rng.restore(self._draws, {}))
+            replay.on_entry.append(self._enter)
         replay.on_exit.append(self._leave)
         return Stage(module=copy, owned=owned, replay=replay, rehearsal=rehearsal)
+
+    def _enter(self) -> None:
+        """A stage's own code begins, all that comes before the cut having run anew, as :class:`.draws.StageDraws` has it."""
+        if in_short(python_states()) != in_short(self._draws):
+            raise RuntimeError("a block draws from Python's random or NumPy's, which later stages skip; draw with torch there")
+        rng.restore(self._draws, {})
 
     def _leave(self) -> None:
         """A stage's own code is over: the next one draws where it left off."""
@@ -135,6 +144,7 @@ class Together:
         received: tuple[Tensor, ...] = ()
         for stage in self.stages:
             stage.replay.hook, stage.replay.chunk = hook, chunk
+            rng.restore(self._began, {})
             self._batch = batch()
             given = stage.replay(*received)
             given = given if isinstance(given, tuple) else (given,)
@@ -152,7 +162,7 @@ class Together:
         Returns:
             The parts' weighted loss; None where the step returned none.
         """
-        self._batch_idx = batch_idx
+        self._batch_idx, self._began = batch_idx, python_states()
         earlier = [self._taken(stage) for stage in self.stages]
         self.logged.clear()
         total: Tensor | None = None
@@ -174,7 +184,7 @@ class Together:
 
     def evaluation_step(self, hook: str, batch: Callable[[], Any]) -> Any:
         """What ``hook`` returns of a batch, without gradients."""
-        self._batch_idx = 0
+        self._batch_idx, self._began = 0, python_states()
         self.logged.clear()
         with torch.no_grad():
             self._forward(hook, 0, batch)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -203,6 +204,27 @@ def test_optimizers_of_single_parameters(make: Callable[..., Any]) -> None:
     module = Stack(2)
     module.configure_optimizers = lambda: make(module.parameters(), lr=1e-2)  # type: ignore[method-assign]
     assert probed(module).staging.refusal is None
+
+
+class Mixes(Stack):
+    """Mixes samples by a share that NumPy draws before the first block, and that the loss takes again after the last, as timm's Mixup."""
+
+    def loss(self, batch: Any) -> Tensor:
+        share = float(np.random.beta(0.8, 0.8))
+        x = self.words(batch[:, :-1])
+        x = share * x + (1 - share) * x.flip(0)
+        for block in self.blocks:
+            x = block(x)
+        logits, target = self.head(x).transpose(1, 2), batch[:, 1:]
+        mixed = [nn.functional.cross_entropy(logits, each) for each in (target, target.flip(0))]
+        return share * mixed[0] + (1 - share) * mixed[1]
+
+
+def test_what_numpy_draws_before_the_cut_is_the_same_on_every_stage() -> None:
+    np.random.seed(3)
+    finding = probed(Mixes(), "training_step", "validation_step")
+    assert finding.staging.refusal is None
+    assert cuttable(finding) == ["blocks.1", "blocks.2", "blocks.3"]
 
 
 class Shared(Stack):
