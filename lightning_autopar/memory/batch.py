@@ -57,6 +57,8 @@ class FirstBatch:
         seconds: what loading and collating it took; 0 where that isn't known.
         cut: whether its parts are cut out of the whole batch's collation, rather than collated by themselves.
         kind: a loader over a map-style or iterable dataset, several loaders, or some other iterable.
+        together: of several loaders, how many samples their batches of one step have, each combination of an epoch once; empty where a
+            loader can't tell.
     """
 
     batch: Any
@@ -69,6 +71,7 @@ class FirstBatch:
     cut: bool = False
     draws: tuple[str, ...] = ()
     epoch_batches: int | None = None
+    together: tuple[tuple[int, ...], ...] = ()
 
 
 def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *, prepared: bool = False) -> FirstBatch:
@@ -106,8 +109,10 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
         first = FirstBatch(batch=shaped([part.batch for part in parts]), batch_size=min(sizes, default=0), kind="combined")
     batch = transfer_batch(module, first.batch)
     size = first.batch_size or batch_size_of(batch)
-    epoch_batches = _epoch_batches(loaders, combined_mode(combined), trainer.limit_train_batches) if stage == "fit" else None
-    return replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders))
+    mode = combined_mode(combined)
+    epoch_batches = _epoch_batches(loaders, mode, trainer.limit_train_batches) if stage == "fit" else None
+    together = _together(loaders, mode, epoch_batches) if first.kind == "combined" and epoch_batches else ()
+    return replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders), together=together)
 
 
 def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> int | None:
@@ -126,6 +131,26 @@ def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> 
         lengths.append(length)
     found = sum(lengths) if mode == "sequential" else min(lengths) if mode == "min_size" else max(lengths)
     return int(found) if found < math.inf else None
+
+
+def _together(loaders: list[Any], mode: str, steps: int) -> tuple[tuple[int, ...], ...]:
+    """How many samples the batches of one step have, each combination once; nothing where a loader can't tell."""
+    sizes: list[list[int]] = []
+    for loader in loaders:
+        sampler = getattr(loader, "batch_sampler", None)
+        plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and type(sampler) is BatchSampler
+        if not plain or isinstance(loader.dataset, IterableDataset):
+            return ()
+        count, size = len(sampler.sampler), sampler.batch_size
+        ragged = [count % size] if count % size and not sampler.drop_last else []
+        sizes.append(([size] * (count // size) + ragged)[:_LISTED])
+    if not all(sizes):
+        return ()
+    found = {}
+    for step in range(min(steps, _LISTED)):
+        there = (each[step % len(each)] for each in sizes if mode != "max_size" or step < len(each))
+        found[tuple(there)] = None
+    return tuple(found)
 
 
 def _draw(loader: Any) -> FirstBatch:

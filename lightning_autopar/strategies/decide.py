@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_autopar._fork import unforkable
@@ -26,6 +27,7 @@ from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.planning.report import Report
 from lightning_autopar.plans import Engine, Plan
+from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.assignment import BatchRule
@@ -188,6 +190,9 @@ def _look(
     )
     if settings.own_draws:
         findings = drawn_by_rank(findings)
+    most = min(len(inventory.devices), max_devices or len(inventory.devices))
+    if findings.split is not None and (reason := unevenly_dealt(findings.together, range(2, max(2, most) + 1))) is not None:
+        findings = replace(findings, split=replace(findings.split, splittable=False, reason=reason))
     training = findings.footprint.training
     refusal = findings.sharded.refusal
     if refusal is None and not several and asked("fsdp"):  # with offload it runs on one device as well
@@ -251,6 +256,29 @@ def _look(
     if training:
         constraints = replace(constraints, residuals=_residuals(trainer, inventory, rates))
     return Look(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
+
+
+def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) -> str | None:
+    """Why several loaders' batches can't be dealt out; None where some number of holders gets the same share of each of a step's batches.
+
+    Args:
+        together: how many samples the batches of one step have, each combination once.
+        holders: how many ranks, or parts, there may be.
+    """
+
+    def uneven(sizes: Sequence[int], count: int) -> bool:
+        dealing = Dealing.even(count)
+        return any(len({Fraction(dealing.rows(of, holder), of) for of in sizes}) > 1 for holder in range(count))
+
+    combinations = [sizes for sizes in together if sizes]
+    worst = {count: next((sizes for sizes in combinations if uneven(sizes, count)), None) for count in holders}
+    if not worst or any(sizes is None for sizes in worst.values()):
+        return None
+    count, sizes = next(iter(worst.items()))
+    return (
+        f"the loaders' batches of one step have {' and '.join(map(str, sizes or ()))} samples, so that their parts weigh differently on "
+        f"each of {count} devices; set drop_last=True with batch sizes that the devices divide evenly"
+    )
 
 
 def _residuals(trainer: Trainer, inventory: Inventory, rates: Calibrated | None) -> Residuals:

@@ -98,6 +98,7 @@ class Findings:
         counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         loadings: how ranks may make the batches of loaders, by :func:`.loading.loader_key`.
+        together: how many samples several loaders' batches of one step have; see :class:`.memory.batch.FirstBatch`.
         untraced: why the step couldn't be traced, so that memory and time are guessed; None where it was.
     """
 
@@ -115,6 +116,7 @@ class Findings:
     counted: tuple[str, ...] = ()
     batches: int | None = None
     loadings: Mapping[str, Loading] = field(default_factory=dict)
+    together: tuple[tuple[int, ...], ...] = ()
     untraced: str | None = None
 
 
@@ -237,6 +239,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         counted=(*(() if staging is None else staging.counted), *(() if split is None else split.counted)),
         batches=_batches_of_fit(trainer, batch),
         loadings=loadings,
+        together=batch.together,
         untraced=untraced,
     )
 

@@ -312,3 +312,40 @@ def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):
         staged(Counting(), tmp_path, plan=alone, allow=("single",))
     assert staged(Stack(), tmp_path, plan=alone, allow=("single",)).assignment.plan == alone
+
+
+class TwoLoaders(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["near"], batch_idx) + self.layer(batch["far"][0]).square().mean()
+
+
+def two(near: int, far: int, **options: Any) -> dict[str, Any]:
+    """Loaders of so many samples each, eight to a batch."""
+    data = {name: TensorDataset(torch.randn(count, 4), torch.randn(count, 1)) for name, count in (("near", near), ("far", far))}
+    return {name: DataLoader(each, 8, **options) for name, each in data.items()}
+
+
+@pytest.mark.parametrize(
+    ("together", "holders", "words"),
+    [
+        (((8, 4),), (2,), None),
+        (((8, 8), (3, 3)), (2,), None),
+        (((8, 8), (3, 4)), (2,), "3 and 4 samples"),
+        (((6, 3),), (2, 3), None),
+        (((6, 3), (4, 2)), (2, 3), "6 and 3 samples, so that their parts weigh differently on each of 2 devices"),
+        (((8,), ()), (2,), None),
+        ((), (2, 3), None),
+    ],
+)
+def test_several_loaders_batches_are_dealt_out_where_each_rank_gets_the_same_share_of_each(
+    together: Any, holders: tuple[int, ...], words: str | None
+) -> None:
+    found = deciding.unevenly_dealt(together, holders)
+    assert found is None if words is None else words in str(found)
+
+
+def test_a_later_step_of_several_loaders_is_looked_at_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NothingFits, match="the loaders' batches of one step have 3 and 4 samples"):
+        plan(trainer_for(TwoLoaders(), two(27, 28), tmp_path), allow=("ddp",))
+    for near, far, options in ((24, 16, {}), (27, 28, {"drop_last": True})):
+        assert plan(trainer_for(TwoLoaders(), two(near, far, **options), tmp_path), allow=("ddp",)).assignment.plan.engine == "ddp"
