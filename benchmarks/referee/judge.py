@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.occasions import host_bytes
 from lightning_autopar.memory.predict import predict
 from lightning_autopar.planning.blocks import recomputable, shardable
 from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.host_memory import host_need
 from lightning_autopar.planning.planner import check_pinned, make_report
 from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.planning.timing import predict_seconds
@@ -275,10 +275,15 @@ class Referee:
             assert plan is not None, "has seconds"
             sizes = predict(self.footprint, plan, self.inventory, precision=self.constraints.precision)
             margin = 1 + self.footprint.margin
-            host = host_bytes(self.footprint, plan, precision=self.constraints.precision)
-            there = self.inventory.host_free_bytes * (1 - self.constraints.memory_margin)
-            nodes = len({self.inventory.device(device).node for device in plan.devices})
-            self._fits[shape] = (not plan.offload or (host.offload + host.pinned) / nodes <= there) and all(
+            host = host_need(
+                self.footprint,
+                plan,
+                self.inventory,
+                {device: math.ceil(size.reserved) for device, size in sizes.items()},
+                precision=self.constraints.precision,
+                margin=self.constraints.memory_margin,
+            )
+            self._fits[shape] = (host is None or host.fits) and all(
                 math.ceil(max(size.allocated, size.reserved) * margin) <= self.budget[device] for device, size in sizes.items()
             )
         return self._fits[shape]

@@ -21,6 +21,7 @@ from lightning_autopar.planning.calibrate_words import collective_lines, speeds
 from lightning_autopar.planning.changes import usable
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.labels import device_label
+from lightning_autopar.planning.table import host_words
 from lightning_autopar.printable import printable
 from lightning_autopar.strategies.run_folders import user_name
 from lightning_autopar.strategies.run_requests import everyones_runs
@@ -172,15 +173,18 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
             *map(Text, (format_bytes(used_bytes), format_bytes(device.total_bytes), busy, seen)),
         )
     console.print(table)
-    host_used = inventory.host_total_bytes - inventory.host_free_bytes
-    cores = f", {inventory.host_threads} cores" if inventory.host_threads else ""
-    console.print(
-        Text.assemble(
-            ("host memory ", "bold"),
-            _bar(host_used / inventory.host_total_bytes, console),
-            f" {format_bytes(host_used)} of {format_bytes(inventory.host_total_bytes)} used{cores}",
+    if inventory.node_host_bytes:
+        console.print(Text.assemble(("host memory ", "bold"), host_words(inventory)))
+    else:
+        host_used = inventory.host_total_bytes - inventory.host_free_bytes
+        cores = f", {inventory.host_threads} cores" if inventory.host_threads else ""
+        console.print(
+            Text.assemble(
+                ("host memory ", "bold"),
+                _bar(host_used / inventory.host_total_bytes, console),
+                f" {format_bytes(host_used)} of {format_bytes(inventory.host_total_bytes)} used{cores}",
+            )
         )
-    )
     for detail in _details(inventory, users, leases):
         # A long command is cut on a terminal, and nowhere else.
         console.print(detail, no_wrap=True, overflow="ellipsis" if console.is_terminal else "ignore", crop=console.is_terminal)

@@ -92,8 +92,10 @@ class Inventory:
     Args:
         devices: in a stable order (by node, then index).
         links: one for each pair that is known to have one; the slowest kind is assumed for the others.
-        host_total_bytes: the smaller of physical memory and the cgroup's limit.
+        host_total_bytes: the smaller of physical memory and the cgroup's limit; of devices that are only planned for, that of node 0.
         host_free_bytes: what is available of that now.
+        node_host_bytes: of devices that are only planned for, the memory of each node's host; empty where there is this host alone.
+        assumed_hosts: the nodes of which nobody said what their hosts have, so that a rule says it (``memory/spec.py``).
         source: where it came from: ``"nvml"``, ``"torch.cuda"``, ``"cpu"``, ``"spec"``.
         notes: what a reader should know, a sentence each (NVML missing, a device unreadable).
         host_threads: cores of this host that this process may use, by affinity and cgroup quota; 0 where unknown.
@@ -106,6 +108,12 @@ class Inventory:
     source: str
     notes: tuple[str, ...] = ()
     host_threads: int = 0
+    node_host_bytes: tuple[int, ...] = ()
+    assumed_hosts: tuple[int, ...] = ()
+
+    def host_free_on(self, node: int) -> int:
+        """Free bytes of a node's host; 0 where that isn't known."""
+        return self.node_host_bytes[node] if self.node_host_bytes else self.host_free_bytes
 
     def device(self, device_id: str) -> Device:
         """The device of that id.
@@ -175,7 +183,13 @@ class Inventory:
         return {
             "devices": [{**asdict(device), "processes": [asdict(process) for process in device.processes]} for device in self.devices],
             "links": [asdict(link) for link in self.links],
-            "host": {"total_bytes": self.host_total_bytes, "free_bytes": self.host_free_bytes, "threads": self.host_threads},
+            "host": {
+                "total_bytes": self.host_total_bytes,
+                "free_bytes": self.host_free_bytes,
+                "threads": self.host_threads,
+                "nodes_bytes": list(self.node_host_bytes),
+                "assumed_nodes": list(self.assumed_hosts),
+            },
             "source": self.source,
             "notes": list(self.notes),
         }

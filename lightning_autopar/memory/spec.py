@@ -16,10 +16,21 @@ from lightning_autopar.memory.host import asked_threads, host_cores, host_memory
 from lightning_autopar.memory.inventory import Device, Inventory, Link
 from lightning_autopar.units import format_bytes, parse_memory
 
-_PART = re.compile(r"(?:(?P<first>-?\d+)\s*x\s*)?(?:(?P<second>-?\d+)\s*x\s*)?(?P<name>[a-z][\w .-]*?|\d{4})\s*(?::\s*(?P<size>.*))?", re.I)
-_EXAMPLES = "write for example '2xcpu:4GiB', 'cpu:2GiB,cpu:6GiB', '8xH100-80GB' or '2x8xA100-40GB' (two nodes of eight)"
+_PART = re.compile(
+    r"(?:(?P<first>-?\d+)\s*x\s*)?(?:(?P<second>-?\d+)\s*x\s*)?"
+    r"(?P<name>[a-z][\w .-]*?|\d{4})\s*(?::\s*(?P<size>[^@]*))?(?:@\s*(?P<host>.*))?",
+    re.I,
+)
+_EXAMPLES = (
+    "write for example '2xcpu:4GiB', 'cpu:2GiB,cpu:6GiB', '8xH100-80GB' or '2x8xA100-40GB@1TiB' (two nodes of eight, each with 1 TiB of "
+    "host memory)"
+)
 _MOST_DEVICES = 4096
-_LEAST_BUDGET_BYTES = 2**20
+_LEAST_BUDGET_BYTES, _LEAST_HOST_BYTES = 2**20, 2**30
+#: What a host of devices that are only planned for has where nobody says so: so many times its devices' memory, and at most so much for
+#: each of them. That is no more than what common cloud nodes of eight have: 1,266 GiB for A100 of 80 GB (a2-ultragpu-8g has as much,
+#: p4de.24xlarge 1,152), 2 TiB for B200 and H200 (p6-b200.48xlarge, p5en.48xlarge), 352 GiB for L4 (g2-standard-96: 384 GB).
+_HOST_TIMES, _MOST_HOST_BYTES = 2, 256 * 2**30
 
 
 class _Part(NamedTuple):
@@ -30,6 +41,7 @@ class _Part(NamedTuple):
     each: int
     name: str
     size: str | None
+    host: str | None
 
     @property
     def is_cpu(self) -> bool:
@@ -39,13 +51,14 @@ class _Part(NamedTuple):
 def parse_spec(spec: str, *, host_bytes: tuple[int, int] | None = None, cores: int | None = None) -> Inventory:
     """The inventory that a text describes.
 
-    Parts are joined by commas; a part is ``[[nodes x] count x] name [:memory]``. The name is ``cpu``, or that of a model in
-    the catalogue; memory is the budget of each CPU device, and those without one share what memory is free. Parts
-    without a number of nodes are on one node; each part with one adds as many.
+    Parts are joined by commas; a part is ``[[nodes x] count x] name [:memory] [@host memory]``. The name is ``cpu``, or that of a model
+    in the catalogue; memory is the budget of each CPU device, and those without one share what memory is free. Parts
+    without a number of nodes are on one node; each part with one adds as many. Host memory is what each node of catalogue devices has
+    for all of them; where no part of a node says it, twice their memory is assumed, at most 256 GiB a device.
 
     Args:
         spec: the text, such as ``"2xcpu:4GiB"``; case and blanks don't matter.
-        host_bytes: the host's total and free memory; by default as it is.
+        host_bytes: this host's total and free memory; by default as it is.
         cores: the host's cores; by default those that this process may use.
 
     Raises:
@@ -64,7 +77,7 @@ def parse_spec(spec: str, *, host_bytes: tuple[int, int] | None = None, cores: i
             f"the device spec {spec!r} mixes {cpu!r}, which can be run on, with {other!r}, which can only be planned for; "
             "write one kind only"
         )
-    return _catalogue_inventory(parts, spec, host_bytes, cores)
+    return _catalogue_inventory(parts, spec, cores)
 
 
 def split_host(count: int, *, host_bytes: tuple[int, int] | None = None) -> Inventory:
@@ -98,7 +111,7 @@ def _parse_part(text: str, spec: str) -> _Part:
             f"{where} is no device of a spec; real GPUs are found without one and chosen by Trainer(devices=...) or "
             f"CUDA_VISIBLE_DEVICES; {_EXAMPLES}"
         )
-    return _Part(text, numbers[0] if len(numbers) == 2 else None, numbers[-1] if numbers else 1, name, match["size"])
+    return _Part(text, numbers[0] if len(numbers) == 2 else None, numbers[-1] if numbers else 1, name, match["size"], match["host"])
 
 
 def _budgets(part: _Part, spec: str) -> list[int | None]:
@@ -106,6 +119,8 @@ def _budgets(part: _Part, spec: str) -> list[int | None]:
     where = f"in the device spec {spec!r}, {part.text!r}"
     if part.nodes is not None:
         raise ValueError(f"{where} has a number of nodes, but CPU devices are this host's; write '{part.nodes * part.each}xcpu:4GiB'")
+    if part.host is not None:
+        raise ValueError(f"{where} has host memory, but CPU devices are this host's, whose memory is known; leave '@{part.host}' out")
     if part.size is None:
         return [None] * part.each
     try:
@@ -115,6 +130,19 @@ def _budgets(part: _Part, spec: str) -> list[int | None]:
     if budget < _LEAST_BUDGET_BYTES:
         raise ValueError(f"{where} has {budget} bytes, but a CPU device has at least 1 MiB; write a size such as 'cpu:4GiB'")
     return [budget] * part.each
+
+
+def _stated_host(part: _Part, where: str) -> int | None:
+    """Bytes that a catalogue part says each of its nodes' hosts has; None where it says nothing."""
+    if part.host is None:
+        return None
+    try:
+        stated = parse_memory(part.host)
+    except ValueError as error:
+        raise ValueError(f"{where}: host memory {error}") from error
+    if stated < _LEAST_HOST_BYTES:
+        raise ValueError(f"{where} has a host of {stated} bytes, but one has at least 1 GiB; write a size such as '{part.name}@64GiB'")
+    return stated
 
 
 def _cpu_inventory(budgets: Sequence[int | None], source: str, host_bytes: tuple[int, int] | None, cores: int | None) -> Inventory:
@@ -151,9 +179,10 @@ def _cpu_inventory(budgets: Sequence[int | None], source: str, host_bytes: tuple
     )
 
 
-def _catalogue_inventory(parts: Sequence[_Part], spec: str, host_bytes: tuple[int, int] | None, cores: int | None) -> Inventory:
+def _catalogue_inventory(parts: Sequence[_Part], spec: str, cores: int | None) -> Inventory:
     """Catalogue devices with the links that their data sheets promise."""
     placed: list[tuple[int, catalogue.KnownDevice]] = []
+    stated: dict[int, int] = {}
     shared_node: int | None = None
     next_node = 0
     for part in parts:
@@ -171,6 +200,11 @@ def _catalogue_inventory(parts: Sequence[_Part], spec: str, host_bytes: tuple[in
         else:
             nodes, next_node = list(range(next_node, next_node + part.nodes)), next_node + part.nodes
         placed += [(node, model) for node in nodes for _ in range(part.each)]
+        if (host_bytes := _stated_host(part, where)) is not None:
+            if stated.setdefault(nodes[0], host_bytes) != host_bytes:
+                there = format_bytes(stated[nodes[0]])
+                raise ValueError(f"{where} has {format_bytes(host_bytes)} of host memory, but its node has {there}; say it once for a node")
+            stated.update(dict.fromkeys(nodes, host_bytes))
     placed.sort(key=lambda item: item[0])
     on_node: dict[int, int] = {}
     of_model: dict[str, int] = {}
@@ -189,7 +223,10 @@ def _catalogue_inventory(parts: Sequence[_Part], spec: str, host_bytes: tuple[in
                 node=node,
             )
         )
-    total_bytes, free_bytes = host_bytes or host_memory()
+    hosts = [0] * next_node
+    for device in devices:
+        hosts[device.node] += min(_HOST_TIMES * device.total_bytes, _MOST_HOST_BYTES)
+    hosts = [stated.get(node, assumed) for node, assumed in enumerate(hosts)]
     return Inventory(
         devices=tuple(devices),
         links=tuple(
@@ -197,11 +234,13 @@ def _catalogue_inventory(parts: Sequence[_Part], spec: str, host_bytes: tuple[in
             for _, on_one in itertools.groupby(devices, attrgetter("node"))
             for a, b in itertools.combinations(on_one, 2)
         ),
-        host_total_bytes=total_bytes,
-        host_free_bytes=free_bytes,
+        host_total_bytes=hosts[0],
+        host_free_bytes=hosts[0],
         source="spec",
-        notes=("the devices are the catalogue's: they can be planned for, not run on; the host's memory is that of this machine",),
+        notes=("the devices are the catalogue's: they can be planned for, not run on",),
         host_threads=cores or host_cores(),
+        node_host_bytes=tuple(hosts),
+        assumed_hosts=tuple(node for node in range(next_node) if node not in stated),
     )
 
 

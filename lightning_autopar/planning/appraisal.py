@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.occasions import host_bytes
 from lightning_autopar.planning.candidates import notes_of
 from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.host_memory import HostNeed, host_need
 from lightning_autopar.planning.labels import device_label
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.report import Candidate, DeviceNeed
@@ -92,7 +92,8 @@ class Appraiser:
         """A plan's prediction, and whether it fits and can be run."""
         found = self._bytes(plan)
         seconds, raw_seconds, told = self._seconds(plan)
-        reason = self.shortage(found.needs) or self._host_shortage(plan)
+        host = self._host_need(plan)
+        reason = self.shortage(found.needs) or self._host_shortage(host)
         missing = cannot_run(plan, allow=self.constraints.allow, pinned=self.constraints.pinned is not None)
         if reason is None and missing is not None:
             reason = f"{missing}; it would take {format_seconds(seconds.step)} a step"
@@ -104,6 +105,7 @@ class Appraiser:
             bytes=found.sizes,
             raw=found.raw,
             needs=found.needs,
+            host=host,
             seconds=seconds,
             raw_seconds=raw_seconds,
             notes=notes_of(plan, self.footprint, self.constraints),
@@ -135,7 +137,7 @@ class Appraiser:
 
     def holds(self, plan: Plan) -> bool:
         """Whether there is memory for it."""
-        return self.shortage(self.needs(plan)) is None and self._host_shortage(plan) is None
+        return self.shortage(self.needs(plan)) is None and self._host_shortage(self._host_need(plan)) is None
 
     def step_seconds(self, plan: Plan) -> float:
         """Seconds that a batch takes under a plan: ranks with a batch each get through more samples a step."""
@@ -185,38 +187,16 @@ class Appraiser:
             return f"needs {format_bytes(most)} of the host's memory over all its ranks, which has {format_bytes(host)}"
         return None
 
-    def _host_shortage(self, plan: Plan) -> str | None:
-        """Of a plan that offloads, all that it takes of the host with most of its ranks.
+    def _host_need(self, plan: Plan) -> HostNeed | None:
+        """What it takes of a host's memory; None where it offloads nothing."""
+        if not plan.offload:
+            return None
+        precision, margin = self.constraints.precision, self.constraints.memory_margin
+        return host_need(self.footprint_of(plan), plan, self.inventory, self.needs(plan), precision=precision, margin=margin)
 
-        Besides what is offloaded that is what building the module takes where each rank builds it, what a checkpoint takes, and what CPU
-        devices hold. None where nothing is offloaded, there is room, or it isn't known which host that is. The free memory is what the
-        tightest cgroup leaves (``memory/host.py``): the kernel kills a job that goes beyond it. The module of the process that plans is
-        there already, and forked ranks share its pages.
-        """
-        if not plan.offload or not self.inventory.host_free_bytes or self.device[plan.devices[0]].kind == "catalogue":
-            return None
-        nodes = [self.device[device].node for device in plan.devices]
-        node = max(sorted(set(nodes)), key=nodes.count)
-        ranks = nodes.count(node)
-        footprint = self.footprint_of(plan)
-        on_cpu = self.device[plan.devices[0]].kind == "cpu"
-        held = host_bytes(footprint, plan, precision=self.constraints.precision, on_cpu=on_cpu)
-        offloaded = (held.offload + held.pinned) * ranks // plan.world_size
-        building = footprint.parameter_bytes * (ranks if plan.engine == "zero" else 1) if footprint.configures_model else 0
-        needs = self.needs(plan)
-        devices = sum(needs[device] for device in plan.devices if on_cpu and self.device[device].node == node)
-        besides = {"for building the module": building, "for a checkpoint": held.checkpoint, "on its CPU devices": devices}
-        need = offloaded + max(building, held.checkpoint + devices)
-        host = int(self.inventory.host_free_bytes * (1 - self.constraints.memory_margin))
-        if need <= host:
-            return None
-        told = [f"{format_bytes(size)} {what}" for what, size in besides.items() if size]
-        also = f", with {', '.join(told)} it needs {format_bytes(need)}" if told else ""
-        locked = f" ({format_bytes(held.pinned * ranks // plan.world_size)} of it page-locked)" if held.pinned else ""
-        return (
-            f"offloads {format_bytes(offloaded)} to the host's memory{locked}{also}, but there are {format_bytes(host)}: "
-            "the system would kill the job"
-        )
+    def _host_shortage(self, need: HostNeed | None) -> str | None:
+        """Why a host can't hold it; None where it can."""
+        return None if need is None or need.fits else need.shortage(self.inventory, self.constraints.memory_margin)
 
     def _shortage_words(self, need: int, device_id: str) -> str:
         """The sentence with the numbers: what is needed, what is there, and how that came to be."""

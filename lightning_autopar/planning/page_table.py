@@ -123,6 +123,8 @@ def _why(report: Report, candidate: Candidate, best: bool) -> Html:
         told.append(f"of its {format_seconds(candidate.seconds.step)}: {time_words(candidate.seconds)}")
     if candidate.needs:
         told.append(f"headroom: {headroom_words(report, candidate)}")
+    if candidate.host is not None:
+        told.append(f"memory of the host: {candidate.host.words()}")
     if not told:
         return element("span", short)
     return element("details", element("summary", short), element("ul", *(element("li", words) for words in dict.fromkeys(told))))

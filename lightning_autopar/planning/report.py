@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.residuals import Residuals
+from lightning_autopar.planning.host_memory import HostNeed
 from lightning_autopar.planning.labels import device_label, devices_label
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.runnable import cannot_run
@@ -57,6 +58,7 @@ class Candidate:
         bytes: predicted bytes by device id, corrected by what earlier runs took; empty where a plan is ruled out before any prediction.
         raw: the same before the correction: what a run is compared with, for the next one.
         needs: by device id, the bytes that must be there for it: the prediction with what the footprint may miss.
+        host: what it takes of the memory of the host that has least to spare; None where it offloads nothing.
         seconds: predicted seconds of a step, corrected by what earlier runs took; None where there is no prediction.
         raw_seconds: the same before the correction; None where nothing was predicted.
         notes: what a reader should know, a sentence each.
@@ -71,6 +73,7 @@ class Candidate:
     bytes: Mapping[str, DeviceNeed] = field(default_factory=dict)
     raw: Mapping[str, DeviceNeed] = field(default_factory=dict)
     needs: Mapping[str, int] = field(default_factory=dict)
+    host: HostNeed | None = None
     seconds: Seconds | None = None
     raw_seconds: Seconds | None = None
     notes: tuple[str, ...] = ()
@@ -112,6 +115,7 @@ class Candidate:
                 device: {**need.to_dict(), "allocated": need.allocated, "reserved": need.reserved} for device, need in self.bytes.items()
             },
             "needs_bytes": dict(self.needs),
+            "host_bytes": None if self.host is None else self.host.to_dict(),
             "seconds": self.seconds.to_dict() if self.seconds else {},
             "notes": [*self.notes, *self.learned],
             "replayed": self.replayed,

@@ -56,6 +56,7 @@ class ReportTable:
             header.append(f"Up to {needs.margin * 100:.3g} % more is allowed for, as the prediction may miss it")
         header += [f"Assumed: {assumption}" for assumption in needs.assumptions]
         header.append("Devices: " + "; ".join(device_words(self.report.inventory)))
+        header.append("Host memory: " + host_words(self.report.inventory))
         header.append(f"Times: by rates {name}" if (name := getattr(self.report.rates, "name", "")) else "Times: by data sheets")
         header += [f"Note: {note}" for note in self.report.inventory.notes]
         return header
@@ -109,6 +110,8 @@ class ReportTable:
             words = "\n".join((f"{title} on {devices}", *([why] if why else [])))
             return rank, words, fullest_words(self.report, candidate)[1], step
         memory = " ".join(fullest_words(self.report, candidate)).strip()
+        if candidate.host is not None:
+            memory += f"\nhost {candidate.host.words()}"
         if width < _WIDE:
             return rank, title, devices, memory, step, why
         return rank, title, devices, memory, headroom_words(self.report, candidate), step, time_words(candidate.seconds), why
@@ -123,6 +126,8 @@ class ReportTable:
         """What the reader should do or know."""
         best = self.report.best_candidate
         chosen = [f"Chosen: {best.plan.title()}"] + [f"  - {reason}" for reason in best.plan.reasons] if best else ["Nothing fits."]
+        if best and best.host:
+            chosen.append(f"  - it takes {format_bytes(best.host.total)} of the host's memory, of {format_bytes(best.host.budget)}")
         if best and best.seconds and (words := time_words(best.seconds)):
             chosen.append(f"  - of its {format_seconds(best.seconds.step)}: {words}")
         return chosen + [f"Advice: {advice}" for advice in self.report.advice]
@@ -137,6 +142,26 @@ def device_words(inventory: Inventory) -> list[str]:
         busy = f", {device.utilization:.0%} busy" if device.utilization and device.utilization >= 0.05 else ""
         alike.setdefault(f"{name + ', ' if name else ''}{words}{busy}", []).append(device)
     return [f"{devices_label(devices)} ({words}{' each' if len(devices) > 1 else ''})" for words, devices in alike.items()]
+
+
+def host_words(inventory: Inventory) -> str:
+    """What the hosts have: ``"18.2 GiB free of 23.5 GiB"``, or of those that are only planned for ``"47.3 GiB, assumed …"``."""
+    if not inventory.node_host_bytes:
+        return f"{format_bytes(inventory.host_free_bytes)} free of {format_bytes(inventory.host_total_bytes)}"
+    alike: dict[tuple[int, bool], int] = {}
+    for node, size in enumerate(inventory.node_host_bytes):
+        key = size, node in inventory.assumed_hosts
+        alike[key] = alike.get(key, 0) + 1
+    several = len(inventory.node_host_bytes) > 1
+    parts = [
+        format_bytes(size) + (f" on {count} node{'s' if count > 1 else ''}" if several else "") + (", assumed" if assumed else "")
+        for (size, assumed), count in alike.items()
+    ]
+    if inventory.assumed_hosts:
+        name = inventory.devices[0].name
+        rule = "twice the devices', at most 256 GiB a device"
+        parts[-1] += f" ({rule}; '{name}@128GiB' in the spec says that a node has 128 GiB)"
+    return "; ".join(parts)
 
 
 def grouped(report: Report) -> dict[str, list[int]]:

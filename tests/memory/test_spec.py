@@ -65,6 +65,30 @@ def test_catalogue_devices() -> None:
     assert "not run on" in inventory.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("spec", "hosts_gib", "assumed"),
+    [
+        ("2x8xA100-80GB@512GiB", [512, 512], ()),
+        ("8xH200", [2048], (0,)),
+        ("T4, L4 @ 32GiB", [32], ()),
+        ("2xT4@32GiB,2x4xB200@1TiB,4xV100-32GB-PCIe@32GiB", [32, 1024, 1024], ()),
+        ("2x8xH200,T4@64GiB", [2048, 2048, 64], (0, 1)),
+    ],
+)
+def test_hosts_of_catalogue_devices(spec: str, hosts_gib: list[int], assumed: tuple[int, ...]) -> None:
+    inventory = parse(spec)
+    assert inventory.node_host_bytes == tuple(size * GIB for size in hosts_gib)
+    assert inventory.assumed_hosts == assumed
+    assert inventory.host_free_bytes == inventory.host_total_bytes == inventory.host_free_on(0)
+    assert inventory.host_free_on(len(hosts_gib) - 1) == hosts_gib[-1] * GIB
+    assert inventory.to_dict()["host"]["assumed_nodes"] == list(assumed)
+
+
+def test_an_assumed_host_has_twice_its_devices_memory() -> None:
+    inventory = parse("2xT4,L4")
+    assert inventory.host_free_bytes == 2 * sum(device.total_bytes for device in inventory.devices)
+
+
 def test_nodes() -> None:
     inventory = parse("2x8xA100-40GB")
     assert [device.node for device in inventory.devices] == [0] * 8 + [1] * 8
@@ -131,6 +155,10 @@ def test_parts_without_nodes_share_one() -> None:
         ("2xgpu", r"real GPUs are found without one"),
         ("auto", r"real GPUs are found without one"),
         ("8xH200:40GiB", r"has a memory budget, which only CPU devices have; write '8xH200-141GB'"),
+        ("T4@32GiB,L4@64GiB", r"'L4@64GiB' has 64 GiB of host memory, but its node has 32 GiB; say it once for a node"),
+        ("cpu:2GiB@4GiB", r"CPU devices are this host's, whose memory is known; leave '@4GiB' out"),
+        ("T4@lots", r"'T4@lots': host memory 'lots' is no memory size"),
+        ("T4@16", r"has a host of 16 bytes, but one has at least 1 GiB; write a size such as 'T4@64GiB'"),
         ("4097xcpu:1MiB", r"describes 4097 devices; at most 4096"),
         ("100x100xH200", r"describes 10000 devices"),
     ],
