@@ -49,6 +49,28 @@ def host_cores(*, root: Path = _ROOT, available: int | None = None) -> int:
     return max(1, min([available, *quotas]))
 
 
+def thread_times(*, root: Path = _ROOT) -> dict[str, tuple[int, int]] | None:
+    """Of each of this process's threads, the nanoseconds that it ran on a core, and those that it was ready to and had none.
+
+    None where the kernel doesn't count them (``CONFIG_SCHED_INFO``).
+
+    Args:
+        root: where ``/proc`` is.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for folder in (root / "proc" / "self" / "task").glob("*"):
+        numbers = (_text(folder / "schedstat") or "").split()  # a thread may have ended
+        if len(numbers) == 3:
+            found[folder.name] = int(numbers[0]), int(numbers[1])
+    return found or None
+
+
+def waited_share(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> float | None:
+    """The share of their time that threads waited for a core between two calls of :func:`thread_times`; None where none of them ran."""
+    ran, waited = (sum(now[index] - before.get(thread, (0, 0))[index] for thread, now in after.items()) for index in (0, 1))
+    return waited / (ran + waited) if ran + waited > 0 else None
+
+
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, used) of each cgroup with a memory limit; ``used`` without the cache that would be dropped first."""
     for folder in _folders(root, "memory"):

@@ -11,10 +11,11 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.step_times import StepTimes
+from lightning_autopar.memory.step_times import StepTimes, TimeFactors
 from lightning_autopar.plans import Plan
 
 _Need = TypeVar("_Need")
@@ -190,11 +191,10 @@ class Residuals:
     key: str | None = None
     times: StepTimes = field(default_factory=StepTimes)
 
-    def step_factor(self, plan: Plan) -> tuple[float, tuple[str, ...]]:
-        """By what to multiply a plan's predicted seconds, going by measured runs, with a sentence where it isn't 1."""
-        if not self.times.records:
-            return 1.0, ()
-        return self.times.factor(plan_shape(plan), [self.devices.get(device, "") for device in plan.devices])
+    @cached_property
+    def time_factors(self) -> TimeFactors:
+        """By what to multiply the predicted seconds of any plan on these devices, going by measured runs."""
+        return self.times.factors(set(self.devices.values()))
 
     def corrected(self, plan: Plan, sizes: Mapping[str, _Need]) -> tuple[Mapping[str, _Need], tuple[str, ...]]:
         """A prediction as it should have been, going by what was measured, with a sentence that says so.

@@ -9,7 +9,7 @@ from lightning_autopar.memory import cache_files
 from lightning_autopar.memory.identity import machine_key
 from lightning_autopar.memory.step_times import StepTime
 
-_KIND = "times"
+_KIND = "step_times"
 #: Records of a module, records in all.
 _MOST_OF_ONE, _MOST = 16, 512
 

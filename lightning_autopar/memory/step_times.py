@@ -1,29 +1,34 @@
-"""Step times: how long runs' steps took beside what was predicted, and the factor that corrects the next prediction.
+"""Step times: how long runs' steps took beside what was predicted, and the factors that correct the next prediction.
 
-Values and arithmetic: it reads no file and knows no run. One module's factor is shared by all its plans, so that measuring one of them
-doesn't change their order; a plan's own counts where it differs by more than two runs of it do.
+Values and arithmetic: it reads no file and knows no run. What is corrected is what plans share, computing and links, by the same factors
+for all of them. A run says as much about plans that never ran as about its own: having run makes no plan look slower or faster. Runs that
+somebody disturbed aren't kept (:func:`disturbance`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 #: A factor stays within these: beyond is another job, or a machine that somebody else kept busy.
 LEAST, MOST = 0.5, 2.0
-#: Two runs of the same step differ by as much: what a plan's own factor must differ from the module's by, to count.
-NOISE = 0.05
-#: So many modules must have run before they say something about another one: about all its plans alike, since a machine that was busy
-#: would make the engine that happened to run look slower than those that didn't.
+#: So many modules must have run before they say something about another one.
 _LEAST_MODULES = 3
-#: Of one plan's runs the last ones count.
+#: Of one plan's runs the fastest of the last ones counts: what disturbs a run makes it slower, never faster.
 _LAST = 5
+#: How much the two factors are held together: a single run, or runs of one kind, say nothing about their difference.
+_TOGETHER = 0.05
 #: Smaller corrections aren't worth a sentence, nor a correction.
 _WORTH_TELLING = 0.02
+#: A run is kept where its steps differ by no more than that (quartiles, beside the median), and its threads wait for a core for no larger
+#: share of their time than that, beyond what its own ranks take from each other.
+_MOST_SPREAD, _MOST_WAITED = 0.3, 0.15
+#: A device that others keep busier than that takes longer by what nobody knows.
+_MOST_BUSY = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,7 @@ class StepTime:
         devices: what each rank's device was.
         rates: by what it was predicted: :attr:`StepTimes.rates`.
         predicted: seconds, uncorrected.
+        links: how many of those are spent on links, between devices or to the host.
         measured: seconds, of the slowest rank.
         day: when, as "2026-11-21".
     """
@@ -45,6 +51,7 @@ class StepTime:
     devices: tuple[str, ...]
     rates: str
     predicted: float
+    links: float
     measured: float
     day: str
 
@@ -71,7 +78,24 @@ class StepTime:
         texts = (record.module, record.shape, record.rates, record.day, *record.devices)
         if not all(isinstance(text, str) for text in texts) or not all(_is_time(value) for value in (record.predicted, record.measured)):
             raise ValueError("not a record of a run's step time: its values are of other kinds")
+        if record.links and not (_is_time(record.links) and record.links <= record.predicted):
+            raise ValueError("not a record of a run's step time: links take a part of the predicted seconds")
         return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeFactors:
+    """By what all plans' predicted seconds are to be multiplied.
+
+    Args:
+        compute: what devices and their hosts do.
+        links: what goes over links, between devices or to the host.
+        told: a sentence about it, where it is worth one.
+    """
+
+    compute: float = 1.0
+    links: float = 1.0
+    told: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,36 +112,108 @@ class StepTimes:
     module: str = ""
     rates: str = "data sheet"
 
-    def factor(self, shape: str, devices: Sequence[str]) -> tuple[float, tuple[str, ...]]:
-        """By what to multiply a plan's predicted seconds, and a sentence about it where that is worth one.
+    def factors(self, devices: Collection[str]) -> TimeFactors:
+        """What runs on these devices say about plans on any of them: this module's own, or else those of several others.
 
         Args:
-            shape: of the plan.
-            devices: what each rank's device is.
+            devices: what the devices are that are planned for, each name once.
         """
-        known = [record for record in self.records if record.rates == self.rates and set(record.devices) == set(devices)]
-        if not known:
-            return 1.0, ()
+        there = set(devices)
+        known = [record for record in self.records if record.rates == self.rates and there.issuperset(record.devices)]
         ours = [record for record in known if record.module == self.module]
-        own = [record.ratio for record in ours if (record.shape, record.devices) == (shape, tuple(devices))][:_LAST]
-        found, because = _shared(ours, lambda record: record.shape), "measured runs of this module"
-        if found is None:
-            enough = len({record.module for record in known}) >= _LEAST_MODULES
-            found, because = (_shared(known, lambda record: record.module) if enough else None), "measured runs of other modules"
-        if own and (found is None or abs(statistics.median(own) / found - 1) > NOISE):
-            found, because = statistics.median(own), "measured runs of this plan"
-        factor = 1.0 if found is None else min(MOST, max(LEAST, found))
-        if abs(factor - 1) < _WORTH_TELLING:
-            return 1.0, ()
-        return factor, (f"time corrected ×{factor:.2f}, by {because}",)
+        enough = len({record.module for record in known}) >= _LEAST_MODULES
+        if not ours and not enough:
+            return TimeFactors()
+        compute, links = (min(MOST, max(LEAST, factor)) for factor in _fitted(ours or known))
+        if max(abs(compute - 1), abs(links - 1)) < _WORTH_TELLING:
+            return TimeFactors()
+        because = f"by measured runs of {'this module' if ours else 'other modules'}"
+        if abs(compute - links) < _WORTH_TELLING:
+            words = f"time corrected ×{compute:.2f}, {because}"
+        else:
+            words = f"time corrected ×{compute:.2f} for computing and ×{links:.2f} for links, {because}"
+        return TimeFactors(compute=compute, links=links, told=(words,))
 
 
-def _shared(records: Sequence[StepTime], key: Callable[[StepTime], str]) -> float | None:
-    """The median over what the key tells apart, of each the median of its last runs; None where there is nothing."""
-    ratios: dict[str, list[float]] = {}
+def disturbance(*, spread: float | None, waited: float | None, own_wait: float = 0.0, busy: float = 0.0) -> str | None:
+    """Why a run's step time says nothing about the next one's; None where it does. What couldn't be looked at speaks against it.
+
+    Args:
+        spread: of the steps' seconds: the middle half's range over the median; None where there were too few steps.
+        waited: the share of their time that the run's threads were ready and had no core; None where the system doesn't tell.
+        own_wait: the share that they take from each other, as there are more of them than cores.
+        busy: the share of its busiest device that others used when the run was planned, 0 to 1.
+    """
+    if spread is None:
+        return "it had too few steps"
+    if waited is None:
+        return "the system doesn't tell whether others kept the machine busy"
+    if waited > own_wait + _MOST_WAITED:
+        return f"others kept the machine busy: it waited for a core {waited * 100:.0f} % of its time"
+    if spread > _MOST_SPREAD:
+        return f"its steps took very different times: the middle half of them within {spread * 100:.0f} % of the median"
+    if busy > _MOST_BUSY:
+        return f"others kept its devices busy: {busy * 100:.0f} %"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What one plan's fastest run says: predicted seconds of computing and of links over measured ones, and how much it counts."""
+
+    compute: float
+    links: float
+    weight: float
+    group: object
+
+
+def _fitted(records: Sequence[StepTime]) -> tuple[float, float]:
+    """The factors of computing and of links under which predictions come nearest to what was measured.
+
+    Links count as slower or faster than computing by no more than what remains when any one plan's runs are left out (any one module's, of
+    several modules): a single plan that was disturbed unnoticed can't say that of the links it uses.
+    """
+    runs = _runs(records)
+    groups = {run.group for run in runs}
+    without = [_links_over_compute([run for run in runs if run.group != group]) for group in groups]
+    slower = min(without) if min(without) > 1 else max(without) if max(without) < 1 else 1.0
+    took = [(run.weight, run.compute + slower * run.links) for run in runs]
+    compute = sum(weight * share for weight, share in took) / sum(weight * share * share for weight, share in took)
+    return compute, compute * slower
+
+
+def _runs(records: Sequence[StepTime]) -> list[_Run]:
+    """Of each plan the fastest of its last runs; of several modules each counts once."""
+    plans: dict[tuple[str, str, tuple[str, ...]], list[StepTime]] = {}
     for record in records:
-        ratios.setdefault(key(record), []).append(record.ratio)
-    return statistics.median(statistics.median(each[:_LAST]) for each in ratios.values()) if ratios else None
+        plans.setdefault((record.module, record.shape, record.devices), []).append(record)
+    of_module = Counter(module for module, *_ in plans)
+    found = []
+    for plan, each in plans.items():
+        fastest = min(each[:_LAST], key=lambda record: record.ratio)
+        several = len(of_module) > 1
+        found.append(
+            _Run(
+                compute=(fastest.predicted - fastest.links) / fastest.measured,
+                links=fastest.links / fastest.measured,
+                weight=1 / of_module[fastest.module] if several else 1.0,
+                group=fastest.module if several else plan,
+            )
+        )
+    return found
+
+
+def _links_over_compute(runs: Sequence[_Run]) -> float:
+    """How many times as far off links are as computing is, by least squares of relative errors, the two held together a little."""
+    # The normal equations of sum w (c computing + l links - 1)^2 + together (c - l)^2, in c and l.
+    aa = _TOGETHER + sum(run.weight * run.compute**2 for run in runs)
+    ab = -_TOGETHER + sum(run.weight * run.compute * run.links for run in runs)
+    bb = _TOGETHER + sum(run.weight * run.links**2 for run in runs)
+    a, b = sum(run.weight * run.compute for run in runs), sum(run.weight * run.links for run in runs)
+    compute, links = a * bb - b * ab, b * aa - a * ab
+    if not runs or compute <= 0 or links <= 0:
+        return 1.0
+    return min(MOST, max(LEAST, links / compute))
 
 
 def _is_time(value: Any) -> bool:

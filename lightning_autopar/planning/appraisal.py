@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
+from lightning_autopar.memory.step_times import TimeFactors
 from lightning_autopar.planning.candidates import notes_of
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.host_memory import HostNeed, host_need
@@ -31,6 +31,10 @@ WORTH_A_LIBRARY = 0.15
 #: What a plan on devices that others keep busy must be faster by than one on idler ones. How busy they are counts in tenths
 #: (``roofline.idle_share``), so that seconds on them are known to half of that.
 WORTH_DISTURBING = 0.05
+
+
+#: Parts of a step that go over links, between devices or to the host.
+_LINKS = ("communication", "offload")
 
 
 class Predict(Protocol):
@@ -130,9 +134,8 @@ class Appraiser:
         if plan not in self._known_seconds:
             footprint, precision = self.footprint_of(plan), self.constraints.precision
             raw = predict_seconds(footprint, plan, self.inventory, precision=precision, rates=self.rates)
-            factor, told = self.constraints.residuals.step_factor(plan)
-            parts = {field.name: factor * getattr(raw, field.name) for field in fields(raw)} if factor != 1.0 else {}
-            self._known_seconds[plan] = replace(raw, **parts) if parts else raw, raw, told
+            factors = self.constraints.residuals.time_factors
+            self._known_seconds[plan] = corrected(raw, factors) if factors.told else raw, raw, factors.told
         return self._known_seconds[plan]
 
     def holds(self, plan: Plan) -> bool:
@@ -256,6 +259,16 @@ class Appraiser:
     def batch_seconds(self, candidate: Candidate) -> float:
         """Of a candidate, for each batch in its step."""
         return self.of_a_batch(candidate.step_seconds, candidate.plan)
+
+
+def links_seconds(seconds: Seconds) -> float:
+    """How many of a step's seconds are spent on links."""
+    return sum(getattr(seconds, name) for name in _LINKS)
+
+
+def corrected(seconds: Seconds, factors: TimeFactors) -> Seconds:
+    """A prediction of time as measured runs say that it should have been."""
+    return Seconds(**{name: part * (factors.links if name in _LINKS else factors.compute) for name, part in seconds.parts().items()})
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:

@@ -47,15 +47,16 @@ def plan_kind(plan: Plan, inventory: Inventory) -> tuple[object, ...]:
     )
 
 
-def raw_batch_seconds(plan: Plan, report: Report, *, split_batch: bool = True) -> float:
+def raw_batch_seconds(plan: Plan, report: Report, *, split_batch: bool = True, residuals: Residuals | None = None) -> float:
     """Predicted seconds of a batch under a plan on a report's devices, not corrected by earlier runs.
 
     Args:
         plan: its devices are among the report's.
         report: whose footprint, devices and rates count.
         split_batch: whether ranks share a batch.
+        residuals: earlier runs by which to correct it after all.
     """
-    plain = Constraints(precision=report.precision, residuals=Residuals(), split_batch=split_batch)
+    plain = Constraints(precision=report.precision, residuals=residuals or Residuals(), split_batch=split_batch)
     return Appraiser(report.footprint, report.inventory, plain, rates=report.rates).step_seconds(plan)
 
 
@@ -90,6 +91,8 @@ def pace_of(
     if plan_kind(best, report.inventory) == plan_kind(current, report.inventory):
         known = factor
     if known is None:
-        learned = [report.residuals.step_factor(plan)[0] for plan in (current, best)]
-        known = factor * learned[1] / learned[0]
+        known = factor
+        if report.residuals.time_factors.told:
+            learned = partial(raw_batch_seconds, report=report, split_batch=split_batch, residuals=report.residuals)
+            known *= learned(best) / predicted(best) * predicted(current) / learned(current)
     return Pace(now=now, then=predicted(best) * known, factor=factor)

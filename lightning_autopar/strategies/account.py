@@ -12,7 +12,8 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.residual_cache import add_record
 from lightning_autopar.memory.residuals import make_record, make_shortage, plan_shape
 from lightning_autopar.memory.step_time_cache import add_step_time
-from lightning_autopar.memory.step_times import StepTime
+from lightning_autopar.memory.step_times import StepTime, disturbance
+from lightning_autopar.planning.appraisal import links_seconds
 from lightning_autopar.planning.report import Report
 from lightning_autopar.strategies.failure import LACKED
 from lightning_autopar.units import format_bytes, format_seconds
@@ -85,8 +86,28 @@ def learn_shortage(report: Report | None, error: BaseException) -> None:
         add_record(report.residuals.key, record)
 
 
+def disturbed(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Why a run's step times say nothing about the next run's; None where they do.
+
+    Args:
+        report: of the plan that ran.
+        measured: of each of its devices.
+    """
+    assert report.best is not None, "a plan has run"
+    devices = [report.inventory.device(device) for device in report.best.devices]
+    spreads, waits = ([measured[device.id][name] for device in devices] for name in ("step_spread", "waited_share"))
+    threads = sum(device.threads or 0 for device in devices)
+    cores = report.inventory.host_threads
+    return disturbance(
+        spread=None if None in spreads else max(spreads),
+        waited=None if None in waits else max(waits),
+        own_wait=max(0.0, 1 - cores / threads) if threads and cores else 0.0,
+        busy=max(max(device.utilization or 0.0, 1 - 1 / device.slowdown) for device in devices),
+    )
+
+
 def _learn_time(report: Report, names: Sequence[str], measured: Mapping[str, Mapping[str, Any]], today: str) -> None:
-    """Keep how long a step took on the slowest rank beside what was predicted before any correction."""
+    """Keep how long a step took on the slowest rank beside what was predicted before any correction, unless the run was disturbed."""
     candidate, residuals = report.best_candidate, report.residuals
     assert candidate is not None, "a plan has run"
     assert residuals.key is not None, "something is to be kept"
@@ -94,12 +115,16 @@ def _learn_time(report: Report, names: Sequence[str], measured: Mapping[str, Map
     predicted = candidate.raw_seconds or candidate.seconds
     if predicted is None or not all(taken):
         return
+    if (why := disturbed(report, measured)) is not None:
+        rank_zero_info(f"autopar: the next plan doesn't count on how long this run's steps took: {why}")
+        return
     record = StepTime(
         module=residuals.key,
         shape=plan_shape(candidate.plan),
         devices=tuple(names),
         rates=residuals.times.rates,
         predicted=predicted.step,
+        links=links_seconds(predicted),
         measured=max(taken),
         day=today,
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_autopar.memory.host import thread_times, waited_share
 from lightning_autopar.memory.noise import without_noise
 from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices
 from lightning_autopar.memory.recorder import Recorder
@@ -42,6 +43,9 @@ class Measured:
         peak_bytes: the most that tensors took at once: in the recorded steps on a CPU device, in the whole run on a GPU (torch's
             ``max_memory_allocated``). None where the run was too short, the user profiled, or a GPU had held more before the run.
         step_seconds: median of a step; None where the run was too short.
+        step_spread: range of the middle half of the steps' seconds, over the median; None of fewer than four steps.
+        waited_share: the share of their time that the process's threads were ready to run while steps were measured, and had no core; None
+            where the run was too short or the kernel doesn't tell.
         bytes: what held a training step's peak: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``, and ``"rest"``, which is
             activations, temporaries, communication and input. Without ``"gradients"`` where those can't be told from the rest. Empty where
             the step's peak isn't known: on a GPU if something before the first step took more.
@@ -53,6 +57,8 @@ class Measured:
 
     peak_bytes: int | None = None
     step_seconds: float | None = None
+    step_spread: float | None = None
+    waited_share: float | None = None
     bytes: Mapping[str, int] = field(default_factory=dict)
     reserved_bytes: int | None = None
     context_bytes: int | None = None
@@ -103,6 +109,8 @@ class Meter:
         return Measured(
             peak_bytes=self._peak_bytes,
             step_seconds=self._clock.median_seconds(),
+            step_spread=self._clock.spread(),
+            waited_share=self._clock.waited_share(),
             bytes=self._bytes,
             reserved_bytes=self._reserved_bytes,
             context_bytes=self._context_bytes,
@@ -236,6 +244,9 @@ class StepClock:
         self._event = event or partial(torch.cuda.Event, enable_timing=True)
         self._seconds: list[float] = []
         self._begun: Any = None
+        #: The threads' times when the first step that is measured began, and after the last one.
+        self._threads_before: dict[str, tuple[int, int]] | None = None
+        self._threads_after: dict[str, tuple[int, int]] | None = None
         self._ahead: deque[tuple[Any, Any]] = deque()
 
     def start(self, device: torch.device) -> None:
@@ -245,6 +256,8 @@ class StepClock:
     def stop(self, device: torch.device) -> None:
         """It has ended, as far as the host is concerned."""
         now = self._now(device)
+        if self._threads_before is None:
+            self._threads_before = thread_times()
         if device.type != "cuda":
             self._seconds.append(now - self._begun)
         else:
@@ -252,7 +265,8 @@ class StepClock:
             self._read()
 
     def wait(self) -> None:
-        """Wait until the device has done all steps."""
+        """The steps are over: wait until the device has done all of them."""
+        self._threads_after = thread_times()
         if self._ahead:
             self._ahead[-1][1].synchronize()
             self._read()
@@ -260,6 +274,19 @@ class StepClock:
     def median_seconds(self) -> float | None:
         """Of the steps that are over; None before there are any."""
         return statistics.median(self._seconds) if self._seconds else None
+
+    def spread(self) -> float | None:
+        """The range of the middle half of the steps over their median; None of fewer than four."""
+        if len(self._seconds) < 4:
+            return None
+        low, median, high = statistics.quantiles(self._seconds)
+        return (high - low) / median
+
+    def waited_share(self) -> float | None:
+        """The share of their time that this process's threads waited for a core, from the first measured step to the end."""
+        if self._threads_before is None or self._threads_after is None:
+            return None
+        return waited_share(self._threads_before, self._threads_after)
 
     def _now(self, device: torch.device) -> Any:
         if device.type != "cuda":

@@ -150,7 +150,7 @@ def test_to_dict_is_the_reports_object() -> None:
             }
         ],
         "links": [{"a": "GPU-a", "b": "GPU-b", "kind": "p2p", "bytes_per_second": 1e9}],
-        "host": {"total_bytes": 10, "free_bytes": 9, "threads": 0},
+        "host": {"total_bytes": 10, "free_bytes": 9, "threads": 0, "nodes_bytes": [], "assumed_nodes": []},
         "source": "nvml",
         "notes": ["one"],
     }

@@ -3,8 +3,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_autopar.memory.occasions import host_bytes
+from lightning_autopar.memory.residuals import Residuals, plan_shape
+from lightning_autopar.memory.step_times import StepTime, StepTimes
 from lightning_autopar.planning import runnable
-from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, alike_first, simplicity
+from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, alike_first, links_seconds, simplicity
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Candidate
@@ -112,6 +114,34 @@ def test_of_a_configuration_the_first_stands_for_all() -> None:
     measure = appraiser()
     candidates = [measure.candidate(plan) for plan in (replace(DDP, micro_batches=2), DDP, replace(DDP, micro_batches=4))]
     assert [one.plan.micro_batches for one in alike_first(candidates).values()] == [2, 1]
+
+
+def test_a_run_under_load_makes_no_plan_look_slower_than_one_that_never_ran() -> None:
+    """Neither where its load went unnoticed, nor where another plan ran quietly afterwards."""
+    here = inventory(cpu(0), cpu(1))
+
+    def planned(*runs: tuple[Plan, float]) -> list[Candidate]:
+        names = {device.id: "cpu: CPU" for device in here.devices}
+        measure = Appraiser(footprint(), here, Constraints())
+        made = []
+        for plan, ratio in runs:
+            raw = measure.candidate(plan).seconds
+            assert raw is not None
+            devices = tuple(names[device] for device in plan.devices)
+            took = {"predicted": raw.step, "links": links_seconds(raw), "measured": raw.step * ratio}
+            made.append(StepTime(module="m", shape=plan_shape(plan), devices=devices, rates="data sheet", day="2026-11-22", **took))
+        residuals = Residuals(devices=names, times=StepTimes(records=tuple(made), module="m"))
+        found = make_report(footprint(), here, Constraints(residuals=residuals)).candidates
+        return [replace(one, plan=replace(one.plan, reasons=())) for one in found if one.fits]
+
+    quiet = planned()
+    best, others = quiet[0].plan, [one.plan for one in quiet[1:6]]
+    assert [one.plan for one in planned((best, 2.0))] == [one.plan for one in quiet]
+    for other in others:
+        assert planned((other, 1.0), (best, 1.9))[0].plan == best, f"{other.title()} has run as predicted"
+        corrected = planned((best, 1.5), (other, 1.5))
+        assert [one.plan for one in corrected] == [one.plan for one in quiet]
+        assert corrected[0].step_seconds == pytest.approx(1.5 * quiet[0].step_seconds)
 
 
 def test_a_device_with_less_memory_gets_fewer_samples_where_an_even_share_is_too_much() -> None:

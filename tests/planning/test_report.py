@@ -40,7 +40,7 @@ def test_json_has_the_documented_shape() -> None:
     assert data["best"] == 0
     for candidate in data["candidates"]:
         assert set(candidate) == {
-            "plan", "fits", "reason", "runnable", "bytes", "needs_bytes", "headroom_bytes", "seconds", "notes", "replayed"
+            "plan", "fits", "reason", "runnable", "bytes", "needs_bytes", "host_bytes", "headroom_bytes", "seconds", "notes", "replayed"
         }  # fmt: skip
         assert candidate["fits"] == (candidate["reason"] is None)
         assert Plan.from_dict(candidate["plan"]).to_dict() == candidate["plan"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar.memory.step_time_cache import load_step_times
 from lightning_autopar.memory.step_times import LEAST, MOST
+from lightning_autopar.strategies import account
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.engine import EngineMixin
 from lightning_autopar.strategies.failure import LACKED
@@ -42,6 +44,7 @@ def train(path: Path, steps: int = 8, engine: str = "single", module: L.Lightnin
 @pytest.mark.parametrize("engine", ["single", "ddp"])
 def test_a_run_corrects_the_next_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(account, "disturbed", lambda report, measured: None)  # whatever else runs on this machine
     first = train(tmp_path, engine=engine)
     assert first.report is not None
     before = first.report.best_candidate
@@ -63,6 +66,33 @@ def test_a_run_corrects_the_next_prediction(tmp_path: Path, monkeypatch: pytest.
     assert any("time corrected ×" in told for told in after.learned) or abs(factor - 1) < 0.02
     newest = load_step_times(first.report.inventory.host_threads)[0]
     assert newest.predicted == pytest.approx(before.seconds.step), "what is kept is compared with the prediction before any correction"
+
+
+def test_a_disturbed_run_teaches_nothing_about_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(account, "disturbed", lambda report, measured: "others kept the machine busy")
+    with caplog.at_level("INFO"):
+        strategy = train(tmp_path)
+    assert strategy.report is not None
+    assert load_step_times(strategy.report.inventory.host_threads) == ()
+    assert "doesn't count on how long this run's steps took: others kept the machine busy" in caplog.text
+
+
+def test_what_a_run_measured_says_whether_it_was_disturbed(tmp_path: Path) -> None:
+    strategy = train(tmp_path, engine="ddp")
+    report = strategy.report
+    assert report is not None
+    assert {type(values["step_spread"]) for values in strategy.measured.values()} == {float}
+    assert all(0 <= values["waited_share"] <= 1 for values in strategy.measured.values())
+    quiet = {device: {**values, "step_spread": 0.1, "waited_share": 0.05} for device, values in strategy.measured.items()}
+    assert account.disturbed(report, quiet) is None
+    for name, value in (("waited_share", 0.9), ("step_spread", 0.9), ("waited_share", None), ("step_spread", None)):
+        assert account.disturbed(report, {**quiet, "cpu:1": {**quiet["cpu:1"], name: value}}) is not None
+    slow = replace(report.inventory.devices[0], slowdown=2.0)
+    beside = replace(report, inventory=replace(report.inventory, devices=(slow, *report.inventory.devices[1:])))
+    assert "kept its devices busy: 50 %" in (account.disturbed(beside, quiet) or "")
 
 
 def test_a_run_that_is_too_short_teaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from modules import Regression, loader, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_autopar.memory.host import host_cores
 from lightning_autopar.memory.noise import without_noise
+from lightning_autopar.memory.step_times import disturbance
 from lightning_autopar.strategies.measure import GpuSteps, Point, StepClock
 
 
@@ -168,11 +172,43 @@ def test_a_gpus_steps_take_what_the_device_takes_and_nobody_waits_for_them(monke
     assert (Lagging.waits, Lagging.done) == (1, 9)
 
 
+def test_a_clock_sees_whether_others_keep_the_machine_busy() -> None:
+    clock, device = StepClock(), torch.device("cpu")
+    burners = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(3 * host_cores())]
+    try:
+        for _ in range(6):
+            clock.start(device)
+            until = time.process_time() + 0.05
+            while time.process_time() < until:
+                pass
+            clock.stop(device)
+        clock.wait()
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    waited = clock.waited_share()
+    assert waited is not None
+    assert waited > 0.4
+    assert "others kept the machine busy" in (disturbance(spread=clock.spread(), waited=waited) or "")
+
+
+def test_the_spread_is_of_the_middle_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, device = StepClock(), torch.device("cpu")
+    now = iter([0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 104.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    for steps in range(5):
+        assert (clock.spread() is None) == (steps < 4)
+        clock.start(device)
+        clock.stop(device)
+    assert clock.spread() == pytest.approx(49.5), "of five steps the last one lies in no middle"
+
+
 def test_a_run_too_short_to_measure_says_none(tmp_path: Path) -> None:
     run = trainer("single", tmp_path, max_steps=2)
     run.fit(Regression(), loader(), loader())
-    nothing = {"peak_bytes": None, "step_seconds": None, "bytes": {}, "reserved_bytes": None, "context_bytes": None}
-    nothing["host_bytes"] = None
+    nothing: dict[str, Any] = {"peak_bytes": None, "step_seconds": None, "bytes": {}, "reserved_bytes": None, "context_bytes": None}
+    nothing |= {"host_bytes": None, "step_spread": None, "waited_share": None}
     assert run.strategy.measured == {"cpu:0": nothing}
 
 
