@@ -225,12 +225,12 @@ def _catalogue_inventory(parts: Sequence[_Part], spec: str, cores: int | None) -
         )
     hosts = [0] * next_node
     for device in devices:
-        hosts[device.node] += min(_HOST_TIMES * device.total_bytes, _MOST_HOST_BYTES)
+        hosts[device.node] += assumed_host_bytes(device)
     hosts = [stated.get(node, assumed) for node, assumed in enumerate(hosts)]
     return Inventory(
         devices=tuple(devices),
         links=tuple(
-            _catalogue_link(a, b)
+            catalogue_link(a, b)
             for _, on_one in itertools.groupby(devices, attrgetter("node"))
             for a, b in itertools.combinations(on_one, 2)
         ),
@@ -244,7 +244,12 @@ def _catalogue_inventory(parts: Sequence[_Part], spec: str, cores: int | None) -
     )
 
 
-def _catalogue_link(a: Device, b: Device) -> Link:
+def assumed_host_bytes(device: Device) -> int:
+    """What a host is assumed to have for a device that is only planned for."""
+    return min(_HOST_TIMES * device.total_bytes, _MOST_HOST_BYTES)
+
+
+def catalogue_link(a: Device, b: Device) -> Link:
     """The link that two models on one node have in their usual board: NVLink where both of one model have it, else PCIe."""
     first, second = catalogue.KNOWN_DEVICES[a.name], catalogue.KNOWN_DEVICES[b.name]
     if first is second and first.nvlink_bytes_per_second is not None:

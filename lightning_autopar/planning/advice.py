@@ -1,24 +1,29 @@
 """Advice: which one change would make something fit, or the run much faster. Asks the search again with that changed; predicts nothing.
 
 A change is advised only where its effect is predicted as any plan's is. Another precision is not: the step was traced under this one.
+:mod:`lightning_autopar.planning.what_if` makes the question with one thing changed.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.planning import what_if
 from lightning_autopar.planning.blocks import recomputable_order
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.labels import device_label
 from lightning_autopar.planning.refusals import PACKAGES, lacks_package_alone
 from lightning_autopar.planning.report import Advice, Candidate
+from lightning_autopar.planning.runnable import ASKED_ENGINES
 from lightning_autopar.planning.scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.plans import BUILT_ENGINES, Plan
-from lightning_autopar.units import format_bytes
+from lightning_autopar.units import format_bytes, format_seconds
 
 #: How much faster a sample must be done for a change to be worth a sentence.
 _LEAST_SPEEDUP = 1.2
@@ -26,9 +31,15 @@ _LEAST_SPEEDUP = 1.2
 _LEAST_MEMORY_SHARE, _LEAST_BATCH_SHARE = 0.25, 0.5
 #: Plans that don't fit and would be faster, looked at for what they lack; and plans tried for a smaller batch where nothing fits.
 _MOST_TARGETS, _MOST_TRIED = 4, 6
-_MOST_SENTENCES = 4
+_MOST_SENTENCES = 5
+#: No further search is begun after so many, or so long: somebody waits for the report.
+_MOST_SEARCHES, _MOST_SECONDS = 10, 4.0
+#: Validation batches that are tried, beside the present one.
+_VALIDATION_SHARES = (0.5, 0.25, 0.125, 0.0625)
+#: Engines under which bitsandbytes' optimizers run as they are, on whole parameters of a device.
+_WHOLE_ENGINES = ("single", "ddp")
 
-Kind = Literal["memory", "batch_size", "setting", "others", "package", "module"]
+Kind = Literal["memory", "batch_size", "setting", "others", "package", "module", "devices"]
 
 
 class Ask(Protocol):
@@ -48,8 +59,8 @@ def advise(
 ) -> tuple[Advice, ...]:
     """What would make a plan fit where none does, the least change first; else what would make the run much faster, the fastest first.
 
-    Where something fits the whole search is asked again at most six times, and only where a setting or somebody else narrows the choice;
-    the rest is arithmetic on candidates, and some thirty predictions of single plans.
+    The whole search is asked again at most ten times, no more once four seconds are over, and only for what can matter here. The rest is
+    arithmetic on candidates, and some thirty predictions of single plans.
 
     Args:
         footprint: what was planned for.
@@ -65,9 +76,10 @@ def advise(
         if constraints.objective == "memory":
             return ()
         found = [*question.more_memory(), *question.smaller_batch(), *question.settings(unpin=constraints.pinned is not None)]
+        found += [*question.step_changes(), *question.machine_changes()]
         return tuple(sorted(found, key=lambda advice: -(advice.speedup or 0))[:_MOST_SENTENCES])
-    found = [*question.missing_memory(), *question.settings(unpin=constraints.pinned is not None), *question.largest_batch()]
-    return (*found, *_no_recomputation(footprint))
+    found = [*question.missing_memory(), *question.settings(unpin=constraints.pinned is not None), *question.step_changes()]
+    return (*found, *question.largest_batch(), *question.machine_changes(), *_no_recomputation(footprint))
 
 
 class _Question:
@@ -83,6 +95,7 @@ class _Question:
         self.ask = ask
         self.now = candidates[0] if candidates[0].fits else None
         self.budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}
+        self._searches, self._until = 0, time.perf_counter() + _MOST_SECONDS
 
     # -- where something fits ----------------------------------------------------------------------------------------------------------
 
@@ -93,9 +106,9 @@ class _Question:
             if not lack or not all(self._can_have(self.inventory.device(device), size) for device, size in lack.items()):
                 continue
             speedup = self._speedup(target)
-            better = f"{target.plan.title()} would fit, {_times(speedup)} faster than {self._now_title()}"
+            better = f"{target.plan.title()} would fit, {_times(speedup)} faster than {self._now_title()}{self._gain_words(target)}"
             text = f"{self._lack_words(lack)}: {better}"
-            return [Advice(kind="memory", text=text, change={"more_free_bytes": lack}, plan=target.plan, speedup=speedup)]
+            return [Advice(kind="memory", text=text, change={"more_free_bytes": lack}, plan=target.plan, **self._gains(target))]
         return []
 
     def smaller_batch(self) -> list[Advice]:
@@ -114,7 +127,7 @@ class _Question:
                 f"a batch of {batch} instead of {whole}: {target.plan.title()} would fit, {_times(speedup)} faster a sample than "
                 f"{self._now_title()}"
             )
-            found.append(Advice(kind="batch_size", text=text, change={"batch_size": batch}, plan=target.plan, speedup=speedup))
+            found.append(Advice(kind="batch_size", text=text, change={"batch_size": batch}, plan=target.plan, **self._gains(then, batch)))
         return sorted(found, key=lambda advice: -(advice.speedup or 0))[:1]
 
     def _targets(self) -> list[Candidate]:
@@ -139,6 +152,25 @@ class _Question:
         assert self.now is not None, "nothing to compare with"
         return self._seconds_a_sample(self.now) / self._seconds_a_sample(candidate, batch_size)
 
+    def _gains(self, then: Candidate, batch_size: int | None = None) -> dict[str, Any]:
+        """What a change would gain beside the best that fits now, as an advice's values; nothing where nothing fits now."""
+        if self.now is None:
+            return {}
+        samples = self.footprint.batch_size if batch_size is None else batch_size
+        now, after = self._seconds_a_sample(self.now), self._seconds_a_sample(then, batch_size)
+        return {
+            "speedup": now / after,
+            "gained_seconds": (now - after) * max(1, samples),
+            "gained_bytes": max(self.now.needs.values(), default=0) - max(then.needs.values(), default=0),
+        }
+
+    def _gain_words(self, then: Candidate) -> str:
+        """``" (1.9 s a step instead of 3.7 s, 20.1 GiB instead of 36)"``: on the fullest device."""
+        assert self.now is not None, "nothing to compare with"
+        now, after = (max(one.needs.values()) for one in (self.now, then))
+        seconds = f"{format_seconds(then.step_seconds)} a step instead of {format_seconds(self.now.step_seconds)}"
+        return f" ({seconds}, {format_bytes(after)} instead of {format_bytes(now)})"
+
     def _now_title(self) -> str:
         """The plan of today, by name."""
         assert self.now is not None, "nothing fits"
@@ -152,9 +184,7 @@ class _Question:
         found: list[Advice | None] = []
         if unpin:
             found.append(self._suppose("leave the plan unpinned", change={"plan": None}))
-        if not set(BUILT_ENGINES) <= set(constraints.allow):
-            allow = list(BUILT_ENGINES)
-            found.append(self._suppose(f"allow={allow!r}", change={"allow": allow}, allow=BUILT_ENGINES))
+        found.append(self._wider())
         if constraints.exact:
             found.append(self._suppose("exact=False, which accepts the changed loss", change={"exact": False}, exact=False))
         elif constraints.split_batch and draws_whole(self.footprint):
@@ -169,6 +199,85 @@ class _Question:
             found.append(self._suppose("memory_margin=0.0", change={"memory_margin": 0.0}, memory_margin=0.0))
         found += [self._others(), *self._packages()]
         return [advice for advice in found if advice is not None]
+
+    def _wider(self) -> Advice | None:
+        """Engines that the user doesn't allow; what is asked for by name, only where it is what would help."""
+        asked = tuple(engine for engine in ASKED_ENGINES if engine not in self.constraints.excluded)
+        if set(self.constraints.allow) >= {*BUILT_ENGINES, *asked}:
+            return None
+        best = self._best(self.footprint, self.inventory, replace(self.constraints, allow=(*BUILT_ENGINES, *asked)))
+        if best is None:
+            return None
+        allow = [*BUILT_ENGINES, *(engine for engine in asked if engine == best.plan.engine or engine in self.constraints.allow)]
+        return self._advice(best, f"allow={allow!r}", kind="setting", change={"allow": allow})
+
+    def step_changes(self) -> list[Advice]:
+        """Another optimizer, or a smaller validation batch."""
+        found: list[Advice | None] = []
+        classes = " and ".join(self.footprint.optimizer_classes)
+        if (changed := what_if.fused(self.footprint)) is not None and self.constraints.precision != "16-mixed":
+            # Lightning clips no gradients for a fused optimizer that unscales them itself (``MixedPrecision.clip_gradients``).
+            words, change = f"fused=True in {classes}", {"optimizer": {"fused": True}}
+            found.append(self._suppose(words, kind="module", change=change, footprint=changed))
+        if (changed := what_if.eight_bit(self.footprint)) is not None:
+            allow = tuple(engine for engine in self.constraints.allow if engine in _WHOLE_ENGINES)
+            if allow and not all(device.kind == "cpu" for device in self.inventory.devices):
+                excluded = {**self.constraints.excluded, "offload": "bitsandbytes updates on the GPU"}
+                words = f"bitsandbytes' {classes}8bit, whose steps are not those of {classes}"
+                change = {"optimizer": {"bits": 8}}
+                found.append(self._suppose(words, kind="module", change=change, footprint=changed, allow=allow, excluded=excluded))
+        if any(self._full_in_validation(one) for one in self.candidates):
+            found.append(self._smaller_validation())
+        return [advice for advice in found if advice is not None]
+
+    def machine_changes(self) -> list[Advice]:
+        """More memory of the host, or one device more."""
+        found: list[Advice | None] = []
+        if any(one.host is not None and not one.host.fits for one in self.candidates):
+            found.append(self._more_host())
+        narrowed = self.constraints.max_devices is not None or self.constraints.min_devices is not None
+        if not narrowed and (more := what_if.one_more(self.inventory)) is not None:
+            inventory, device = more
+            words, change = f"one {device.name} more", {"more_devices": 1}
+            found.append(self._suppose(words, kind="devices", change=change, inventory=inventory))
+        return [advice for advice in found if advice is not None]
+
+    def _more_host(self) -> Advice | None:
+        """The host's memory with which a plan fits that offloads."""
+        boundless = what_if.unbounded_host(self.inventory)
+        best = self._best(self.footprint, boundless, self.constraints)
+        if best is None or best.host is None:
+            return None
+        need = math.ceil(best.host.total / (1 - self.constraints.memory_margin))
+        have = self.inventory.host_free_on(best.host.node)
+        if need <= have:
+            return None
+        where = f" on node {best.host.node}" if len(self.inventory.node_host_bytes) > 1 else ""
+        words = f"{format_bytes(need)} of host memory{where} instead of {format_bytes(have)}"
+        return self._advice(best, words, kind="memory", change={"host_bytes": need})
+
+    def _full_in_validation(self, candidate: Candidate) -> bool:
+        """Whether it lacks memory in validation alone, or at least there first."""
+        if candidate.fits or not candidate.runnable:
+            return False
+        return any(
+            need > self.budget[device] and getattr(candidate.bytes[device], "occasion", "step") == "validation"
+            for device, need in candidate.needs.items()
+        )
+
+    def _smaller_validation(self) -> Advice | None:
+        """The largest validation batch with which the plan fits that is best without any."""
+        least = what_if.validated(self.footprint, _VALIDATION_SHARES[-1])
+        best = self._best(least, self.inventory, self.constraints)
+        if best is None or (self.now is not None and self._speedup(best) < _LEAST_SPEEDUP):
+            return None
+        for share in _VALIDATION_SHARES:
+            changed = what_if.validated(self.footprint, share)
+            then = self.ask.evaluate(changed, self.inventory, self.constraints, best.plan, confirm=True)
+            if then.fits:
+                words = f"a validation batch of {share:g} of its size"
+                return self._advice(then, words, kind="module", change={"validation_batch": share})
+        return None
 
     def _others(self) -> Advice | None:
         """If nobody else were on the GPUs."""
@@ -210,15 +319,24 @@ class _Question:
     ) -> Advice | None:
         """The advice to change that, if it would help."""
         constraints = replace(self.constraints, **changes)
-        best = self.ask.best(footprint or self.footprint, inventory or self.inventory, constraints)
-        if best is None:
+        best = self._best(footprint or self.footprint, inventory or self.inventory, constraints)
+        return None if best is None else self._advice(best, words, kind=kind, change=change)
+
+    def _best(self, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> Candidate | None:
+        """The best that would fit then; None also where enough has been asked."""
+        if self._searches >= _MOST_SEARCHES or time.perf_counter() > self._until:
             return None
+        self._searches += 1
+        return self.ask.best(footprint, inventory, constraints)
+
+    def _advice(self, best: Candidate, words: str, *, kind: Kind, change: Mapping[str, Any]) -> Advice | None:
+        """The advice that leads to this plan, if that is worth it."""
         if self.now is None:
             return Advice(kind=kind, text=f"{words}: {best.plan.title()} would fit", change=change, plan=best.plan)
         if (speedup := self._speedup(best)) < _LEAST_SPEEDUP:
             return None
-        text = f"{words}: {best.plan.title()} would be {_times(speedup)} faster than {self._now_title()}"
-        return Advice(kind=kind, text=text, change=change, plan=best.plan, speedup=speedup)
+        text = f"{words}: {best.plan.title()} would be {_times(speedup)} faster than {self._now_title()}{self._gain_words(best)}"
+        return Advice(kind=kind, text=text, change=change, plan=best.plan, **self._gains(best))
 
     # -- where nothing fits ------------------------------------------------------------------------------------------------------------
 
@@ -238,7 +356,7 @@ class _Question:
             :_MOST_TRIED
         ]
         batch = self._largest_for([one.plan for one in nearest], least=1)
-        best = None if batch is None else self.ask.best(scaled(self.footprint, batch), self.inventory, self.constraints)
+        best = None if batch is None else self._best(scaled(self.footprint, batch), self.inventory, self.constraints)
         if batch is None or best is None:
             return []
         text = (

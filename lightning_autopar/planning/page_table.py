@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from lightning_autopar.planning.labels import devices_label
 from lightning_autopar.planning.page_markup import Html, chart, element, join, percent, rect, share
 from lightning_autopar.planning.report import Candidate, Report
-from lightning_autopar.planning.table import fullest, fullest_words, grouped, headroom_words, time_words
+from lightning_autopar.planning.table import fullest, fullest_words, grouped, headroom_words, occasion_words, time_words
 from lightning_autopar.units import format_seconds
 
 __all__ = ["table_section"]
@@ -123,6 +123,8 @@ def _why(report: Report, candidate: Candidate, best: bool) -> Html:
         told.append(f"of its {format_seconds(candidate.seconds.step)}: {time_words(candidate.seconds)}")
     if candidate.needs:
         told.append(f"headroom: {headroom_words(report, candidate)}")
+    if when := occasion_words(report, candidate):
+        told.append(f"memory is fullest {when}")
     if candidate.host is not None:
         told.append(f"memory of the host: {candidate.host.words()}")
     if not told:

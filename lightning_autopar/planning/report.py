@@ -127,19 +127,24 @@ class Advice:
     """One change that would let a plan fit, or a faster one than the best that does.
 
     Args:
-        kind: what is to be changed. ``"memory"``: free bytes of devices; ``"batch_size"``; ``"setting"``: an argument of the strategy or
-            the Trainer; ``"others"``: what other processes hold; ``"package"``: one that isn't installed; ``"module"``: the model itself.
+        kind: what is to be changed. ``"memory"``: free bytes of devices or hosts; ``"batch_size"``; ``"setting"``: an argument of the
+            strategy or the Trainer; ``"others"``: what other processes hold; ``"package"``: one that isn't installed; ``"module"``: the
+            user's own code, its optimizer or its validation loader; ``"devices"``: how many there are.
         text: the sentence.
         change: the same for a program: ``{"batch_size": 12}``, ``{"more_free_bytes": {"cpu:1": 4096}}``, ``{"allow": ["single", "ddp"]}``.
         plan: the plan that would be taken; None where nothing is promised.
         speedup: seconds a sample as it is now over those after the change, both predicted; None where nothing fits now.
+        gained_seconds: by how many seconds a batch is shorter then; None where nothing fits now.
+        gained_bytes: by how many bytes the fullest device is emptier then, below 0 where it is fuller; None where nothing fits now.
     """
 
-    kind: Literal["memory", "batch_size", "setting", "others", "package", "module"]
+    kind: Literal["memory", "batch_size", "setting", "others", "package", "module", "devices"]
     text: str
     change: Mapping[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
     speedup: float | None = None
+    gained_seconds: float | None = None
+    gained_bytes: int | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -152,6 +157,8 @@ class Advice:
             "change": dict(self.change),
             "plan": self.plan.to_dict() if self.plan else None,
             "speedup": self.speedup,
+            "gained_seconds": self.gained_seconds,
+            "gained_bytes": self.gained_bytes,
         }
 
 

@@ -28,6 +28,8 @@ _MOST_FITTING = 8
 _MOST_OTHERS = 3
 #: Parts of a step that are a smaller share of it aren't named.
 _LEAST_SHARE = 0.02
+#: When a device is fullest, where that is not in a training step.
+_OCCASIONS = {"validation": "in validation", "checkpoint": "saving a checkpoint", "start": "at the start"}
 
 
 class ReportTable:
@@ -107,9 +109,13 @@ class ReportTable:
         step = format_seconds(candidate.seconds.step) if candidate.seconds else "–"
         title, why = candidate.plan.title(), "; ".join(self._why(candidate, best))
         if width < _NARROW:
-            words = "\n".join((f"{title} on {devices}", *([why] if why else [])))
+            memory = [f"host memory {candidate.host.words()}"] if candidate.host else []
+            when = [f"fullest {words}"] if (words := occasion_words(self.report, candidate)) else []
+            words = "\n".join((f"{title} on {devices}", *memory, *when, *([why] if why else [])))
             return rank, words, fullest_words(self.report, candidate)[1], step
         memory = " ".join(fullest_words(self.report, candidate)).strip()
+        if when := occasion_words(self.report, candidate):
+            memory += f"\n{when}"
         if candidate.host is not None:
             memory += f"\nhost {candidate.host.words()}"
         if width < _WIDE:
@@ -180,9 +186,23 @@ def grouped(report: Report) -> dict[str, list[int]]:
 
 def fullest(report: Report, candidate: Candidate) -> tuple[int, int] | None:
     """Of the fullest device the bytes that are needed and those that may be used; None without a prediction."""
+    if (device := _fullest_device(report, candidate)) is None:
+        return None
+    need = candidate.needs[device]
+    return need, need + report.headroom_bytes(candidate)[device]
+
+
+def _fullest_device(report: Report, candidate: Candidate) -> str | None:
+    """The device that is used most, by its id."""
     left = report.headroom_bytes(candidate)
-    figures = [(need / max(1, need + left[device]), need, need + left[device]) for device, need in candidate.needs.items()]
-    return max(figures)[1:] if figures else None
+    used = {device: (need / max(1, need + left[device]), need) for device, need in candidate.needs.items()}
+    return max(used, key=lambda device: used[device]) if used else None
+
+
+def occasion_words(report: Report, candidate: Candidate) -> str:
+    """When the fullest device is that full, where that isn't in a training step: ``"in validation"``; else nothing."""
+    device = _fullest_device(report, candidate)
+    return _OCCASIONS.get(getattr(candidate.bytes.get(device or ""), "occasion", "step"), "")
 
 
 def fullest_words(report: Report, candidate: Candidate) -> tuple[str, str]:

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.footprint import Footprint, Moment
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.memory.work import Work
@@ -213,10 +213,77 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     missing = refusals.missing_packages(two)
     assert missing["ddp"] == "the package no_such_package is not installed; install lightning-autopar[ddp]"
     assert not refusals.missing_packages(parse_spec("2xH100-80GB"))
-    (found,) = made(HEAVY, two, excluded={**missing, "fsdp": "the module can't be sharded"}).advice
+    (found,) = of_kind(made(HEAVY, two, excluded={**missing, "fsdp": "the module can't be sharded"}).advice, "package")
     assert found.kind == "package"
     assert found.change == {"install": "no_such_package"}
     assert found.text.startswith("pip install 'lightning-autopar[ddp]': ddp ×2 would be ")
+
+
+def on_a_card(step: Footprint, spec: str = "RTX4090@16GiB", **constraints: Any) -> tuple[Advice, ...]:
+    return made(step, parse_spec(spec), **{"allow": ("single", "fsdp"), **constraints}).advice
+
+
+def updating(parameter_bytes: int = 512 * MIB) -> Footprint:
+    """A step whose fullest moment is the optimizer's, whose scratch is as large as the parameters."""
+    gradients = 8 * parameter_bytes
+    moment = Moment(phase="optimizer", gradient_bytes=gradients, fixed_bytes=gradients)
+    work = (Work(kind="pointwise", name="_foreach_mul_", dtype="fp32", count=18, moved_bytes=2 * gradients, fixed_bytes=2 * gradients),)
+    step = footprint(blocks=8, parameter_bytes=parameter_bytes, activation_bytes=64 * MIB, optimizer_work=work, moments=(moment,))
+    return fixed(replace(step, optimizer_classes=("AdamW",)))
+
+
+def test_another_optimizer_is_advised_where_its_scratch_is_in_the_way() -> None:
+    """16 GiB of parameters, gradients and states fit on the card, 4 GiB of scratch and more don't."""
+    found = on_a_card(updating(600 * MIB))
+    (plain,) = starting(list(found), "fused=True in AdamW: single would fit")
+    assert plain.change == {"optimizer": {"fused": True}}
+    assert plain.kind == "module"
+    (small,) = starting(list(found), "bitsandbytes' AdamW8bit, whose steps are not those of AdamW: single would fit")
+    assert small.change == {"optimizer": {"bits": 8}}
+    assert not starting(list(on_a_card(updating(600 * MIB), precision="16-mixed")), "fused"), "it can't be clipped there"
+
+
+def test_a_fused_optimizer_is_advised_where_it_is_much_faster() -> None:
+    (found,) = starting(list(on_a_card(replace(updating(64 * MIB), flops=10**9))), "fused=True in AdamW: single would be ")
+    assert (found.speedup or 0) > 1.2
+    assert (found.gained_seconds or 0) > 0
+    assert found.gained_bytes == pytest.approx(8 * 64 * MIB, rel=0.2), "the scratch, and what the allocator rounds it by"
+    assert " a step instead of " in found.text
+    assert found.to_dict()["gained_seconds"] == found.gained_seconds
+
+
+def test_a_smaller_validation_batch_is_advised_where_validation_is_in_the_way() -> None:
+    step = replace(fixed(footprint()), evaluation_bytes=40 * GIB)
+    report = made(step, parse_spec("RTX4090@16GiB"), allow=("single",))
+    assert report.best is None
+    (found,) = starting(list(report.advice), "a validation batch of 0.5 of its size: single would fit")
+    assert found.change == {"validation_batch": 0.5}
+    assert "in validation" in str(report)
+    roomy = replace(step, evaluation_bytes=MIB)
+    assert not starting(list(on_a_card(roomy)), "a validation")
+    assert "in validation" not in str(made(roomy, parse_spec("RTX4090"), allow=("single",)))
+
+
+def test_more_memory_of_the_host_and_one_device_more_are_advised() -> None:
+    large = replace(fixed(footprint(blocks=16, parameter_bytes=512 * MIB)), optimizer_classes=("AdamW",))
+    without_offload = {"micro_batches": WHOLE["micro_batches"], "shares": WHOLE["shares"]}
+    report_of = lambda spec: make_report(large, parse_spec(spec), Constraints(allow=("single", "fsdp"), excluded=without_offload))  # noqa: E731
+    with pytest.raises(NothingFits) as refused:
+        report_of("RTX4090@16GiB")
+    (found,) = [one for one in refused.value.report.advice if "host memory" in one.text]
+    assert " GiB of host memory instead of 16 GiB: fsdp, reshard, offload" in found.text
+    enough = found.change["host_bytes"]
+    assert report_of(f"RTX4090@{enough // GIB + 1}GiB").best is not None
+    with pytest.raises(NothingFits):
+        report_of(f"RTX4090@{enough // GIB - 1}GiB")
+    (more,) = of_kind(refused.value.report.advice, "devices")
+    assert more.text.startswith("one RTX4090-24GB more: fsdp ×2")
+    assert more.change == {"more_devices": 1}
+
+
+def test_an_engine_that_is_asked_for_by_name_is_advised_only_where_it_helps() -> None:
+    two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
+    assert not [one for one in made(HEAVY, two).advice if "zero" in one.text]
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,153 @@
+"""The same question with one thing changed: another optimizer, a smaller validation batch, one device more, more host memory.
+
+Each function gives what the planner would be asked then, None where that would change nothing. Knows no search; nothing is traced anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.spec import assumed_host_bytes, catalogue_link
+from lightning_autopar.memory.tape import Tape
+from lightning_autopar.memory.work import Work, moved_bytes
+
+#: Torch's optimizers that have a fused kernel, and those that bitsandbytes has with a state of 8 bits.
+_FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
+_EIGHT_BIT = frozenset({"Adam", "AdamW"})
+#: Two states of a byte an element, and for each of 256 elements a scale in fp32 (bitsandbytes, ``optimizer.py``, ``blocksize=256``).
+_EIGHT_BIT_BYTES = 2 * (1 + Fraction(4, 256))
+#: An operation of the update that goes over no more is none over parameters.
+_SMALL_BYTES = 2048
+#: More than any host has.
+_BOUNDLESS = 1 << 50
+
+
+def fused(footprint: Footprint) -> Footprint | None:
+    """With ``fused=True`` in torch's optimizers: one pass over what they read and write, and no temporaries.
+
+    None where they are fused, or where a class has no such kernel.
+    """
+    if not _has_plain_update(footprint) or not _FUSED.issuperset(footprint.optimizer_classes):
+        return None
+    passes = 3 * footprint.gradient_bytes + 2 * footprint.optimizer_bytes  # parameters and states both ways, gradients one
+    return _updated(footprint, f"_fused_{footprint.optimizer_classes[0].lower()}_", passes, footprint.optimizer_classes)
+
+
+def eight_bit(footprint: Footprint) -> Footprint | None:
+    """With bitsandbytes' Adam, whose state has 8 bits; None where another optimizer runs, or nothing becomes smaller."""
+    state_bytes = math.ceil(footprint.trainable_parameters * _EIGHT_BIT_BYTES)
+    known = bool(footprint.optimizer_classes) and _EIGHT_BIT.issuperset(footprint.optimizer_classes)
+    if not footprint.training or not known or state_bytes >= footprint.optimizer_bytes:
+        return None
+    share = Fraction(state_bytes, footprint.optimizer_bytes)
+
+    def less(size: int) -> int:
+        return math.ceil(size * share)
+
+    def smaller(layer: LayerFootprint) -> LayerFootprint:
+        return replace(layer, optimizer_bytes=less(layer.optimizer_bytes))
+
+    changed = replace(
+        footprint,
+        optimizer_bytes=less(footprint.optimizer_bytes),
+        blocks=tuple(map(smaller, footprint.blocks)),
+        outer=tuple(map(smaller, footprint.outer)),
+        also_uses=tuple((*use[:4], less(use[4])) for use in footprint.also_uses),
+    )
+    if changed.tape is not None:
+        tape = Tape(batches=changed.tape.batches)
+        for action, storage, size, kind in changed.tape.rows():
+            tape.add(action, storage, less(size) if kind == "optimizer" else size, kind)
+        changed = replace(changed, tape=tape)
+    passes = 3 * changed.gradient_bytes + 2 * changed.optimizer_bytes
+    return _updated(changed, "optimizer_update_8bit_blockwise", passes, ())
+
+
+def validated(footprint: Footprint, share: float) -> Footprint:
+    """With a validation batch that is so many times as large."""
+    evaluation = footprint.evaluation_bytes
+    parts = tuple(round(size * share) for size in footprint.evaluation_parts)
+    return replace(footprint, evaluation_bytes=None if evaluation is None else round(evaluation * share), evaluation_parts=parts)
+
+
+def one_more(inventory: Inventory) -> tuple[Inventory, Device] | None:
+    """With one more device like the others on the first node, and that device; None where devices aren't alike, or are this host's."""
+    devices = [device for device in inventory.devices if device.node == inventory.devices[0].node]
+    if devices[0].kind != "catalogue" or len({device.name for device in inventory.devices}) > 1:
+        return None
+    numbers = [int(device.id.rpartition(":")[2]) for device in inventory.devices]
+    last = devices[-1]
+    more = replace(last, id=f"{last.name}:{max(numbers) + 1}", index=(last.index or 0) + 1, free_bytes=last.total_bytes)
+    hosts = list(inventory.node_host_bytes)
+    if last.node in inventory.assumed_hosts:
+        hosts[last.node] += assumed_host_bytes(more)
+    place = inventory.devices.index(last) + 1
+    changed = replace(
+        inventory,
+        devices=(*inventory.devices[:place], more, *inventory.devices[place:]),
+        links=(*inventory.links, *(catalogue_link(device, more) for device in devices)),
+        node_host_bytes=tuple(hosts),
+        host_total_bytes=hosts[0],
+        host_free_bytes=hosts[0],
+    )
+    return changed, more
+
+
+def unbounded_host(inventory: Inventory) -> Inventory:
+    """With hosts that have all the memory that a plan could want."""
+    return replace(
+        inventory,
+        host_total_bytes=_BOUNDLESS,
+        host_free_bytes=_BOUNDLESS,
+        node_host_bytes=tuple(_BOUNDLESS for _ in inventory.node_host_bytes),
+    )
+
+
+def _has_plain_update(footprint: Footprint) -> bool:
+    """Whether torch's own optimizers update in several passes."""
+    known = footprint.training and bool(footprint.optimizer_classes) and bool(footprint.optimizer_work)
+    return known and not any(work.name.startswith("_fused_") for work in footprint.optimizer_work)
+
+
+def _updated(footprint: Footprint, name: str, passes_bytes: int, classes: tuple[str, ...]) -> Footprint:
+    """With an update that goes over so many bytes in one kernel, and takes no memory."""
+    before = footprint.optimizer_work
+    clips = any(work.kind == "reduce" and "norm" in work.name for work in before)
+    # Counting steps and what clipping does with its norm are small operations that stay.
+    kept = [work for work in before if work.kind not in ("pointwise", "copy") or (4 < work.moved_bytes <= _SMALL_BYTES)]
+    dtype = next((work.dtype for work in before if work.kind == "pointwise"), "fp32")
+    if clips:  # gradients are multiplied in place
+        twice = 2 * footprint.gradient_bytes
+        kept.append(Work(kind="pointwise", name="_foreach_mul_", dtype=dtype, moved_bytes=twice, fixed_bytes=twice))
+    kept.append(Work(kind="pointwise", name=name, dtype=dtype, moved_bytes=passes_bytes, fixed_bytes=passes_bytes))
+    moments = tuple(replace(moment, fixed_bytes=0) if moment.phase == "optimizer" else moment for moment in footprint.moments)
+    others = [moment.temporary_bytes + moment.fixed_bytes for moment in moments]
+    return replace(
+        footprint,
+        optimizer_work=tuple(kept),
+        moved_bytes=max(0, footprint.moved_bytes - moved_bytes(before) + moved_bytes(kept)),
+        moments=moments,
+        temporary_bytes=min(footprint.temporary_bytes, max(others)) if others else footprint.temporary_bytes,
+        tape=None if footprint.tape is None else _without_scratch(footprint.tape),
+        optimizer_classes=classes,
+    )
+
+
+def _without_scratch(tape: Tape) -> Tape:
+    """The tape without what the optimizer's step allocates for itself and frees again."""
+    rows = list(tape.rows())
+    begins = max((index for index, row in enumerate(rows) if row[0] == "optimizer"), default=len(rows))
+    made = {row[1] for row in rows[begins:] if row[0] == "allocate" and row[3] == "fixed"}
+    touched = {row[1] for row in itertools.islice(rows, begins, None) if row[0] in ("become", "resize")}
+    freed = {row[1] for row in rows[begins:] if row[0] == "free"}
+    scratch = (made & freed) - touched
+    found = Tape(batches=tape.batches)
+    for action, storage, size, kind in rows:
+        if action not in ("allocate", "free") or storage not in scratch:
+            found.add(action, storage, size, kind)
+    return found
