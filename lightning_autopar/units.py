@@ -61,11 +61,18 @@ def format_bytes(size_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_of(size_bytes: float, whole_bytes: float) -> str:
+    """``"3.1 / 3.8 GiB"``: the unit once, where both have the same."""
+    amount, unit = format_bytes(size_bytes).split()
+    whole = format_bytes(whole_bytes)
+    return f"{amount} / {whole}" if whole.endswith(f" {unit}") else f"{amount} {unit} / {whole}"
+
+
 def format_seconds(seconds: float) -> str:
     """``0.0123`` → ``"12.3 ms"``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"
-    if seconds < 1:
+    if seconds < 0.9995:  # above, three digits of milliseconds would be 1000
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"

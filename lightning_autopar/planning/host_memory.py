@@ -13,7 +13,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.occasions import host_bytes
 from lightning_autopar.plans import Plan
-from lightning_autopar.units import format_bytes
+from lightning_autopar.units import format_bytes, format_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class HostNeed:
         return self.total <= self.budget
 
     def words(self) -> str:
-        """``"121 GiB / 45.6 GiB"``."""
-        return f"{format_bytes(self.total)} / {format_bytes(self.budget)}"
+        """``"121 / 45.6 GiB"``."""
+        return format_of(self.total, self.budget)
 
     def shortage(self, inventory: Inventory, margin: float) -> str:
         """The sentence with the figures and the remedy, of a plan that doesn't fit.

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.planning.labels import devices_label
-from lightning_autopar.units import format_bytes, format_seconds
+from lightning_autopar.units import format_bytes, format_of, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -210,10 +210,7 @@ def fullest_words(report: Report, candidate: Candidate) -> tuple[str, str]:
     if (found := fullest(report, candidate)) is None:
         return "", "–"
     need, budget = found
-    amount, unit = format_bytes(need).split()
-    if format_bytes(budget).endswith(f" {unit}"):
-        unit = ""
-    return f"{amount}{' ' + unit if unit else ''} / {format_bytes(budget)}", f"{need / max(1, budget):.0%}"
+    return format_of(need, budget), f"{need / max(1, budget):.0%}"
 
 
 def headroom_words(report: Report, candidate: Candidate) -> str:

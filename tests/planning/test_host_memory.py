@@ -10,6 +10,7 @@ from lightning_autopar.planning.host_memory import HostNeed, host_need
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.plans import OFFLOADS, Plan
+from lightning_autopar.units import format_bytes
 from tests.fakes.values import GIB, MIB, footprint, gpu, inventory
 
 #: 8 GiB of parameters, 16 GiB of optimizer state: more than a card of 24 GB has, for a plan without offload.
@@ -59,7 +60,9 @@ def test_a_plan_is_refused_where_its_host_lacks_memory_and_taken_where_the_spec_
     best = report.best_candidate
     assert best is not None
     assert best.host is not None
-    assert f"it takes {best.host.words().replace(' / ', ' of the host' + chr(39) + 's memory, of ')}" in str(report)
+    words = " ".join(str(report).split())
+    assert f"host {best.host.words()}" in words
+    assert f"it takes {format_bytes(best.host.total)} of the host's memory, of {format_bytes(best.host.budget)}" in words
     assert report.to_dict()["candidates"][0]["host_bytes"]["total"] == best.host.total
 
 
