@@ -12,6 +12,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import published  # noqa: E402
 from rows.hardware import host_slowness, inventory  # noqa: E402
+from rows.held_back import SEED, draw, held_back, of_part  # noqa: E402
 from rows.pictures import picture  # noqa: E402
 from rows.planned import has_first_flash, host_waits, narrow_products  # noqa: E402
 from rows.question import transformer  # noqa: E402
@@ -72,6 +73,18 @@ def test_a_row_is_predicted(rows, name):
     assert result["predicted"]["memory_gib"] > 0
     assert result["predicted"]["step_seconds"] > 0
     assert result["predicted"]["bytes"]["allocated"] > 0
+
+
+def test_the_rows_held_back_are_those_of_the_seed(rows):
+    drawn = draw(rows)
+    assert json.loads((BENCHMARKS / "rows" / "held_back.json").read_text(encoding="utf-8")) == drawn
+    assert drawn["seed"] == SEED
+    assert drawn["rows"] != draw(rows, SEED + 1)["rows"]
+    assert len(held_back()) == len(rows) // 3
+    held, shown = of_part(rows, "held"), of_part(rows, "shown")
+    assert sorted(row["id"] for row in held + shown) == sorted(row["id"] for row in of_part(rows, "all"))
+    assert not {row["source_name"] for row in shown} & set(drawn["whole_sources"])
+    assert {row["id"] for row in held} == held_back()
 
 
 def test_missing_fields_are_assumed_or_a_reason(rows):

@@ -41,11 +41,12 @@ def spread(errors: Iterable[float]) -> dict[str, float | int] | None:
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By source, and the mean over sources of the source's median."""
+    """By source, and over sources the mean and the median of the source's median."""
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_source[row["source"]].append(row)
     sources = {source: _source(found) for source, found in by_source.items()}
+    medians = {name: [one[name]["median"] for one in sources.values() if one[name] is not None] for name in ("memory", "seconds")}
     taus = [one["kendall_tau"] for one in sources.values() if one["kendall_tau"] is not None]
     missed = [row["id"] for row in rows if row["built"] and row["measured"]["fits"] is False and row["predicted"]["fits"]]
     refused = [row["id"] for row in rows if row["built"] and row["measured"]["fits"] and not row["predicted"]["fits"]]
@@ -56,8 +57,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "transformers": len(transformers),
         "transformers_built": sum(row["built"] for row in transformers),
         "not_built": dict(Counter(row["reason"] for row in rows if not row["built"])),
-        "memory_mean_of_medians": _mean(one["memory"]["median"] for one in sources.values() if one["memory"]),
-        "seconds_mean_of_medians": _mean(one["seconds"]["median"] for one in sources.values() if one["seconds"]),
+        **{f"{name}_mean_of_medians": _mean(found) for name, found in medians.items()},
+        **{f"{name}_median_of_medians": statistics.median(found) if found else None for name, found in medians.items()},
         "kendall_tau_mean": _mean(taus),
         "kendall_tau_least": min(taus, default=None),
         "out_of_memory_missed": missed,
@@ -66,9 +67,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return statistics.mean(known) if known else None
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.mean(values) if values else None
 
 
 def _source(rows: list[dict[str, Any]]) -> dict[str, Any]:
