@@ -133,6 +133,8 @@ def grouped(rows: list[Row]) -> tuple[list[list[tuple[int, Asked]]], dict[int, d
                 # BingBertSquad's ``gradClipper.step`` (nvidia_run_squad_baseline.py, 091e430) comes before it asks whether to update.
                 clips_each="bingbert" in fields.text("framework"),
                 waits=host_waits(fields),
+                # ``torch.autocast`` keeps casts of weights until it is left; Lightning's Trainer alone asks it not to (precision/amp.py).
+                caches_casts=asked.precision.endswith("-mixed") and recompute(fields) == "full" and fields.family != "lightning",
                 whole_stages=fields.family == "gpipe",
                 # torch 2.0 was the first for Python 3.11, which runs 1.25 times as fast as 3.10 (docs.python.org, "What's New In 3.11").
                 slow_python=1.25 if fields.is_old else 1.0,

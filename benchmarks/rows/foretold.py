@@ -49,6 +49,10 @@ def whole_footprint(footprint: Footprint, asked: Question, laid: Layout) -> Foot
     elif not laid.frees_late:
         freed = tuple(replace(one, gradient_bytes=0) if one.phase == "forward" else one for one in footprint.moments)
         footprint = replace(footprint, moments=freed)
+    if laid.caches_casts:
+        casts = 2 * sum(rows * size // 4 for block in footprint.blocks for rows, size, learns in block.parameter_rows if learns)
+        cached = tuple(replace(one, fixed_bytes=one.fixed_bytes + casts) if one.phase == "forward" else one for one in footprint.moments)
+        footprint = replace(footprint, moments=cached)
     footprint = _drawing_by_part(footprint)
     wanted = asked.rows * laid.data * laid.accumulate
     return footprint if footprint.batch_size == wanted else scaled(footprint, wanted)

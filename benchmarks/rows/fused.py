@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rows.kept_inputs import keep
+
 
 class _Chain(torch.autograd.Function):
     """One kernel: its result is allocated, nothing on the way; gradients likewise."""
@@ -108,10 +110,12 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         return wide.to(ctx.dtype), None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, style: str) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, style: str, keeps_logits: bool = False) -> Tensor:
     """The loss of (rows, classes).
 
     Args:
+        logits: of the classes; ``targets`` the right ones.
+        keeps_logits: whether torch's own loss saves its input beside what its softmax makes of it.
         style: ``"plain"`` in the logits' own type; ``"wide"`` after a copy in fp32; ``"fused"`` in one kernel; ``"in place"`` on one
             copy in fp32 that becomes its gradient.
     """
@@ -121,4 +125,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, style: str) -> Tensor:
     if style == "fused":
         loss: Tensor = _CrossEntropy.apply(logits, targets)
         return loss
-    return F.cross_entropy(logits.float() if style == "wide" else logits, targets)
+    if style == "wide" or (keeps_logits and torch.is_autocast_enabled(logits.device.type)):
+        logits = logits.float()
+    found = F.cross_entropy(logits, targets)
+    return keep(found, logits) if keeps_logits else found

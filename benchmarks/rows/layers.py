@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rows.fused import fused, scaled_sum
+from rows.kept_inputs import keep
 
 
 def _float_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -194,7 +195,16 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, part: int) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, style: str, causal: bool, dropout: float, mask: Tensor | None, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    style: str,
+    causal: bool,
+    dropout: float,
+    mask: Tensor | None,
+    softcap: float = 0.0,
+    keeps_scores: bool = False,
 ) -> Tensor:
     """Attention on (batch, heads, length, width).
 
@@ -204,6 +214,7 @@ def attend(
             whatever the mask, which it needn't see.
         mask: added to the scores; None for none.
         softcap: scores are bounded by a tanh, which needs them written out (Gemma 2); 0 for none.
+        keeps_scores: the softmax of ``"math"`` saves its input, too.
     """
     if style == "flash":
         mask, style = None, "sdpa"
@@ -227,6 +238,10 @@ def attend(
     if softcap:  # in fp32, and back
         weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     else:
+        keeps_scores = keeps_scores and style == "math"
+        if keeps_scores and torch.is_autocast_enabled(scores.device.type):
+            scores = scores.float()  # what autocast hands to the softmax is its input
         weights = scores.softmax(-1)
+        weights = keep(weights, scores) if keeps_scores else weights
     weights = F.dropout(weights, dropout) if dropout else weights
     return weights @ v

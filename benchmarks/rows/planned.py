@@ -52,6 +52,7 @@ class Layout:
         masters: apex's amp keeps parameters in 16 bits and masters in fp32 (O2): after each backward the gradients are added up in fp32.
         clips_each: gradients are clipped after each micro-batch, not once a step.
         whole_stages: a pipeline's stages are recomputed whole, rather than block by block.
+        caches_casts: under autocast the weights' casts are there to the end of forward, though recomputed blocks don't save them.
         waits: when in each micro-batch the host waits for the device: after ``"backward"``, after ``"both"`` forward and backward, never.
     """
 
@@ -89,6 +90,7 @@ class Layout:
     masters: bool = False
     clips_each: bool = False
     whole_stages: bool = False
+    caches_casts: bool = False
     waits: str = ""
 
     def plan(self, footprint: Footprint, inventory: Inventory) -> Plan:

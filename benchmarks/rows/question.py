@@ -163,6 +163,7 @@ def transformer(fields: Fields) -> Shape:
         sandwich=gemma2,
         head_norm=bool(arch.get("qk_norm")),
         attention=_attention(fields),
+        keeps_scores=fields.keeps_scores,
         softcap=50.0 if gemma2 else 0.0,
         task=_task(fields),
         bias=not rms and not str(arch.get("bias") or "yes").casefold().startswith(("no", "false")) and not _is_t5(fields),

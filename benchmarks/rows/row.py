@@ -100,6 +100,14 @@ class Fields:
         return bool(re.search(r"20(1\d|20|21|22)\b|torch eager|trainer 4\.|apex|megatron", said))
 
     @property
+    def keeps_scores(self) -> bool:
+        """Whether torch was older than 1.11 of March 2022, whose softmax no longer saves its input (pytorch/pytorch#49600, #66018)."""
+        version = self.torch_version
+        if version is not None:
+            return version < (1, 11)
+        return self.is_old and ("2022" not in self.text("framework") or bool(re.search(r"(jan|feb)\w*.2022", self.text("framework"))))
+
+    @property
     def loads_all_kernels(self) -> bool:
         """Whether torch was older than 1.13, which has the driver load kernels when they are first called (pytorch/pytorch#86509)."""
         version = self.torch_version

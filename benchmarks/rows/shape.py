@@ -21,6 +21,7 @@ class Shape:
         sandwich: whether attention and MLP are normalised on their way out, too (Gemma 2).
         head_norm: whether queries and keys are normalised by head (Qwen 3).
         attention: a style of :func:`rows.layers.attend`.
+        keeps_scores: a softmax saves what enters it beside what it makes (torch before 1.11).
         softcap: bound of the scores, and logits are bounded likewise; 0 for none.
         loss: ``"plain"``, ``"wide"``, ``"fused"`` or ``"in place"``, as :func:`rows.fused.cross_entropy` has them.
         logits: ``"whole"``; ``"shifted"``: a copy without the last position first (Hugging Face); ``"kept chunks"``: made piece by piece,
@@ -68,6 +69,7 @@ class Shape:
     sandwich: bool = False
     head_norm: bool = False
     attention: str = "sdpa"
+    keeps_scores: bool = False
     softcap: float = 0.0
     loss: str = "plain"
     logits: str = "whole"

@@ -66,7 +66,7 @@ class Published(_Trained):
         output = logits
         if shape.logits == "shifted":
             logits, targets = logits[:, :-1].contiguous(), targets[:, 1:].contiguous()
-        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), shape.loss)
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), shape.loss, shape.keeps_scores)
         if shape.holds_output and loss.grad_fn is not None:
             loss.grad_fn.metadata["output"] = output  # type: ignore[index]  # is there as long as the loss is
         return loss
@@ -83,7 +83,7 @@ class Published(_Trained):
             made = iter([self._capped(net.head(piece)) for piece in pieces])
         losses = []
         for logits, target in zip(made, asked, strict=True):
-            losses.append(cross_entropy(logits.flatten(0, 1), target.flatten(), shape.loss))
+            losses.append(cross_entropy(logits.flatten(0, 1), target.flatten(), shape.loss, shape.keeps_scores))
         return torch.stack(losses).mean()
 
     def _capped(self, logits: Tensor) -> Tensor:

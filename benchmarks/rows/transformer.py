@@ -80,7 +80,17 @@ class Attention(nn.Module):
         if shape.repeats_heads and k.shape[1] != q.shape[1]:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
         drop = shape.dropout if self.training else 0.0
-        y = attend(q, k, v, style=shape.attention, causal=self.causal, dropout=drop, mask=mask, softcap=shape.softcap)
+        y = attend(
+            q,
+            k,
+            v,
+            style=shape.attention,
+            causal=self.causal,
+            dropout=drop,
+            mask=mask,
+            softcap=shape.softcap,
+            keeps_scores=shape.keeps_scores,
+        )
         return self.o(y.transpose(1, 2).flatten(2))
 
 

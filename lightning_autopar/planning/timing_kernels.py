@@ -35,6 +35,12 @@ _FILL_SECONDS = 0.7e-6
 #: How many multiprocessors fetch an operand together: a cluster of Hopper's gets it from L2 once, Blackwell works in pairs besides
 #: ("Hopper Tuning Guide" and "Blackwell Tuning Guide", NVIDIA). Their kernels write a tile while they work on the next.
 _CLUSTER = {"hopper": 2, "blackwell": 4}
+#: Casts don't load in vectors (``unrolled_elementwise_kernel``, aten/src/ATen/native/cuda/CUDALoops.cuh), so that too few bytes are under
+#: way for a wide memory: bytes per second and multiprocessor. From bf16 to fp32 1.11 TB/s on A100's 108 (pytorch/pytorch#195542), from
+#: fp32 to fp16 1.45 on the 114 of an H100 PCIe (pytorch/pytorch#137053): 10.3 and 12.7 GB/s, the mean. Those to 16 bits load in vectors
+#: from Hopper on (the same, torch 2.6), those to fp32 on AMD (pytorch/pytorch#163869).
+_CAST_BYTES_PER_SECOND = 11.5e9
+_VECTOR_CASTS = {"hopper": ("bf16", "fp16"), "blackwell": ("bf16", "fp16"), "cdna2": ("fp32",), "cdna3": ("fp32",)}
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32))
 _SPLITS = (1, 2, 4, 8, 16)
 _LEAST_SPLIT = 256
@@ -97,7 +103,10 @@ def kernel_seconds(model: KnownDevice, work: Work) -> float:
         # Vectors, not matrices: the rate of plain fp32 arithmetic.
         arithmetic = work.flops / model.peak_flops("fp64" if work.dtype == "fp64" else "fp32")
     share = _NAME_SHARE.get(work.name) or _KIND_SHARE.get(work.kind, 1.0)
-    return KERNEL_SECONDS + max(arithmetic, memory_seconds(model, work.moved_bytes, share))
+    moving = memory_seconds(model, work.moved_bytes, share)
+    if work.name == "_to_copy" and work.dtype not in _VECTOR_CASTS.get(model.generation, ()):
+        moving = max(moving, work.moved_bytes / (_CAST_BYTES_PER_SECOND * model.multiprocessors))
+    return KERNEL_SECONDS + max(arithmetic, moving)
 
 
 def memory_seconds(model: KnownDevice, size_bytes: int, share: float = 1.0) -> float:

@@ -111,6 +111,20 @@ def test_attention_is_as_fast_as_its_papers_say() -> None:
     assert rate("A100-80GB", attention(8, 16, 2048, 128)) > 4 * rate("A100-80GB", attention(8, 16, 2048, 128, dtype="fp32"))
 
 
+@pytest.mark.parametrize(
+    ("device", "elements", "dtype", "measured"),
+    [
+        ("A100-40GB", 67_108_864, "fp32", 362.46e-6),  # pytorch/pytorch#195542
+        ("H100-80GB-PCIe", 536_870_912, "bf16", 1.7357e-3),  # pytorch/pytorch#137053, in vectors
+    ],
+)
+def test_casts_take_what_was_measured(device: str, elements: int, dtype: str, measured: float) -> None:
+    cast = Work(kind="copy", name="_to_copy", dtype=dtype, moved_bytes=6 * elements)
+    assert kernel_seconds(find(device), cast) == pytest.approx(measured, rel=0.15)
+    copy = Work(kind="copy", name="clone", dtype=dtype, moved_bytes=6 * elements)
+    assert (kernel_seconds(find(device), cast) > 1.1 * kernel_seconds(find(device), copy)) == (dtype == "fp32")
+
+
 def test_causal_attention_does_half() -> None:
     whole = attention(4, 16, 4096, 128)
     half = replace(whole, name=f"{whole.name}.causal")
