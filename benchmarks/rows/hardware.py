@@ -14,8 +14,6 @@ from rows.row import Fields, NotBuilt
 
 #: Of another run's host nothing is known; it is taken to have room for what is offloaded.
 _HOST_BYTES = (2 << 40, 2 << 40)
-#: Boards with NVLink switches or meshes have four or eight devices ("NVIDIA HGX A100" data sheet, "HGX H100" likewise).
-_LEAST_BOARD = 4
 
 
 def inventory(fields: Fields) -> Inventory:
@@ -69,9 +67,8 @@ def _interconnect(fields: Fields, several_nodes: bool, each: int) -> tuple[float
             fields.assume("the speed of the network isn't published: that of the maker's reference system")
     slow = "p2p_disable" in said or "host memory" in said
     without = "no nvlink" in said or ("pcie" in said and "nvlink" not in said)
-    if "nvlink" not in said and "not stated" in said and not without and 1 < each < _LEAST_BOARD:
-        fields.assume(f"how its devices are linked isn't published: {each} on a node are cards, over PCIe")
-        without = True
+    if each > 1 and "nvlink" not in said and "not stated" in said and not without:
+        fields.assume("how its devices are linked isn't published: as those of their model are in its maker's reference system")
     return network, slow, without and not slow
 
 
