@@ -1,6 +1,7 @@
 """Predictions for training runs that other people measured on GPUs and published, beside what they measured.
 
     python benchmarks/published.py [--rows FILE] [--part shown|held|all] [--json OUT] [--only SUBSTRING] [--jobs N] [--cache FOLDER]
+    python benchmarks/published.py --join FILE FILE --json OUT
 
 For each row: the model from its dimensions on meta, in the manner of the library that was measured; traced; the row's own plan on its own
 hardware, as the catalogue describes that; memory by the kind that the row publishes, seconds of a step, and whether it fits. Nothing is
@@ -53,20 +54,24 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows with this in their id or source")
     parser.add_argument("--jobs", type=int, default=2, help="processes that trace at once")
     parser.add_argument("--cache", type=Path, default=HERE / ".cache", help="where footprints are kept, by what they depend on")
+    parser.add_argument("--join", type=Path, nargs="+", default=(), help="what earlier runs of the parts have written, instead of a run")
     options = parser.parse_args()
     begun = time.perf_counter()
     published = of_part(json.loads(options.rows.read_text(encoding="utf-8")), options.part)
     rows = [row for row in published if options.only in f"{row.get('id')} {row.get('source_name')}"]
-    results = run(rows, jobs=options.jobs, cache=options.cache)
+    earlier = [json.loads(file.read_text(encoding="utf-8")) for file in options.join]
+    known = {row["id"]: row for one in earlier for row in one["rows"]}
+    results = [known[row["id"]] for row in rows] if known else run(rows, jobs=options.jobs, cache=options.cache)
     summary = summarise(results)
     show(results, summary)
     if options.json is not None:
         written = {
             "benchmark": "published",
             **machine(),
-            "seconds": round(time.perf_counter() - begun, 1),
+            "seconds": sum(one["seconds"] for one in earlier) or round(time.perf_counter() - begun, 1),
             "part": options.part,
             "summary": summary,
+            "parts": {part: summarise(of_part(results, part)) for part in ("shown", "held")} if options.part == "all" else {},
             "rows": results,
         }
         options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

@@ -50,7 +50,7 @@ def held_back() -> frozenset[str]:
     return frozenset(json.loads(_FILE.read_text(encoding="utf-8"))["rows"])
 
 
-def of_part(rows: Iterable[Mapping[str, Any]], part: Part) -> list[Mapping[str, Any]]:
+def of_part(rows: Iterable[dict[str, Any]], part: Part) -> list[dict[str, Any]]:
     """The rows of a part: those that may be looked at, those that are held back, or all."""
     held = held_back()
     return [row for row in rows if part == "all" or (row.get("id") in held) == (part == "held")]

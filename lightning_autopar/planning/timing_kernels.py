@@ -40,7 +40,12 @@ _CLUSTER = {"hopper": 2, "blackwell": 4}
 #: fp32 to fp16 1.45 on the 114 of an H100 PCIe (pytorch/pytorch#137053): 10.3 and 12.7 GB/s, the mean. Those to 16 bits load in vectors
 #: from Hopper on (the same, torch 2.6), those to fp32 on AMD (pytorch/pytorch#163869).
 _CAST_BYTES_PER_SECOND = 11.5e9
-_VECTOR_CASTS = {"hopper": ("bf16", "fp16"), "blackwell": ("bf16", "fp16"), "cdna2": ("fp32",), "cdna3": ("fp32",)}
+_VECTOR_CASTS: dict[str, tuple[str, ...]] = {
+    "hopper": ("bf16", "fp16"),
+    "blackwell": ("bf16", "fp16"),
+    "cdna2": ("fp32",),
+    "cdna3": ("fp32",),
+}
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32))
 _SPLITS = (1, 2, 4, 8, 16)
 _LEAST_SPLIT = 256
