@@ -19,6 +19,7 @@ from rows.row import Fields  # noqa: E402
 from rules import DEFAULTS, summary  # noqa: E402
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment  # noqa: E402
+from lightning_autopar.memory.work import Work  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,17 @@ def test_autocast_keeps_casts_of_weights_to_the_end_of_forward(rows):
     trainer = {**row, "framework": "Lightning 2.1 trainer, torch 2.1"}
     ((((_, (_, _, laid, _)),),), _) = published.grouped([trainer])
     assert not laid.caches_casts
+
+
+def test_random_numbers_are_drawn_for_a_micro_batch_where_our_engine_draws_those_of_the_batch(rows):
+    ((((_, (_, asked, laid, _)),),), _) = published.grouped([one(rows, "hf-bert-vanilla")])
+    dropout = Work(kind="pointwise", name="native_dropout", dtype="fp32", moved_bytes=64, drawn=True)
+    sizes = {f"{name}_bytes": 0 for name in ("parameter", "gradient", "optimizer", "activation", "temporary", "buffer", "input")}
+    block = LayerFootprint(fqn="0", work=(dropout,), backward_work=(dropout,), draw_bytes=4)
+    traced = Footprint(parameters=0, trainable_parameters=0, batch_size=0, blocks=(block,), **sizes)
+    (found,) = whole_footprint(traced, asked, laid).blocks
+    assert found.draw_bytes == 0
+    assert not any(work.drawn for work in (*found.work, *found.backward_work))
 
 
 def test_a_rule_is_summed_up_by_the_sources_that_have_a_say_in_it():

@@ -62,9 +62,20 @@ def _drawing_by_part(footprint: Footprint) -> Footprint:
     """Random draws are made for each micro-batch, where our own engine makes those of the whole batch and keeps rows of them."""
 
     def layers(found: tuple[LayerFootprint, ...]) -> tuple[LayerFootprint, ...]:
-        return tuple(replace(one, draw_bytes=0) if one.draw_bytes else one for one in found)
+        return tuple(
+            replace(one, draw_bytes=0, work=_by_part(one.work), backward_work=_by_part(one.backward_work)) if _draws(one) else one
+            for one in found
+        )
 
     return replace(footprint, blocks=layers(footprint.blocks), outer=layers(footprint.outer))
+
+
+def _draws(layer: LayerFootprint) -> bool:
+    return bool(layer.draw_bytes) or any(work.drawn for work in (*layer.work, *layer.backward_work))
+
+
+def _by_part(works: tuple[Work, ...]) -> tuple[Work, ...]:
+    return tuple(replace(one, drawn=False) if one.drawn else one for one in works)
 
 
 def _in_backward(footprint: Footprint) -> Footprint:
