@@ -241,6 +241,8 @@ def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: P
         footprint = _in_tf32(footprint)
     if laid.first_flash:
         footprint = _with_work(footprint, _first_flash)
+    if isinstance(asked.shape, Shape) and asked.shape.fused:
+        footprint = _with_work(footprint, _compiled_cast)
     if laid.host_update:  # gradients down, CPU-Adam, parameters up: as ZeRO's offload on one rank
         plan = replace(plan, engine="zero", zero_stage=2, offload=("optimizer",))
     if laid.clips and not plan.offload:
@@ -377,6 +379,11 @@ def _narrow(footprint: Footprint, name: str) -> Footprint:
 def _first_flash(one: Work) -> Work:
     """FlashAttention's first version takes about as long as the memory-efficient kernel (arXiv 2307.08691, figures 4 to 6)."""
     return replace(one, name=one.name.replace("flash", "efficient")) if one.kind == "attention" else one
+
+
+def _compiled_cast(one: Work) -> Work:
+    """A compiler's casts are part of kernels that load in vectors (torch's inductor), not torch's own that don't."""
+    return replace(one, name="compiled cast") if one.name == "_to_copy" else one
 
 
 def _with_work(footprint: Footprint, change: Callable[[Work], Work]) -> Footprint:
