@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 
 from lightning_autopar.strategies import whereabouts
 from lightning_autopar.strategies.stalls import STOPPED_SECONDS, Stalls
+from tests.fresh import fresh
 
 
 class Clock:
@@ -146,6 +148,32 @@ def test_to_ask_a_thread_in_the_midst_of_its_work_where_it_is_never_crashes_it(t
     told = [place for place in places if place is not None]
     assert len(told) > 50
     assert all(place.split(" ")[0] in ("_return_from_many_calls", "body") for place in told), set(told)
+
+
+def _counts_around_a_graph() -> list[int]:
+    """Of a GPU's queue: at two looks, while a graph is captured, and after that."""
+    queue, thread, x = whereabouts.GpuQueue(torch.device("cuda", 0)), threading.get_ident(), torch.zeros(8, device="cuda")
+    counts = []
+
+    def look() -> None:
+        counts.append(queue.count(thread))
+        if queue._wait is not None:
+            queue._wait.join()
+
+    look()
+    look()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # on stubs
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x += 1
+            look()
+    look()
+    return counts
+
+
+@pytest.mark.gpu
+def test_a_gpus_count_grows_while_it_does_what_it_is_given_and_a_captured_graph_is_left_alone() -> None:
+    assert fresh(_counts_around_a_graph) == [1, 2, 0, 3]
 
 
 class Workers:
