@@ -3,7 +3,7 @@
 Knows Lightning's result collections and torchmetrics, a process group and a rank's share of the batch; it doesn't know which engine runs.
 
 A logged value is first taken in as Lightning does, so that whoever reads it in the same hook finds it. At the end of the step, before any
-other hook runs, the ranks exchange what they logged by one collective; the local values are taken back and the whole batch's logged in
+other hook runs, the ranks exchange what they logged (see `exchange`); the local values are taken back and the whole batch's logged in
 their place. What hooks outside a step log is exchanged before something could read it: at the batch's end, and at the epoch's. Where a
 batch is worked off in parts, what the parts logged is brought together first; on one device that is all.
 
@@ -256,7 +256,7 @@ class GlobalLogging:
         return self._exchange.host_group
 
     def flush(self) -> None:
-        """Exchange what was logged since the last time: one collective if all ranks logged the same names. Every rank calls this alike."""
+        """Exchange what was logged since the last time, and the states of metrics with it. Every rank calls this alike."""
         if not self._installed:
             return
         entries, self._pending = self._pending, []
