@@ -7,6 +7,7 @@ but the names of its loaders' hooks.
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import sysconfig
@@ -18,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_autopar.strategies.contents import ATOMS, CONTAINERS, GENERATORS, get_items, is_array, is_plain
+from lightning_autopar.strategies.contents import ATOMS, CONTAINERS, get_items
 
 _LIBRARIES = frozenset({"lightning_autopar", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics"})
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
@@ -29,14 +30,40 @@ _DATA = (Dataset, DataLoader)
 
 
 class Variables:
-    """The global variables of a module, as attributes of an object.
+    """The global variables of a module, or what a class holds for all instances, as attributes of an object.
 
     Args:
-        namespace: the module's own dictionary, which this object shares.
+        namespace: the module's own dictionary, which this object shares, or a class's.
     """
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.__dict__ = namespace
+
+
+class _ClassNamespace(dict[str, Any]):
+    """A class's own attributes: what is read and written here is read of the class and written to it, which has no dictionary to share."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def data(self) -> dict[str, Any]:
+        """Those that are no code."""
+        return {name: value for name, value in vars(self.kind).items() if not name.startswith("__") and _is_data(value)}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        return vars(self.kind).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.kind, name, value)
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        value = self.get(name, default)
+        if name in vars(self.kind):
+            delattr(self.kind, name)
+        return value
 
 
 class Reached:
@@ -48,9 +75,10 @@ class Reached:
     """
 
     def __init__(self, starts: Iterable[Any]) -> None:
-        #: What was found, each by the name that a warning calls it: cells, :class:`Variables`, and what a class holds for all instances.
+        #: What was found, each by the name that a warning calls it: cells and :class:`Variables`.
         self.roots: list[tuple[str, Any]] = []
         self._names: dict[int, tuple[Variables, dict[str, None]]] = {}
+        self._classes: set[type] = set()
         self._seen: set[int] = set()
         self._pending: list[Any] = []
         for start in starts:
@@ -69,6 +97,8 @@ class Reached:
     def variables(self, target: Variables) -> dict[str, Any]:
         """Those that the functions name, as they are now."""
         namespace = vars(target)
+        if isinstance(namespace, _ClassNamespace):
+            return namespace.data()
         return {name: namespace[name] for name in self._names[id(namespace)][1] if name in namespace}
 
     def _look_at(self, value: Any) -> None:
@@ -111,13 +141,13 @@ class Reached:
                 self._look_into_globals(target.__globals__, list(dict.fromkeys(_names_in(target.__code__))))
 
     def _look_into_class(self, kind: type) -> None:
+        if kind in self._classes or issubclass(kind, enum.Enum):
+            return
+        self._classes.add(kind)
         for name, value in vars(kind).items():
-            if name in ("__init__", "_abc_impl") or name.endswith("_dataloader"):
-                continue
-            self._look_at(value)
-            if not name.startswith("__") and id(value) not in self._seen and _can_change(value):
-                self._seen.add(id(value))
-                self.roots.append((f"class {kind.__qualname__}.{name}", value))
+            if name != "__init__" and not name.endswith("_dataloader"):
+                self._look_at(value)
+        self.roots.append((f"class {kind.__qualname__}", Variables(_ClassNamespace(kind))))
 
     def _look_into_globals(self, namespace: dict[str, Any], names: list[str]) -> None:
         """Note which of a module's variables code names, and which of those modules of the user's that it names."""
@@ -140,11 +170,9 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _can_change(value: Any) -> bool:
+def _is_data(value: Any) -> bool:
     """Whether a class's attribute is something that instances share and change, rather than code."""
-    if callable(value) or hasattr(type(value), "__get__"):
-        return False
-    return type(value) in CONTAINERS or isinstance(value, (Tensor, *GENERATORS)) or is_array(value) or is_plain(value)
+    return not callable(value) and not hasattr(type(value), "__get__") and not isinstance(value, (types.ModuleType, *_DATA))
 
 
 def _module_of(namespace: Mapping[str, Any]) -> str:

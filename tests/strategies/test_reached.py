@@ -41,6 +41,7 @@ def note(index: int) -> None:
 
 class Net(pl.LightningModule):
     batches: ClassVar[list[int]] = []
+    steps = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +58,8 @@ class Net(pl.LightningModule):
         CURVE[index] += 1
         SUM.add_(1)
         self.batches.append(index)
+        Net.steps += 1
+        Net.latest = index  # the class has no such attribute before
         note(index)
         return loss
 
@@ -95,6 +98,9 @@ def clear() -> None:
     COUNT = 0
     for each in (LOSSES, SEEN, LATEST, HELD, Net.batches, NOTES.lines):
         each.clear()
+    Net.steps = 0
+    if hasattr(Net, "latest"):
+        del Net.latest
     CURVE[:] = 0
     SUM.zero_()
 
@@ -113,7 +119,7 @@ def run(strategy: Any, tmp_path: Path, *more: Any, **options: Any) -> tuple[Any,
     assert (id(LOSSES), id(SEEN), id(CURVE), id(SUM)) == before, "others may refer to them"
     assert all(isinstance(loss, torch.Tensor) for loss in LOSSES)
     kept = COUNT, dict(SEEN), list(LATEST), CURVE.tolist(), float(SUM), list(Net.batches), list(NOTES.lines)
-    return ([loss.item() for loss in LOSSES], *kept, indices, last)
+    return ([loss.item() for loss in LOSSES], *kept, Net.steps, Net.latest, indices, last)
 
 
 def test_what_workers_append_to_is_here_afterwards(tmp_path: Path) -> None:
