@@ -19,6 +19,7 @@ from lightning_autopar.planning.refusals import (
     engine_refusal,
     feature_refusal,
     multi_refusal,
+    norm_notes,
     own_refusal,
     split_notes,
     split_refusal,
@@ -198,6 +199,8 @@ def micro_batch_counts(rows: int) -> list[int]:
 def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
     """What a reader should know of a plan, a sentence each."""
     own = constraints.pipeline_notes if plan.engine == "pipeline" else ()
+    if plan.micro_batches > 1:
+        own = (*norm_notes(footprint, constraints), *own)
     if plan.data_ranks == 1:
         return (*(split_notes(constraints) if plan.micro_batches > 1 else ()), *own)
     return (*own, *split_notes(constraints), *world_notes(footprint, constraints))

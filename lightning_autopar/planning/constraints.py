@@ -16,6 +16,8 @@ from lightning_autopar.memory.residuals import Residuals
 from lightning_autopar.plans import BUILT_ENGINES, ENGINES, Engine, Plan
 
 Objective = Literal["speed", "memory"]
+#: Refusals that a user may overrule, as nothing but the promise speaks against such plans.
+REFUSALS = ("batch_norm", "buffers", "kept")
 #: A relative difference of losses up to this is floating-point reassociation.
 SPLIT_TOLERANCE = 1e-5
 _BESIDES = ("micro_batches", "pipeline_parts", "shares", "replicas", "recompute", "offload", "disk", "zero_bubble")
@@ -76,6 +78,7 @@ class Constraints:
         uncuttable: FQNs of the blocks with which no stage of a pipeline may begin, with the sentence that says why.
         pipeline_notes: what a reader should know of any pipeline, a sentence each.
         split: what was found out about splitting the batch; None where there was nothing to find out.
+        despite: refusals that are overruled, of ``REFUSALS``.
         split_batch: whether ranks share the batch; if not, each takes a whole one, as in Lightning's own strategies.
         precision: Lightning's name of the precision, for the speed of devices.
         residuals: what earlier runs of the module were measured to take, by which predictions are corrected.
@@ -97,6 +100,7 @@ class Constraints:
     uncuttable: Mapping[str, str] = field(default_factory=dict)
     pipeline_notes: tuple[str, ...] = ()
     split: SplitFinding | None = None
+    despite: tuple[str, ...] = ()
     split_batch: bool = True
     precision: str = "32-true"
     allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
@@ -121,6 +125,16 @@ class Constraints:
         """What a plan may use of a device: what is free, or the limit if that is less, less the margin."""
         limit = device.free_bytes if self.memory_limit_bytes is None else min(device.free_bytes, self.memory_limit_bytes)
         return int(limit * (1 - self.memory_margin))
+
+
+def overruled(name: str, sentence: str) -> str:
+    """The note of a plan that is taken though a refusal speaks against it."""
+    return f"despite=[{name!r}]: {sentence}, so that this is another run than one device's"
+
+
+def overrule(name: str) -> str:
+    """How to overrule a refusal, as the end of its sentence."""
+    return f"; batch=Batch(despite=[{name!r}]) takes such plans all the same"
 
 
 def check_allow(allow: str | Sequence[str]) -> tuple[Engine, ...]:

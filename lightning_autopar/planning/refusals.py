@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.planning.blocks import cuttable
-from lightning_autopar.planning.constraints import SPLIT_TOLERANCE, Constraints, SplitFinding
+from lightning_autopar.planning.constraints import SPLIT_TOLERANCE, Constraints, SplitFinding, overrule, overruled
 from lightning_autopar.planning.runnable import Feature
 from lightning_autopar.plans import BUILT_ENGINES, Engine
 
@@ -166,8 +166,9 @@ def micro_batch_refusal(footprint: Footprint, constraints: Constraints, *, stage
         return "the batch has no two samples to be taken apart"
     if not footprint.automatic_optimization:
         return "the module runs backward by hand, so that it can't be run for parts of a batch with one step at the end"
-    if footprint.batch_norm:
-        return f"the statistics of {len(footprint.batch_norm)} batch norms would be a micro-batch's, not the whole batch's"
+    if footprint.batch_norm and "batch_norm" not in constraints.despite:
+        words = f"the statistics of {len(footprint.batch_norm)} batch norms would be a micro-batch's, not the whole batch's"
+        return words + overrule("batch_norm")
     return split_refusal(constraints)
 
 
@@ -201,6 +202,13 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
     if not split.difference <= SPLIT_TOLERANCE:
         return (f"{_difference_words(split)}; exact=True rules such plans out", *notes)
     return notes
+
+
+def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
+    """What a reader should know where a rank's samples are worked off in parts in spite of batch norms."""
+    if not footprint.batch_norm or not footprint.training or not constraints.split_batch:
+        return ()
+    return (overruled("batch_norm", f"the statistics of {len(footprint.batch_norm)} batch norms are a micro-batch's"),)
 
 
 def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:

@@ -82,6 +82,11 @@ class AutoParallelStrategy(ParallelStrategy):
                 "draws='per-rank' with exact=True: random numbers of each rank's own make another run than one device's; take "
                 "draws='whole' (the default), or leave exact out"
             )
+        if exact and whole_batch.despite:
+            raise ValueError(
+                f"despite={list(whole_batch.despite)!r} with exact=True: what it overrules makes another run than one device's; leave one "
+                "of them out"
+            )
         if objective not in ("speed", "memory"):
             raise ValueError(f"objective={objective!r} must be 'speed' or 'memory'")
         if devices is not None:
@@ -92,6 +97,7 @@ class AutoParallelStrategy(ParallelStrategy):
             memory_margin=float(memory_margin),
             batch=whole_batch.rule,
             own_draws=whole_batch.draws == "per-rank",
+            despite=tuple(whole_batch.despite),
             plan=plan if isinstance(plan, Plan) or plan is None else Plan.from_json(plan),
             objective=objective,
             exact=bool(exact),

@@ -60,6 +60,7 @@ class Settings:
     memory_margin: float = 0.05
     batch: BatchRule = "global"
     own_draws: bool = False
+    despite: tuple[str, ...] = ()
     plan: Plan | None = None
     objective: str = "speed"
     exact: bool = False
@@ -186,6 +187,7 @@ def _look(
             partitioned=asked("zero"),
             staged=several and asked("pipeline") and "multi" not in excluded,
             target=target_of(inventory.devices),
+            despite=settings.despite,
         ),
     )
     if settings.own_draws:
@@ -245,6 +247,7 @@ def _look(
         uncuttable={} if findings.staging is None else findings.staging.uncuttable,
         pipeline_notes=() if findings.staging is None else findings.staging.notes,
         split=findings.split if settings.batch == "global" else None,
+        despite=settings.despite,
         split_batch=settings.batch == "global",
         allocator=options_from_environment(os.environ),
     )

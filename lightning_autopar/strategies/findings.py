@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 _TRACE_SECONDS = 600.0
 #: Where the first batch's probe takes longer, other batches' isn't tried: the run's first step waits for it.
 _QUICK_SECONDS = 0.4
+#: What a split of a batch changes.
+Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
 _OWN_DRAWS = (
     "draws='per-rank': each rank, and each part of a batch, draws the random numbers of its own samples, so that this is another run than "
     "one device's"
@@ -69,6 +71,7 @@ class Questions:
         partitioned: whether some partition it with DeepSpeed.
         staged: whether some run it in stages.
         target: what the step is traced for.
+        despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
     """
 
     split: bool = False
@@ -77,6 +80,7 @@ class Questions:
     partitioned: bool = False
     staged: bool = False
     target: Target = "cpu"
+    despite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +211,8 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         whole, rowless = (_whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
     if probe and stage == "fit":
         began, cut = time.monotonic(), batch.cut
-        batch, split, draws = _split_as_made(module, trainer, batch, footprint)
+        split_one = partial(_split, module, trainer, footprint=footprint, despite=questions.despite)
+        batch, split, draws = _split_as_made(split_one, batch)
         if cut and batch.samples is not None and not batch.cut:
             more = [replace(each, cut=False) for each in more]
             key = loader_key(own[0])
@@ -217,7 +222,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         if unmade is not None and split.splittable:
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         if time.monotonic() - began < _QUICK_SECONDS and split.probed:
-            split, draws = _on_others(module, trainer, more, split, draws, footprint)
+            split, draws = _on_others(split_one, module, more, split, draws)
         routed = _routed(module, split.uneven_calls, units)
         if routed is not None and sharded.refusal is None:
             sharded = failed(routed)
@@ -289,23 +294,21 @@ def _two(looked: Sequence[FirstBatch]) -> list[FirstBatch]:
     return list({id(batch): batch for batch in (largest, last, uncut) if batch is not None}.values())
 
 
-def _split_as_made(
-    module: LightningModule, trainer: Trainer, batch: FirstBatch, footprint: Footprint
-) -> tuple[FirstBatch, SplitFinding, DrawPlan]:
+def _split_as_made(split_one: Split, batch: FirstBatch) -> tuple[FirstBatch, SplitFinding, DrawPlan]:
     """What a split batch changes, its parts made as ranks make them: cut out of the whole one, or of their own samples if that is truer."""
     if "collate" in batch.draws:  # ranks take their rows of the collated batch, and so does the probe
         batch = replace(batch, samples=None, collate=None)
-    split, draws = _split(module, trainer, batch, footprint)
+    split, draws = split_one(batch)
     if not batch.cut or batch.samples is None or (split.splittable and split.probed and split.difference <= SPLIT_TOLERANCE):
         return batch, split, draws
     apart = replace(batch, cut=False)
-    other, others_draws = _split(module, trainer, apart, footprint)
+    other, others_draws = split_one(apart)
     truer = other.splittable and other.probed and (not split.splittable or other.difference < split.difference)
     return (apart, other, others_draws) if truer else (batch, split, draws)
 
 
 def _on_others(
-    module: LightningModule, trainer: Trainer, more: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan, footprint: Footprint
+    split_one: Split, module: LightningModule, more: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan
 ) -> tuple[SplitFinding, DrawPlan]:
     """The finding, with what a split of other batches adds to it."""
     for batch in more:
@@ -313,7 +316,7 @@ def _on_others(
             continue
         if "collate" in batch.draws or batch.samples is None:
             batch = replace(batch, batch=transfer_batch(module, batch.batch), samples=None, collate=None)
-        other, others_draws = _split(module, trainer, batch, footprint)
+        other, others_draws = split_one(batch)
         draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
         split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
         split = _with_logs(split, Comparison(matching=other.log_rules))
@@ -330,10 +333,13 @@ def _with_logs(split: SplitFinding, other: Comparison) -> SplitFinding:
     return replace(split, log_rules=together, notes=(*split.notes, *Comparison(matching=lost).notes))
 
 
-def _split(module: LightningModule, trainer: Trainer, batch: FirstBatch, footprint: Footprint) -> tuple[SplitFinding, DrawPlan]:
+def _split(
+    module: LightningModule, trainer: Trainer, batch: FirstBatch, *, footprint: Footprint, despite: tuple[str, ...]
+) -> tuple[SplitFinding, DrawPlan]:
     """What a split batch changes, found out in another child."""
     try:
-        return run_forked(partial(probe_split, flops=footprint.flops, conduct=footprint.conduct), module, trainer, batch)
+        told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite}
+        return run_forked(partial(probe_split, **told), module, trainer, batch)
     except ChildFailed as error:
         reason = f"whether its parts make the whole batch couldn't be tried ({error.reason})"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()

@@ -24,6 +24,7 @@ from lightning_autopar.memory.batch import FirstBatch, copied
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.rehearsal import Rehearsal
 from lightning_autopar.planning.candidates import SplitFinding
+from lightning_autopar.planning.constraints import overrule, overruled
 from lightning_autopar.state import rng
 from lightning_autopar.state.dealing import Dealing
 from lightning_autopar.state.share import BatchShare, share_of
@@ -62,6 +63,7 @@ def probe_split(
     world_sizes: Sequence[int] = (2,),
     flops: int = 0,
     conduct: Conduct | None = None,
+    despite: Sequence[str] = (),
     time_limit_seconds: float = 60.0,
 ) -> tuple[SplitFinding, DrawPlan]:
     """Compare the training loss of the first batch with the mean of its parts' losses, weighted by their samples.
@@ -76,6 +78,7 @@ def probe_split(
         world_sizes: how many parts to try; those larger than the batch are left out.
         flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples or not at all.
         conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
+        despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
         time_limit_seconds: how long the probe may take, estimated after its first run.
 
     Returns:
@@ -99,7 +102,7 @@ def probe_split(
         return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({_words(error)})"), DrawPlan()
     state = rng.capture({})
     try:
-        return _Probe(module, trainer, batches, conduct).run(sizes, time_limit_seconds)
+        return _Probe(module, trainer, batches, conduct, despite).run(sizes, time_limit_seconds)
     finally:
         rng.restore(state, {})
 
@@ -129,8 +132,18 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
 class _Probe:
     """The step, made harmless: it can be run any number of times and leaves the module as it was."""
 
-    def __init__(self, module: LightningModule, trainer: Trainer | None, batches: BatchParts, conduct: Conduct | None = None) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        trainer: Trainer | None,
+        batches: BatchParts,
+        conduct: Conduct | None = None,
+        despite: Sequence[str] = (),
+    ) -> None:
         self.module = module
+        self.despite = despite
+        #: What speaks against a split and is overruled, by the refusal's name.
+        self.overruled: dict[str, str] = {}
         #: Parameters that a step may write to; None where that isn't known.
         self.writes = None if conduct is None else dict(conduct.written)
         self.batches = batches
@@ -172,7 +185,7 @@ class _Probe:
             finding = replace(
                 finding,
                 log_rules=self.logged.matching,
-                notes=self.logged.notes,
+                notes=(*(overruled(name, words) for name, words in self.overruled.items()), *self.logged.notes),
                 uneven_calls=self.uneven_calls,
                 counted=self.counted,
             )
@@ -372,8 +385,8 @@ class _Probe:
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
         if self.written is not None:
             return SplitFinding(splittable=False, reason=f"the step writes to its own parameters: {self.written[1]}"), DrawPlan()
-        if self.drifting is not None:
-            return SplitFinding(splittable=False, reason=f"the step writes to its own buffers: {self.drifting[1]}"), DrawPlan()
+        if self.drifting is not None and self._refuses("buffers", reason := f"the step writes to its own buffers: {self.drifting[1]}"):
+            return SplitFinding(splittable=False, reason=reason + overrule("buffers")), DrawPlan()
         if difference <= _EQUAL and not observed.draws.seeded:
             reason = self._kept(size, observed)
             if reason is not None:
@@ -400,6 +413,12 @@ class _Probe:
             draws, seeded=draws.seeded or uneven
         )
 
+    def _refuses(self, name: str, reason: str) -> bool:
+        """Whether what speaks against a split isn't overruled."""
+        if name in self.despite:
+            self.overruled[name] = reason
+        return name not in self.despite
+
     def _compare(self, size: int, *, groups_first: bool = False) -> tuple[float, Observation]:
         shares = shares_of(self.batches.count, size)
         observed = self._observed(self.losses, shares, groups_first=groups_first)
@@ -417,7 +436,8 @@ class _Probe:
 
     def _kept(self, size: int, one: Observation) -> str | None:
         """Why ranks would part by what a step leaves to the next one, though ``one`` step by itself gives the whole batch's loss."""
-        ignored = {*vars(LightningModule()), "trainer"}
+        overruled_too = dict(self.module.named_buffers()) if "buffers" in self.overruled else ()
+        ignored = {*vars(LightningModule()), "trainer", *overruled_too}
         kept = [name for name in dict.fromkeys(name for deeds in self.deeds for name in deeds.kept) if name not in ignored]
         if not kept:
             return None
@@ -436,14 +456,15 @@ class _Probe:
                 _LOG.debug("two steps can't be run in double precision", exc_info=True)
         if difference <= _EQUAL:
             if self.module.automatic_optimization and self._left_to_parts(shares):
-                self.part_reason = (
-                    f"a step leaves {names} to the next one, which parts of a batch that run one after the other would do, too"
-                )
+                words = f"a step leaves {names} to the next one, which parts of a batch that run one after the other would do, too"
+                if self._refuses("kept", words):
+                    self.part_reason = words + overrule("kept")
             return None
-        return (
+        words = (
             f"by what the step keeps of a batch ({names}) the next one's loss differs by {difference:.2g} of it when split, as each rank "
             "would keep its own part"
         )
+        return words + overrule("kept") if self._refuses("kept", words) else None
 
     def _after_two(self, shares: Sequence[BatchShare], groups_first: bool) -> float:
         """By how much the losses of two steps on the same batch differ."""

@@ -8,9 +8,10 @@ from lightning_autopar.memory.footprint import LayerFootprint
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.planning import refusals
-from lightning_autopar.planning.candidates import Option, enumerate_candidates, ruled_out
+from lightning_autopar.planning.candidates import Option, enumerate_candidates, notes_of, ruled_out
 from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal
+from lightning_autopar.plans import Plan
 from tests.fakes.values import cpu, footprint, gpu, inventory
 
 
@@ -230,8 +231,22 @@ def test_parts_that_are_collated_anew_are_no_micro_batches_of_a_pipeline() -> No
 
 def test_that_a_batch_cannot_be_taken_apart_is_said_once() -> None:
     found = [one.rejection for one in options(footprint(batch_norm=("bn",))) if one.plan.micro_batches > 1]
-    assert found == ["the statistics of 1 batch norms would be a micro-batch's, not the whole batch's"]
+    overrule = "; batch=Batch(despite=['batch_norm']) takes such plans all the same"
+    assert found == [f"the statistics of 1 batch norms would be a micro-batch's, not the whole batch's{overrule}"]
     assert not [one for one in options() if one.plan.micro_batches > 1]
+
+
+def test_batch_norm_in_parts_may_be_asked_for_and_is_told() -> None:
+    step, constraints = footprint(batch_norm=("a", "b")), Constraints(despite=("batch_norm",))
+    assert micro_batch_refusal(step, constraints) is None
+    assert micro_batch_refusal(step, Constraints(despite=("kept",))) is not None
+    told = "despite=['batch_norm']: the statistics of 2 batch norms are a micro-batch's, so that this is another run than one device's"
+    for plan, notes in (
+        (Plan(engine="single", devices=("cpu:0",), micro_batches=2), (told,)),
+        (Plan(engine="ddp", devices=("cpu:0", "cpu:1"), micro_batches=2), (told,)),
+        (Plan(engine="ddp", devices=("cpu:0", "cpu:1")), ()),
+    ):
+        assert notes_of(plan, step, constraints) == notes
 
 
 def test_what_else_a_run_may_rule_out() -> None:

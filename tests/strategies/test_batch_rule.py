@@ -21,6 +21,8 @@ from lightning_autopar.strategies import random_ops
     [
         ({"rule": "half"}, "batch='half' must be 'global' .* or 'per_device'"),
         ({"draws": "own"}, "draws='own' must be 'whole' .* or 'per-rank'"),
+        ({"despite": ["norms"]}, r"despite=\['norms'\] must be a list of names of refusals, and 'norms' isn't one; they are 'batch_norm'"),
+        ({"despite": "kept"}, "despite='kept' must be a list of names"),
         ({"rule": "per_device", "draws": "per-rank"}, "draws='per-rank' is about a batch that is split.*leave one of them out"),
     ],
 )
@@ -32,6 +34,8 @@ def test_what_can_not_be_is_refused(arguments: dict[str, Any], says: str) -> Non
 def test_draws_of_each_ranks_own_are_no_exact_run() -> None:
     with pytest.raises(ValueError, match=r"draws='per-rank' with exact=True: .* another run than one device's; take draws='whole'"):
         AutoParallelStrategy(batch=Batch(draws="per-rank"), exact=True)
+    with pytest.raises(ValueError, match=r"despite=\['kept'\] with exact=True: .* another run than one device's; leave one of them out"):
+        AutoParallelStrategy(batch=Batch(despite=("kept",)), exact=True)
     assert AutoParallelStrategy(batch=Batch(draws="per-rank")).settings.own_draws
     assert not AutoParallelStrategy(batch=Batch(rule="per_device")).settings.own_draws
     assert AutoParallelStrategy(batch="per_device").settings.batch == "per_device"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_autopar import AutoParallelStrategy, NothingFits
+from lightning_autopar import AutoParallelStrategy, Batch, NothingFits
 from lightning_autopar.strategies.probe import probe_split
 from tests.strategies.test_probe import Base, first_of, samples
 
@@ -213,6 +213,29 @@ class OwnOptimizer(Base):
 def test_an_optimizer_of_the_users_own_writes_what_ranks_agree_on() -> None:
     finding, _ = probe_split(OwnOptimizer(), None, first_of(samples()))
     assert (finding.splittable, finding.difference, finding.reason) == (True, 0.0, None)
+
+
+@pytest.mark.parametrize(("make", "name"), [(Bank, "buffers"), (Queue, "kept"), (Deque, "kept")])
+def test_a_refusal_is_overruled_by_its_name_and_by_no_other(make: Any, name: str) -> None:
+    refused, _ = probe_split(make(), None, first_of(samples()))
+    assert f"; batch=Batch(despite=['{name}']) takes such plans all the same" in str(refused.reason)
+    other, _ = probe_split(make(), None, first_of(samples()), despite=["batch_norm", *{"buffers", "kept"} - {name}])
+    assert (other.splittable, other.reason) == (False, refused.reason)
+    taken, draws = probe_split(make(), None, first_of(samples()), despite=[name])
+    assert taken.splittable
+    assert draws.draws is not None
+    assert taken.notes[0].startswith(f"despite=['{name}']: {str(refused.reason).partition(';')[0]}")
+
+
+def test_a_run_in_spite_of_a_refusal_says_so() -> None:
+    strategy: Any = AutoParallelStrategy(allow=["ddp"], devices="2xcpu:1GiB", batch=Batch(despite=("buffers",)))
+    trainer = Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, **QUIET)
+    told = r"despite=\['buffers'\]: the step writes to its own buffers: 'bank' depends on the batch"
+    with pytest.warns(UserWarning, match=told):
+        trainer.fit(Bank(), DataLoader(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), batch_size=6))  # type: ignore[arg-type]
+    assert strategy.plan.engine == "ddp"
+    assert "despite=['buffers']: the step" in " ".join(strategy.report.best_candidate.notes)
+    assert "despite=['buffers']:" in str(strategy.report)
 
 
 @pytest.mark.parametrize("make", [Bank, LazyBank])
