@@ -34,7 +34,8 @@ _MOST_TARGETS, _MOST_TRIED = 4, 6
 _MOST_SENTENCES = 5
 #: No further search is begun after so many, or so long: somebody waits for the report.
 _MOST_SEARCHES, _MOST_SECONDS = 10, 4.0
-#: Validation batches that are tried, beside the present one.
+#: Validation that takes a smaller share of a device is in nobody's way; batches that are tried, beside the present one.
+_LEAST_VALIDATION_SHARE = 0.02
 _VALIDATION_SHARES = (0.5, 0.25, 0.125, 0.0625)
 #: Engines under which bitsandbytes' optimizers run as they are, on whole parameters of a device.
 _WHOLE_ENGINES = ("single", "ddp")
@@ -226,7 +227,7 @@ class _Question:
                 words = f"bitsandbytes' {classes}8bit, whose steps are not those of {classes}"
                 change = {"optimizer": {"bits": 8}}
                 found.append(self._suppose(words, kind="module", change=change, footprint=changed, allow=allow, excluded=excluded))
-        if any(self._full_in_validation(one) for one in self.candidates):
+        if self._validation_may_be_in_the_way():
             found.append(self._smaller_validation())
         return [advice for advice in found if advice is not None]
 
@@ -256,14 +257,14 @@ class _Question:
         words = f"{format_bytes(need)} of host memory{where} instead of {format_bytes(have)}"
         return self._advice(best, words, kind="memory", change={"host_bytes": need})
 
-    def _full_in_validation(self, candidate: Candidate) -> bool:
-        """Whether it lacks memory in validation alone, or at least there first."""
-        if candidate.fits or not candidate.runnable:
-            return False
-        return any(
-            need > self.budget[device] and getattr(candidate.bytes[device], "occasion", "step") == "validation"
-            for device, need in candidate.needs.items()
-        )
+    def _validation_may_be_in_the_way(self) -> bool:
+        """Whether a plan lacks memory that would be faster, or nothing fits, and validation takes as much that it may be what is lacking.
+
+        The search doesn't show all that it tried: a plan that lacks memory in its step may have a remedy for that, and none for validation.
+        """
+        evaluation = self.footprint.evaluation_bytes or 0
+        worth = self.footprint.training and evaluation > _LEAST_VALIDATION_SHARE * min(self.budget.values())
+        return worth and (self.now is None or bool(self._targets()))
 
     def _smaller_validation(self) -> Advice | None:
         """The largest validation batch with which the plan fits that is best without any."""

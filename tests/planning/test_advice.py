@@ -264,6 +264,19 @@ def test_a_smaller_validation_batch_is_advised_where_validation_is_in_the_way() 
     assert "in validation" not in str(made(roomy, parse_spec("RTX4090"), allow=("single",)))
 
 
+def test_validation_is_found_behind_a_plan_that_has_a_remedy_for_its_step() -> None:
+    """The whole batch doesn't fit, micro-batches would, but for validation: the search shows neither, and offloads."""
+    step = fixed(footprint(blocks=4, parameter_bytes=256 * MIB, activation_bytes=4 * GIB, flops=10**12))
+    slow = replace(step, evaluation_bytes=19 * GIB)
+    report = make_report(slow, parse_spec("RTX4090"), Constraints(allow=("single", "fsdp")))
+    assert report.best is not None
+    assert report.best.offload
+    (found,) = starting(list(report.advice), "a validation batch of 0.5 of its size: single, micro-batches ")
+    assert (found.speedup or 0) > 1.2
+    quick = make_report(replace(step, evaluation_bytes=19 * GIB // 2), parse_spec("RTX4090"), Constraints(allow=("single", "fsdp")))
+    assert replace(found.plan or report.best, reasons=()) == replace(quick.best or report.best, reasons=())
+
+
 def test_more_memory_of_the_host_and_one_device_more_are_advised() -> None:
     large = replace(fixed(footprint(blocks=16, parameter_bytes=512 * MIB)), optimizer_classes=("AdamW",))
     without_offload = {"micro_batches": WHOLE["micro_batches"], "shares": WHOLE["shares"]}
