@@ -27,6 +27,7 @@ class DeviceBytes:
         rounding: what the allocator holds and can't hand out.
         correction: what earlier runs of this module were measured to take beyond the prediction; may be negative.
         occasion: when that is: in a ``"step"``, in a ``"validation"`` between two, while a ``"checkpoint"`` is saved, at the ``"start"``.
+        updates: whether a step's fullest moment is the optimizer's own, as far as that is known.
     """
 
     parameters: int = 0
@@ -42,6 +43,7 @@ class DeviceBytes:
     rounding: int = 0
     correction: int = 0
     occasion: Occasion = "step"
+    updates: bool = False
 
     @property
     def allocated(self) -> int:
@@ -57,7 +59,9 @@ class DeviceBytes:
 
     def to_dict(self) -> dict[str, Any]:
         """The categories by name, with ``allocated`` and ``reserved``, and the occasion."""
-        return {**dataclasses.asdict(self), "allocated": self.allocated, "reserved": self.reserved}
+        values = dataclasses.asdict(self)
+        del values["updates"]  # a reader of sizes would take it for one
+        return {**values, "allocated": self.allocated, "reserved": self.reserved}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,6 +159,7 @@ def _whole(footprint: Footprint, plan: Plan, moments: Moments, share: float) -> 
         temporary=int(moments.temporary[place]),
         buffers=footprint.buffer_bytes,
         input=round(footprint.input_bytes * share),
+        updates=not (moments.forward[place] or moments.backward[place]),
     )
 
 

@@ -195,6 +195,7 @@ def fsdp_bytes(
         activations=int(moments.activations[row]),
         temporary=int(moments.temporary[row]) // occasion.parts if occasion.parts else 0,
         communication=int(occasion.communication[place]),
+        updates=not (moments.forward[row] or moments.backward[row]),
     )
 
 

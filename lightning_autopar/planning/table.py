@@ -200,9 +200,12 @@ def _fullest_device(report: Report, candidate: Candidate) -> str | None:
 
 
 def occasion_words(report: Report, candidate: Candidate) -> str:
-    """When the fullest device is that full, where that isn't in a training step: ``"in validation"``; else nothing."""
-    device = _fullest_device(report, candidate)
-    return _OCCASIONS.get(getattr(candidate.bytes.get(device or ""), "occasion", "step"), "")
+    """When the fullest device is that full, where that isn't in forward or backward: ``"in validation"``; else nothing."""
+    size = candidate.bytes.get(_fullest_device(report, candidate) or "")
+    occasion = getattr(size, "occasion", "step")
+    if occasion == "step" and getattr(size, "updates", False):
+        return "in the optimizer's step"
+    return _OCCASIONS.get(occasion, "")
 
 
 def fullest_words(report: Report, candidate: Candidate) -> tuple[str, str]:

@@ -238,6 +238,8 @@ def test_another_optimizer_is_advised_where_its_scratch_is_in_the_way() -> None:
     (plain,) = starting(list(found), "fused=True in AdamW: single would fit")
     assert plain.change == {"optimizer": {"fused": True}}
     assert plain.kind == "module"
+    assert "in the optimizer's step" in " ".join(str(made(updating(600 * MIB), parse_spec("RTX4090"), allow=("single",))).split())
+    assert "in the optimizer's step" not in str(made(HEAVY, parse_spec("RTX4090"), allow=("single",)))
     (small,) = starting(list(found), "bitsandbytes' AdamW8bit, whose steps are not those of AdamW: single would fit")
     assert small.change == {"optimizer": {"bits": 8}}
     assert not starting(list(on_a_card(updating(600 * MIB), precision="16-mixed")), "fused"), "it can't be clipped there"
