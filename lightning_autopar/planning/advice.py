@@ -79,8 +79,14 @@ def advise(
         found = [*question.more_memory(), *question.smaller_batch(), *question.settings(unpin=constraints.pinned is not None)]
         found += [*question.step_changes(), *question.machine_changes()]
         return tuple(sorted(found, key=lambda advice: -(advice.speedup or 0))[:_MOST_SENTENCES])
-    found = [*question.missing_memory(), *question.settings(unpin=constraints.pinned is not None), *question.step_changes()]
-    return (*found, *question.largest_batch(), *question.machine_changes(), *_no_recomputation(footprint))
+    found = [*question.settings(unpin=constraints.pinned is not None), *question.step_changes()]
+    found += [*question.largest_batch(), *question.machine_changes()]
+    missing = question.missing_memory()
+    # A device that would have to be twice as large is no small change.
+    within = [
+        one for one in missing if all(lack <= inventory.device(name).total_bytes for name, lack in one.change["more_free_bytes"].items())
+    ]
+    return (*within, *found, *(one for one in missing if one not in within), *_no_recomputation(footprint))
 
 
 class _Question:
@@ -133,7 +139,7 @@ class _Question:
 
     def _targets(self) -> list[Candidate]:
         """Plans that lack memory alone and would be much faster, the fastest first."""
-        unfit = [one for one in self.candidates if not one.fits and one.runnable and one.needs and one.seconds is not None]
+        unfit = [one for one in self.candidates if not one.fits and _lacks_devices_alone(one) and one.seconds is not None]
         worth = [one for one in unfit if self._speedup(one) >= _LEAST_SPEEDUP]
         return sorted(worth, key=self._seconds_a_sample)[:_MOST_TARGETS]
 
@@ -168,9 +174,9 @@ class _Question:
     def _gain_words(self, then: Candidate) -> str:
         """``" (1.9 s a step instead of 3.7 s, 20.1 GiB instead of 36)"``: on the fullest device."""
         assert self.now is not None, "nothing to compare with"
-        now, after = (max(one.needs.values()) for one in (self.now, then))
+        now, after = (format_bytes(max(one.needs.values())) for one in (self.now, then))
         seconds = f"{format_seconds(then.step_seconds)} a step instead of {format_seconds(self.now.step_seconds)}"
-        return f" ({seconds}, {format_bytes(after)} instead of {format_bytes(now)})"
+        return f" ({seconds}, {after} instead of {now})" if after != now else f" ({seconds})"
 
     def _now_title(self) -> str:
         """The plan of today, by name."""
@@ -336,14 +342,15 @@ class _Question:
             return Advice(kind=kind, text=f"{words}: {best.plan.title()} would fit", change=change, plan=best.plan)
         if (speedup := self._speedup(best)) < _LEAST_SPEEDUP:
             return None
-        text = f"{words}: {best.plan.title()} would be {_times(speedup)} faster than {self._now_title()}{self._gain_words(best)}"
+        than = "now" if best.plan.title() == self._now_title() else self._now_title()
+        text = f"{words}: {best.plan.title()} would be {_times(speedup)} faster than {than}{self._gain_words(best)}"
         return Advice(kind=kind, text=text, change=change, plan=best.plan, **self._gains(best))
 
     # -- where nothing fits ------------------------------------------------------------------------------------------------------------
 
     def missing_memory(self) -> list[Advice]:
         """How much more would do, for the candidate that lacks least."""
-        lacking = [(lack, one) for one in self.candidates if one.needs and one.runnable and (lack := self._lack(one))]
+        lacking = [(lack, one) for one in self.candidates if _lacks_devices_alone(one) and (lack := self._lack(one))]
         if not lacking:
             return []  # the host's memory is what lacks; its candidate's reason says so
         # What a single device lacks is the harder to come by, the more it is.
@@ -353,9 +360,7 @@ class _Question:
 
     def largest_batch(self) -> list[Advice]:
         """The largest batch, smaller than the present one, for which something fits."""
-        nearest = sorted((one for one in self.candidates if one.needs and one.runnable), key=lambda one: sum(self._lack(one).values()))[
-            :_MOST_TRIED
-        ]
+        nearest = sorted(filter(_lacks_devices_alone, self.candidates), key=lambda one: sum(self._lack(one).values()))[:_MOST_TRIED]
         batch = self._largest_for([one.plan for one in nearest], least=1)
         best = None if batch is None else self._best(scaled(self.footprint, batch), self.inventory, self.constraints)
         if batch is None or best is None:
@@ -388,6 +393,11 @@ class _Question:
         if len(missing) > 3:
             where.append(f"at most {format_bytes(missing[3][1])} more on {len(missing) - 3} others")
         return ", ".join(where)
+
+
+def _lacks_devices_alone(candidate: Candidate) -> bool:
+    """Whether it would fit if its devices had more memory, or it took less of them: its host has what it takes."""
+    return bool(candidate.needs) and candidate.runnable and (candidate.host is None or candidate.host.fits)
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:

@@ -291,6 +291,10 @@ def test_more_memory_of_the_host_and_one_device_more_are_advised() -> None:
     assert report_of(f"RTX4090@{enough // GIB + 1}GiB").best is not None
     with pytest.raises(NothingFits):
         report_of(f"RTX4090@{enough // GIB - 1}GiB")
+    for one in of_kind(refused.value.report.advice, "memory"):
+        assert "host memory" in one.text or not (one.plan and one.plan.offload), (
+            "more memory of the card lets no plan fit that its host can't hold"
+        )
     (more,) = of_kind(refused.value.report.advice, "devices")
     assert more.text.startswith("one RTX4090-24GB more: fsdp ×2")
     assert more.change == {"more_devices": 1}
