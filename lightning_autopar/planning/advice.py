@@ -224,8 +224,8 @@ class _Question:
         classes = " and ".join(self.footprint.optimizer_classes)
         if (changed := what_if.fused(self.footprint)) is not None and self.constraints.precision != "16-mixed":
             # Lightning clips no gradients for a fused optimizer that unscales them itself (``MixedPrecision.clip_gradients``).
-            words, change = f"fused=True in {classes}", {"optimizer": {"fused": True}}
-            found.append(self._suppose(words, kind="module", change=change, footprint=changed))
+            change: dict[str, Any] = {"optimizer": {"fused": True}}
+            found.append(self._suppose(f"fused=True in {classes}", kind="module", change=change, footprint=changed))
         if (changed := what_if.eight_bit(self.footprint)) is not None:
             allow = tuple(engine for engine in self.constraints.allow if engine in _WHOLE_ENGINES)
             if allow and not all(device.kind == "cpu" for device in self.inventory.devices):

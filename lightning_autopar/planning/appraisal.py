@@ -263,7 +263,7 @@ class Appraiser:
 
 def links_seconds(seconds: Seconds) -> float:
     """How many of a step's seconds are spent on links."""
-    return sum(getattr(seconds, name) for name in _LINKS)
+    return sum(part for name, part in seconds.parts().items() if name in _LINKS)
 
 
 def corrected(seconds: Seconds, factors: TimeFactors) -> Seconds:
