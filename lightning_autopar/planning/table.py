@@ -110,8 +110,8 @@ class ReportTable:
         title, why = candidate.plan.title(), "; ".join(self._why(candidate, best))
         if width < _NARROW:
             on_host = [f"host memory {candidate.host.words()}"] if candidate.host else []
-            when = [f"fullest {words}"] if (words := occasion_words(self.report, candidate)) else []
-            words = "\n".join((f"{title} on {devices}", *on_host, *when, *([why] if why else [])))
+            occasion = [f"fullest {words}"] if (words := occasion_words(self.report, candidate)) else []
+            words = "\n".join((f"{title} on {devices}", *on_host, *occasion, *([why] if why else [])))
             return rank, words, fullest_words(self.report, candidate)[1], step
         memory = " ".join(fullest_words(self.report, candidate)).strip()
         if when := occasion_words(self.report, candidate):
