@@ -1,4 +1,4 @@
-"""Which published rows are held back, and what rules about the others rest on and change."""
+"""Which published rows are held back, and what rules about rows do."""
 
 import json
 import sys
@@ -16,7 +16,6 @@ from rows.foretold import whole_footprint  # noqa: E402
 from rows.held_back import SEED, draw, held_back, of_part  # noqa: E402
 from rows.layers import attend  # noqa: E402
 from rows.row import Fields  # noqa: E402
-from rules import DEFAULTS, summary  # noqa: E402
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment  # noqa: E402
 from lightning_autopar.memory.work import Work  # noqa: E402
@@ -110,27 +109,3 @@ def test_random_numbers_are_drawn_for_a_micro_batch_where_our_engine_draws_those
     (found,) = whole_footprint(traced, asked, laid).blocks
     assert found.draw_bytes == 0
     assert not any(work.drawn for work in (*found.work, *found.backward_work))
-
-
-def test_a_rule_is_summed_up_by_the_sources_that_have_a_say_in_it():
-    def changed(rule, source, before, after):
-        return {"rule": rule, "source": source, "id": "", "without": before, "with": after}
-
-    found = [
-        changed("clips", "a", {"memory": None, "seconds": -0.2}, {"memory": None, "seconds": 0.1}),
-        changed("clips", "a", {"memory": 0.5, "seconds": -0.4}, {"memory": 0.25, "seconds": 0.1}),
-        changed("clips", "b", {"memory": None, "seconds": None}, {"memory": None, "seconds": None}),
-        changed("waits", "b", {"memory": None, "seconds": 0.0}, {"memory": None, "seconds": 0.3}),
-    ]
-    assert summary(found) == {
-        "clips": {
-            "a": {"rows": 2, "memory": {"with": 0.25, "without": 0.5}, "seconds": {"with": 0.1, "without": 0.3}},
-            "b": {"rows": 1, "memory": {"with": None, "without": None}, "seconds": {"with": None, "without": None}},
-        },
-        "waits": {"b": {"rows": 1, "memory": {"with": None, "without": None}, "seconds": {"with": 0.3, "without": 0.0}}},
-    }
-
-
-def test_rules_are_what_a_layout_leaves_open_not_what_a_row_says():
-    assert {"keeps_gradients", "waits", "caches_casts", "clips"} <= set(DEFAULTS)
-    assert not {"engine", "ranks", "recompute", "offload"} & set(DEFAULTS)
