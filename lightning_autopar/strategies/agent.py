@@ -354,6 +354,16 @@ class Agent(Standing):
 
     # -- what wasn't planned -----------------------------------------------------------------------------------------------------------
 
+    def _fitting(self, running: Running) -> Decision | None:
+        """A decision that the devices have room for as they are now, the one that ran if it can be; None where nothing fits."""
+        inventory = self.inventory()
+        if is_still_there(running.decision, inventory):
+            return running.decision
+        try:
+            return self.replan(inventory)
+        except NothingFits:
+            return None
+
     def _failures_in_a_row(self) -> int:
         return max(self._failures.values(), default=0)
 
@@ -381,14 +391,17 @@ class Agent(Standing):
             return None
         if short:
             self._avoided.lower(running.decision.assignment.reserved_bytes)
-        try:
-            inventory = self.inventory()
-            decision = running.decision if is_still_there(running.decision, inventory) else self.replan(inventory)
-        except NothingFits:
-            self._park(f"nothing fits after {type(error).__name__}: {error}")
-            return None
-        if decision is not running.decision and (missing := self._why_not_promised(decision)) is not None:
-            self._park(f"after {type(error).__name__} others were faster: {missing}")
+        decision = self._fitting(running)
+        if decision is None:
+            # What the run denies itself nobody else can give back: the run would be parked for ever.
+            self._avoided.lift()
+            decision = self._fitting(running)
+        why = "" if decision is not None else f"nothing fits after {type(error).__name__}: {error}"
+        if decision is not None and decision is not running.decision and (missing := self._why_not_promised(decision)) is not None:
+            why = f"after {type(error).__name__} others were faster: {missing}"
+        if decision is None or why:
+            rank_zero_info(f"autopar: the run is parked: {why}")
+            self._park(why)
             return None
         self._resume(decision, f"{type(error).__name__} at step {step}")
         return None

@@ -43,6 +43,12 @@ class Avoided:
             self._limits[device] = int(_LESS * size)
             rank_zero_info(f"autopar: {device} is planned for with {format_bytes(self._limits[device])} from now on")
 
+    def lift(self) -> None:
+        """Memory that the run has run out of counts again."""
+        if self._limits:
+            rank_zero_info("autopar: nothing fits in that, so that the run is planned for as before")
+        self._limits.clear()
+
     def without(self, found: Inventory) -> Inventory:
         """What is left of the devices."""
         now = time.monotonic()

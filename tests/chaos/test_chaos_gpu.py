@@ -16,7 +16,7 @@ from chaos_stage import Action
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar import AutoParallelStrategy, Plan
+from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
 from lightning_autopar.memory.inventory import probe
 from tests.fresh import fresh
 from tests.nullgpu import control
@@ -113,21 +113,26 @@ class Wide(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9, foreach=True)
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        room = batch[0].new_zeros(4 << 20)
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]) + room[:1], batch[1]))
+
 
 class Shortage(pl.Callback):
-    """Once in each part of a step an allocation of the last rank's fails.
+    """In each part of a step an allocation of the last rank's fails.
 
     Args:
         at: the steps, by the parts.
         folder: where it is noted that one has failed.
+        again: whether it fails whenever the run comes there, not only once.
     """
 
-    def __init__(self, at: dict[str, int], folder: Path) -> None:
-        self.at, self.folder = at, folder
+    def __init__(self, at: dict[str, int], folder: Path, *, again: bool = False) -> None:
+        self.at, self.folder, self.again = at, folder, again
 
     def _strike(self, part: str, trainer: pl.Trainer) -> None:
         done = self.folder / part
-        if trainer.global_step == self.at.get(part) and trainer.global_rank == trainer.world_size - 1 and not done.exists():
+        if trainer.global_step == self.at.get(part) and trainer.global_rank == trainer.world_size - 1 and (self.again or not done.exists()):
             done.touch()
             torch.cuda.empty_cache()
             control.fail_allocations(trainer.strategy.root_device.index, from_bytes=8 << 20)
@@ -141,15 +146,21 @@ class Shortage(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         self._strike("optimizer", trainer)
 
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._strike("validation", trainer)
 
-def _fit(strategy: AutoParallelStrategy, callbacks: list[pl.Callback], folder: Path) -> None:
+
+def _fit(strategy: Any, callbacks: list[pl.Callback], folder: Path, devices: int = 2) -> Wide:
     pl.seed_everything(3, verbose=False)
     module, x = Wide(), torch.randn(64, 8)
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
     trainer = pl.Trainer(
-        accelerator="gpu", devices=2, strategy=strategy, max_epochs=1, callbacks=callbacks,
+        accelerator="gpu", devices=devices, strategy=strategy, max_epochs=1, callbacks=callbacks, val_check_interval=3,
         default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8))
+    trainer.fit(module, data, data)
+    assert trainer.global_step == 8
+    return module
 
 
 PLANS = {
@@ -158,14 +169,46 @@ PLANS = {
 }
 
 
-def _short(engine: str, part: str, folder: Path) -> None:
+def _pinned(engine: str) -> AutoParallelStrategy:
     ids = tuple(device.id for device in probe(accelerator="cuda").devices[:2])
-    plan = Plan(devices=ids, **PLANS[engine])  # type: ignore[arg-type]
-    _fit(AutoParallelStrategy(plan=plan, calibrate="off"), [Shortage({part: 3}, folder)], folder)
+    return AutoParallelStrategy(plan=Plan(devices=ids, **PLANS[engine]), calibrate="off")  # type: ignore[arg-type]
+
+
+def _short(engine: str, part: str, folder: Path) -> None:
+    _fit(_pinned(engine), [Shortage({part: 3}, folder)], folder)
+
+
+def _short_once(folder: Path) -> list[str]:
+    parts = {"forward": 1, "backward": 3, "optimizer": 5, "validation": 6}
+    migrate = CheckpointMigrate(snapshot_seconds=0.05, failures=6)
+    module = _fit(_pinned("fsdp"), [migrate, Shortage(parts, folder)], folder)
+    for ours, theirs in zip(module.parameters(), _fit("auto", [], folder, devices=1).parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.cpu(), rtol=0, atol=1e-5)
+    return [part for part in parts if (folder / part).exists()]
+
+
+def _short_for_good(folder: Path) -> None:
+    _fit(_pinned("fsdp"), [CheckpointMigrate(failures=2), Shortage({"backward": 3}, folder, again=True)], folder)
 
 
 @pytest.mark.stub
-@pytest.mark.parametrize("part", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("ledger", ["on", "off"])
+def test_an_elastic_run_goes_on_after_an_allocation_has_failed(ledger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NULLGPU_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("AUTOPAR_LEDGER", "off" if ledger == "off" else str(tmp_path))
+    assert len(fresh(_short_once, tmp_path, seconds=150)) == 4
+
+
+@pytest.mark.stub
+def test_an_elastic_run_whose_allocation_fails_each_time_ends_as_a_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NULLGPU_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("AUTOPAR_LEDGER", "off")
+    with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has a total capacity"):
+        fresh(_short_for_good, tmp_path)
+
+
+@pytest.mark.stub
+@pytest.mark.parametrize("part", ["forward", "backward", "optimizer", "validation"])
 @pytest.mark.parametrize("engine", PLANS)
 def test_an_allocation_that_fails_ends_the_run_as_a_want_of_memory(
     engine: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
