@@ -99,13 +99,29 @@ def run(part: Part, target: Path) -> dict[str, Any]:
     return result
 
 
+def sentences(result: dict[str, Any]) -> list[str]:
+    """What came of a part and of each of its checks.
+
+    Args:
+        result: of :func:`run`.
+    """
+    found = result["found"] if isinstance(result["found"], dict) else {}
+    told = []
+    for row in found.get("checks", ()):
+        how = "passed" if row["passed"] else f"FAILED, its process {row['status']}"
+        told.append(f"{result['part']}: the check {row['check']} {how}, in {row['seconds']:.1f} s.")
+    told += [f"{result['part']}: the check {name} wasn't made, as the part's time was up." for name in found.get("left_out", ())]
+    last = next((line.strip("= ") for line in reversed(result["said"].splitlines()) if line.strip("= ")), "nothing")
+    return [*told, f"{result['part']}: the part {result['status']}, in {result['seconds']} s; the last it said was: {last}"]
+
+
 def run_all(parts: Sequence[Part], folder: Path) -> bool:
     """All parts in order; whether each of them passed."""
     folder.mkdir(parents=True, exist_ok=True)
     good = True
     for number, part in enumerate(parts, start=1):
         result = run(part, folder / f"{number}-{part.name}.json")
-        print(f"{part.name}: {result['status']} ({result['seconds']} s)", flush=True)
+        print(*sentences(result), sep="\n", flush=True)
         good = good and result["status"] == "passed"
     return good
 

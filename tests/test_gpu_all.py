@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_all import MOST_SECONDS, OFFLOAD, PARTS, ROOT, Part, run_all
+from benchmarks.gpu_all import MOST_SECONDS, OFFLOAD, PARTS, ROOT, Part, run_all, sentences
 from benchmarks.gpu_checks import SECTIONS, _run
 
 
@@ -48,7 +48,25 @@ def test_each_part_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [each["status"] for each in found] == ["passed", "failed with exit code 3", "stopped after 1 s", "passed"]
     assert found[0]["found"] == {"figure": 7}
     assert "no GPU" in found[1]["said"]
-    assert "hangs: stopped" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "hangs: the part stopped after 1 s" in said
+    assert "bad: the part failed with exit code 3" in said
+    assert "the last it said was: no GPU" in said
+
+
+def test_each_check_has_a_sentence() -> None:
+    rows = [
+        {"check": "single", "passed": True, "status": "ended", "seconds": 3.21},
+        {"check": "lora", "passed": False, "status": "stopped after 9 s", "seconds": 9.0},
+    ]
+    found = {"checks": rows, "left_out": ["elastic"]}
+    result = {"part": "fits", "status": "failed with exit code 1", "seconds": 12.3, "found": found, "said": "a\nlora: FAILED\n"}
+    assert sentences(result) == [
+        "fits: the check single passed, in 3.2 s.",
+        "fits: the check lora FAILED, its process stopped after 9 s, in 9.0 s.",
+        "fits: the check elastic wasn't made, as the part's time was up.",
+        "fits: the part failed with exit code 1, in 12.3 s; the last it said was: lora: FAILED",
+    ]
 
 
 def test_a_check_that_crashes_costs_no_other() -> None:
