@@ -41,8 +41,8 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, target: Any) -> Any:
         """What stands for a device, and for a storage on one."""
-        if type(target) is torch.device:
-            return None if target.type in _HOST else (_DEVICE,)
+        if type(target) is torch.device:  # one without a number means each process's own already
+            return None if target.type in _HOST or target.index is None else (_DEVICE,)
         storage = target._untyped_storage if isinstance(target, torch.TypedStorage) else target
         if not isinstance(storage, torch.UntypedStorage) or storage.device.type in _HOST:
             return None

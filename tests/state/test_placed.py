@@ -30,11 +30,13 @@ class Box:
 def test_tensors_on_a_gpu_come_out_on_the_readers_device(reader: str) -> None:
     device, whole = torch.device(reader), torch.arange(6.0, device="cuda:0")
     weight, host = nn.Parameter(torch.ones(2, device="cuda:0", dtype=torch.bfloat16)), torch.arange(3)
-    data = placed.dumps({"box": Box(whole), "view": whole[2:4], "weight": weight, "host": host, "where": whole.device, "none": whole[:0]})
+    kept = {"box": Box(whole), "view": whole[2:4], "weight": weight, "host": host, "none": whole[:0]}
+    data = placed.dumps({**kept, "where": whole.device, "any": torch.device("cuda")})
     found = placed.loads(data, device)
     for tensor in (found["box"].value, found["view"], found["weight"], found["none"]):
         assert tensor.device == device
     assert found["where"] == device
+    assert found["any"] == torch.device("cuda")
     assert torch.equal(found["box"].value.cpu(), whole.cpu())
     found["box"].value[2] = 7.0
     assert found["view"].tolist() == [7.0, 3.0], "a view stays one"
