@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
 from lightning_autopar.memory.footprint import Footprint
@@ -175,6 +176,7 @@ def nccl_bytes(*sizes: int) -> int:
     return sum(_NCCL_PAIR_BYTES if size == 2 else _NCCL_BYTES for size in sizes if size > 1)
 
 
+@lru_cache(maxsize=256)
 def _kind(device_name: str) -> _Kind:
     """The chip of a name such as ``"NVIDIA H100 80GB HBM3"`` or ``"H100-80GB-PCIe"``."""
     words = " ".join(re.findall(r"[a-z0-9]+", device_name.lower()))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.memory.step_times import TimeFactors
@@ -141,6 +142,15 @@ class Appraiser:
     def holds(self, plan: Plan) -> bool:
         """Whether there is memory for it."""
         return self.shortage(self.needs(plan)) is None and self._host_shortage(self._host_need(plan)) is None
+
+    def never_holds(self, candidate: Candidate) -> bool:
+        """Whether a device lacks the memory for what a plan keeps however its batch is taken apart and whatever is recomputed."""
+        margin = 1 + self.footprint.margin
+        return any(
+            (size.parameters + size.optimizer + size.buffers + size.context + size.workspace) * margin > self.budget[device]
+            for device, size in candidate.bytes.items()
+            if isinstance(size, DeviceBytes) and size.occasion == "step" and size.correction == 0
+        )
 
     def step_seconds(self, plan: Plan) -> float:
         """Seconds that a batch takes under a plan: ranks with a batch each get through more samples a step."""

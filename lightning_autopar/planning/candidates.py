@@ -187,13 +187,8 @@ def _copies(devices: Sequence[Device], inventory: Inventory) -> list[int]:
 
 
 def micro_batch_counts(rows: int) -> list[int]:
-    """Into how many parts so many samples may be taken apart: doubled each time, up to one sample a part."""
-    counts = [1]
-    while counts[-1] * 2 <= rows:
-        counts.append(counts[-1] * 2)
-    if rows > counts[-1]:
-        counts.append(rows)
-    return counts
+    """Into how many parts so many samples may be taken apart: of those with which the largest part is as large, the fewest."""
+    return sorted({-(-rows // size) for size in range(1, rows + 1)}) or [1]
 
 
 def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:

@@ -49,6 +49,14 @@ def block_seconds(
     return {fqn: forward for fqn, forward, _ in parts if fqn is not None}
 
 
+def busy_seconds(footprint: Footprint, device: Device, *, precision: str = "32-true", rates: Rates | None = None) -> float:
+    """Seconds for which a device runs operations of the whole batch, the host's part not counted. Arguments as :func:`part_seconds`'s."""
+    source = slowed(rates or _DATA_SHEET, (device,))
+    layout = layout_of(footprint, precision)
+    lists = [(layer.forward, "forward") for layer in layout.layers] + [(layer.backward, "backward") for layer in layout.layers]
+    return sum(part_load(layout, index, 1.0, device, source, phase).stream for index, phase in lists) / idle_share(device)
+
+
 def device_speeds(
     footprint: Footprint, inventory: Inventory, *, precision: str = "32-true", rates: Rates | None = None
 ) -> dict[str, float]:

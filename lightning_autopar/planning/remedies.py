@@ -71,60 +71,55 @@ class Remedies:
         batch = self.footprint.batch_size
         return micro_batch_counts(max(plan.rows(batch))) if self.micro_batches and batch else [1]
 
-    def least_seconds(self, plan: Plan) -> float:
-        """What no plan with the same devices, engine and parts stays below: its own seconds, or where devices differ in speed, those of the
-        split of the batch that suits their speeds, to a fraction of a sample.
+    def may_share(self, plan: Plan) -> bool:
+        """Whether uneven shares of the batch may help a plan: its devices differ, and there are more samples than ranks."""
+        if not self.shares or plan.engine not in ("ddp", "fsdp") or plan.world_size < 2 or self.footprint.batch_size <= plan.world_size:
+            return False
+        return len({(self.speed[device], self.appraiser.budget[device]) for device in plan.devices}) > 1
+
+    def uneven(self, plan: Plan) -> bool:
+        """Whether the plan's devices differ in speed."""
+        return len({self.speed[device] for device in plan.devices}) > 1
+
+    def shared_parts(self, plan: Plan) -> list[int]:
+        """Into how many parts it may be taken apart where it is shared out by speed: the rank with most samples can have more."""
+        batch = self.footprint.batch_size
+        if not self.micro_batches:
+            return [1]
+        speeds = [self.speed[device] for device in plan.devices]
+        most = min(batch - plan.world_size + 1, math.ceil(batch * max(speeds) / sum(speeds)))
+        return sorted({*self.parts(plan), *micro_batch_counts(most)})
+
+    def least_shared_seconds(self, plan: Plan) -> float:
+        """What no plan with the same devices, engine and parts stays below, however its batch is shared out.
+
+        Where devices differ in speed those of the split that suits their speeds, to a fraction of a sample; where they don't, those with a
+        single sample moved, as any other uneven split takes longer.
         """
         seconds = self.appraiser.step_seconds(plan)
-        speeds = [self.speed[device] for device in plan.devices]
-        if not self.shares or len(set(speeds)) == 1:
-            return seconds
         batch = self.footprint.batch_size
+        if not self.uneven(plan):
+            if batch % plan.world_size:
+                return seconds
+            rows = list(plan.rows(batch))
+            return self.appraiser.step_seconds(with_shares(plan, [rows[0] + 1, *rows[1:-1], rows[-1] - 1]))
+        speeds = [self.speed[device] for device in plan.devices]
         slowest = max(rows / speed for rows, speed in zip(plan.rows(batch), speeds, strict=True))
         return seconds * (batch / sum(speeds)) / slowest
 
-    def ways(self, plan: Plan, limit: Callable[[], float]) -> Iterator[Plan]:
-        """Plans that there is memory for, from a plain one that lacks it, or whose ranks aren't done at once; those that promise to be
-        slower than the limit aren't looked at.
+    def way(self, plan: Plan, limit: Callable[[], float]) -> Plan | None:
+        """The plan itself where there is memory for it, or with as few recomputed blocks as let it fit; None where that takes too long.
 
         Args:
-            plan: the plain one.
+            plan: with its batch in as many parts as it is to have.
             limit: seconds of a batch that a plan must stay below to be of interest, as it is by then.
         """
-        shares = self.shares and plan.engine in ("ddp", "fsdp") and plan.world_size > 1
-        uneven = shares and len({self.speed[device] for device in plan.devices}) > 1
-        for parts in self.parts(plan):
-            divided = in_parts(plan, parts)
-            if self.least_seconds(divided) >= limit():
-                return
-            enough = self.appraiser.holds(divided)
-            if enough and parts > 1:
-                yield divided
-            if not enough:
-                yield from self._recomputed(divided, limit)
-            if shares and (uneven or not enough):
-                yield from self.shared_out(divided, limit)
-            if enough and not uneven:
-                return
-        if shares and self.micro_batches:
-            # The rank with most samples can take them apart further where it has more than its even share.
-            for parts in [count for count in micro_batch_counts(self.footprint.batch_size) if count > self.parts(plan)[-1]]:
-                if self.least_seconds(in_parts(plan, parts)) >= limit():
-                    return
-                yield from self.shared_out(in_parts(plan, parts), limit)
-
-    def _recomputed(self, plan: Plan, limit: Callable[[], float]) -> Iterator[Plan]:
-        """With as few recomputed blocks as let it fit; where all of them don't, with all."""
-        if not self.recompute:
-            return
-        found = self.least_recompute(plan, limit)
-        if found is not None:
-            yield found
+        if self.appraiser.holds(plan):
+            return plan
+        return self.least_recompute(plan, limit) if self.recompute else None
 
     def shared_out(self, plan: Plan, limit: Callable[[], float]) -> Iterator[Plan]:
         """With as many samples a rank as its speed and its memory suggest: without recomputation, with some of it, with all."""
-        if len({(self.speed[device], self.appraiser.budget[device]) for device in plan.devices}) == 1:
-            return
         order = self.order(plan) if self.recompute else ()
         even = len({self.speed[device] for device in plan.devices}) == 1
         low, high = 0, len(order)

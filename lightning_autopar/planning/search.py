@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heappop, heappush
+from itertools import count
+from typing import Literal
 
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.inventory import Device, Inventory
@@ -20,8 +23,8 @@ from lightning_autopar.planning.candidates import Variant, enumerate_candidates,
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.device_sets import device_sets, largest_size, single_sets, sizes_between
 from lightning_autopar.planning.finalists import Finalists
-from lightning_autopar.planning.part_seconds import block_seconds, device_speeds
-from lightning_autopar.planning.pipelines import pipeline_plans
+from lightning_autopar.planning.part_seconds import block_seconds, busy_seconds, device_speeds
+from lightning_autopar.planning.pipelines import pipeline_plans, with_better_cuts
 from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.refusals import engine_refusal
 from lightning_autopar.planning.remedies import Remedies, in_parts, without_recompute
@@ -31,6 +34,30 @@ from lightning_autopar.plans import Plan
 
 #: Of each engine's plans that can't be the best so many are predicted all the same.
 _MOST_SHOWN = 12
+#: Of what devices compute for a whole batch, what they don't stay below for a part of it: shapes suit kernels better or worse.
+_CERTAIN = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prospect:
+    """Something to be looked at, in its turn.
+
+    Args:
+        plan: a plain one, or of ``"split"`` and ``"shares"`` one in parts.
+        step: what is to be done: predict the ``"plain"`` plan, once its ``"devices"`` are known to be fast enough; take its batch
+            apart into the next number of ``"parts"``; see whether a ``"split"`` by uneven shares is fast enough, and find the
+            ``"shares"``.
+        left: numbers of parts that are left to look at.
+    """
+
+    plan: Plan
+    step: Literal["devices", "plain", "parts", "split", "shares"]
+    left: tuple[int, ...] = ()
+
+
+def _family(plan: Plan) -> tuple[object, ...]:
+    """Which plans are of one sort."""
+    return plan.engine, plan.reshard_after_forward, plan.replicas > 1
 
 
 class Search:
@@ -53,6 +80,8 @@ class Search:
         self.best_seconds = math.inf
         self._found: list[Candidate] = []
         self._seen: dict[Plan, Candidate] = {}
+        self._decided: dict[tuple[object, ...], float] = {}
+        self._shown: Counter[tuple[object, ...]] = Counter()
 
     @cached_property
     def speed(self) -> dict[str, float]:
@@ -73,7 +102,7 @@ class Search:
     def best(self) -> Candidate | None:
         """The best that fits, without a look at what can't be run."""
         self._explore()
-        candidates = self._decided()
+        candidates = self._in_order()
         return candidates[0] if candidates and candidates[0].fits else None
 
     def all(self) -> list[Candidate]:
@@ -84,9 +113,9 @@ class Search:
             Candidate(plan=option.plan, fits=False, reason=option.rejection, notes=option.notes)
             for option in ruled_out(self.footprint, self.inventory, self.constraints)
         ]
-        return self._decided() + refused
+        return self._in_order() + refused
 
-    def _decided(self) -> list[Candidate]:
+    def _in_order(self) -> list[Candidate]:
         """What was found, in order, with the allocations of those that may be the best replayed."""
         order = self.appraiser.order
         found = sorted(self._found, key=order)
@@ -127,33 +156,99 @@ class Search:
         return [option.plan for option in found]
 
     def _look_at_all(self, plans: Iterable[Plan]) -> None:
-        """The fastest first, so that most of the others needn't be looked at closely."""
+        """All plans that promise to be faster than the best so far, those first that promise most.
+
+        A plain plan promises no less than what its devices compute. Looked at, it promises its own seconds; in more parts, or shared out,
+        those that it has then; with blocks recomputed it takes longer. What is no faster than the best even so is left.
+        """
         if self.constraints.objective == "memory":
             for plan in plans:
                 self._save_most(plan)
             return
-        decided: dict[tuple[object, ...], float] = {}
-        shown: Counter[tuple[object, ...]] = Counter()
-        busy = self.appraiser.busy
-        for least, _, _, plan in sorted((self.remedies.least_seconds(plan), busy(plan), number, plan) for number, plan in enumerate(plans)):
-            key, family = configuration(plan), (plan.engine, plan.reshard_after_forward, plan.replicas > 1)
-            known = decided.get(key, math.inf) <= busy(plan)  # one that disturbs nobody more
-            if least > self.best_seconds * (1 + self._worth) and (known or shown[family] >= _MOST_SHOWN):
-                # What is slower than the best even if it fits is there to be read, and nobody reads a hundred of one sort.
-                continue
-            if known and least >= self.best_seconds:
-                continue
-            shown[family] += 1
-            if self._add(plan).fits:
-                decided[key] = min(busy(plan), decided.get(key, math.inf))
-            if least < self.best_seconds:
-                self._add_all(self.remedies.ways(plan, lambda: self.best_seconds))
+        queue: list[tuple[float, float, int, _Prospect]] = []
+        numbers = count()
+
+        def push(seconds: float, prospect: _Prospect) -> None:
+            heappush(queue, (seconds, self.appraiser.busy(prospect.plan), next(numbers), prospect))
+
+        for plan in plans:
+            push(self._computing_seconds(plan), _Prospect(plan=plan, step="devices"))
+        while queue:
+            seconds, _, _, prospect = heappop(queue)
+            for promised, following in self._followed(seconds, prospect):
+                push(promised, following)
+
+    def _followed(self, seconds: float, prospect: _Prospect) -> Iterator[tuple[float, _Prospect]]:
+        """Look at a plan, and say what may come of it, with the seconds that it promises."""
+        plan, remedies = prospect.plan, self.remedies
+        if prospect.step == "devices":
+            if self._is_worth_a_look(plan, seconds):
+                yield self.appraiser.step_seconds(plan), replace(prospect, step="plain")
+                if remedies.uneven(plan) and remedies.may_share(plan):
+                    for parts in remedies.shared_parts(plan):
+                        yield seconds, _Prospect(plan=in_parts(plan, parts), step="split")
+        elif prospect.step == "plain":
+            if not self._is_worth_a_look(plan, seconds):
+                return
+            candidate = self._add(plan)
+            self._shown[_family(plan)] += 1
+            if candidate.fits:
+                key = configuration(plan)
+                self._decided[key] = min(self.appraiser.busy(plan), self._decided.get(key, math.inf))
+            if self.appraiser.never_holds(candidate):
+                return
+            yield seconds, replace(prospect, step="parts", left=tuple(remedies.parts(plan)))
+        elif prospect.step == "parts" and seconds < self.best_seconds:
+            first, *left = prospect.left
+            divided = in_parts(plan, first)
+            found = remedies.way(divided, self._limit)
+            if found is not None:
+                self._add(found)
+            if found is not divided and remedies.may_share(plan) and not remedies.uneven(plan):
+                yield seconds, _Prospect(plan=divided, step="split")
+            promised = self.appraiser.step_seconds(in_parts(plan, left[0])) if left else math.inf
+            if left and (found is not divided or promised < seconds):
+                yield promised, replace(prospect, left=tuple(left))
+        elif prospect.step == "split" and seconds < self.best_seconds:
+            promised = remedies.least_shared_seconds(plan)
+            if promised < self.best_seconds:
+                yield promised, replace(prospect, step="shares")
+        elif prospect.step == "shares" and seconds < self.best_seconds:
+            self._add_all(remedies.shared_out(plan, self._limit))
+
+    def _is_worth_a_look(self, plan: Plan, seconds: float) -> bool:
+        """Whether a plain plan that takes so long at least may be chosen, or is one of the first of its sort, to be read."""
+        if seconds < self.best_seconds:
+            return True
+        known = self._decided.get(configuration(plan), math.inf) <= self.appraiser.busy(plan)  # one that disturbs nobody more
+        return not known and (seconds <= self.best_seconds * (1 + self._worth) or self._shown[_family(plan)] < _MOST_SHOWN)
+
+    def _limit(self) -> float:
+        return self.best_seconds
+
+    def _computing_seconds(self, plan: Plan) -> float:
+        """What a plan doesn't stay below, as its devices compute for so long, however the batch is shared out."""
+        if not (self.constraints.split_batch and self.footprint.batch_size):
+            return 0.0
+        busy = [self._busy_seconds[device] for device in plan.devices]
+        if self.remedies.may_share(plan):
+            return _CERTAIN / sum(1 / seconds for seconds in busy)
+        rows = plan.rows(self.footprint.batch_size)
+        return _CERTAIN * max(count * seconds for count, seconds in zip(rows, busy, strict=True)) / self.footprint.batch_size
+
+    @cached_property
+    def _busy_seconds(self) -> dict[str, float]:
+        """Of each device by id, what it would compute for the whole batch."""
+        return {
+            device.id: busy_seconds(self.footprint, device, precision=self.constraints.precision, rates=self.rates)
+            for device in self.inventory.devices
+        }
 
     def _save_most(self, plan: Plan) -> None:
         """A plain plan, and the same with all that saves memory."""
         parts = self.remedies.parts(plan)
-        for count in dict.fromkeys((1, parts[-1])):
-            divided = in_parts(plan, count)
+        for number in dict.fromkeys((1, parts[-1])):
+            divided = in_parts(plan, number)
             self._add(divided)
             if self.remedies.recompute:
                 self._add(with_recompute(divided, self.footprint, [block.fqn for block in recomputable(self.footprint)]))
@@ -171,22 +266,17 @@ class Search:
             self._look_at_all(self._options(sets))
 
     def _add_pipelines(self) -> None:
-        """On as many devices as may be, on the best plan's, and on ever half as many while those promise to be faster than all so far."""
+        """On every number of devices with which one may be faster than all so far; those on most devices are there to be read, too."""
         # The ranks of a pipeline have their samples in common, so that there may be more of them than samples.
         count = len(self.inventory.devices)
-        most = largest_size(count, self.inventory, self.constraints)
-        best = self._best_fitting()
-        sizes = {most, best.plan.world_size if best is not None else most}
-        while most > 2:
-            most = (most + 1) // 2
-            sizes.add(most)
         by_speed = self.constraints.objective == "speed"
-        sets = device_sets(count, self.inventory, self.constraints, self.speed, sizes=sizes)
-        shown = max((len(devices) for devices in sets), default=0)
+        sets = device_sets(count, self.inventory, self.constraints, self.speed)
+        most = max((len(devices) for devices in sets), default=0)
         for devices in reversed(sets):
-            # Those on most devices are there to be read, too.
-            limit = self.best_seconds * (1 + WORTHWHILE) if by_speed and len(devices) < shown else math.inf
-            self._add_all(pipeline_plans(self.appraiser, [devices], self.speed, self.rates, limit))
+            least = _CERTAIN / sum(1 / self._busy_seconds[device.id] for device in devices)
+            if len(devices) == most or least < self.best_seconds:
+                limit = self._limit if by_speed else lambda: math.inf
+                self._add_all(pipeline_plans(self.appraiser, [devices], self.speed, self.rates, limit, shown=len(devices) == most))
 
     def _least(self) -> None:
         """Where nothing fits: what needs least, for whoever asks how much is missing."""
@@ -208,7 +298,9 @@ class Search:
         kinds = {(device.name, device.threads, device.utilization, device.slowdown) for device in devices}
         if plan.shares or (len(kinds) > 1 and self.remedies.shares and plan.engine in ("ddp", "fsdp")):
             plan = self.remedies.better_shares(plan)
-        if plan.recompute and plan.engine != "pipeline":
+        if plan.engine == "pipeline":
+            plan = with_better_cuts(self.appraiser, plan, self.speed, self.rates)
+        elif plan.recompute:
             plan = self.remedies.cheaper_blocks(plan)
         if plan != best.plan:
             self._found = [one for one in self._found if one is not best]

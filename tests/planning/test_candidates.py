@@ -98,8 +98,9 @@ def test_blocks_that_save_most_for_their_time_come_first_and_plans_name_them_in_
     assert "activations of 2 of 4 blocks are recomputed" in plan.reasons[0]
 
 
-def test_a_batch_is_taken_apart_up_to_single_samples() -> None:
-    assert [micro_batch_counts(rows) for rows in (0, 1, 2, 6, 8)] == [[1], [1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+def test_a_batch_is_taken_apart_so_that_the_largest_part_has_any_number_of_samples() -> None:
+    assert [micro_batch_counts(rows) for rows in (0, 1, 2, 6, 8)] == [[1], [1], [1, 2], [1, 2, 3, 6], [1, 2, 3, 4, 8]]
+    assert {-(-60 // parts) for parts in micro_batch_counts(60)} == {-(-60 // parts) for parts in range(1, 61)}
 
 
 def test_with_a_batch_for_each_rank_its_size_bounds_nothing() -> None:
