@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -32,8 +32,8 @@ WORTH_A_LIBRARY = 0.15
 #: What a plan on devices that others keep busy must be faster by than one on idler ones. How busy they are counts in tenths
 #: (``roofline.idle_share``), so that seconds on them are known to half of that.
 WORTH_DISTURBING = 0.05
-
-
+#: What is counted on at least, beyond what failed.
+_LEAST_LOST = 2 << 20
 #: Parts of a step that go over links, between devices or to the host.
 _LINKS = ("communication", "offload")
 
@@ -91,6 +91,11 @@ class Appraiser:
         self._on_cpu = any(device.kind == "cpu" for device in inventory.devices)
         self._scaled: dict[int, Footprint] = {}
         self._known_bytes: dict[Plan, _Bytes] = {}
+        #: Of which plans the allocations can be replayed. For those the search counts on what replays have shown that the allocator loses
+        #: under plans of their sort; before the first one on nothing, or where it is no longer ``hopeful`` on the rule of thumb.
+        self.replays: Callable[[Plan], bool] = lambda plan: False
+        self.hopeful = True
+        self._lost: dict[tuple[object, ...], int] = {}
         self._known_seconds: dict[Plan, tuple[Seconds, Seconds, tuple[str, ...]]] = {}
 
     def candidate(self, plan: Plan) -> Candidate:
@@ -119,7 +124,22 @@ class Appraiser:
 
     def needs(self, plan: Plan) -> Mapping[str, int]:
         """The bytes that must be there for a plan, by device id."""
-        return self._bytes(plan).needs
+        found = self._bytes(plan)
+        lost = self._lost.get(sort_of(plan), 0 if self.hopeful else None) if self.replays(plan) else None
+        if lost is None:
+            return found.needs
+        margin = 1 + self.footprint_of(plan).margin
+        known: dict[int, int] = {}
+        for size in found.sizes.values():
+            if id(size) not in known:
+                held = size.reserved - size.rounding + lost if isinstance(size, DeviceBytes) else max(size.allocated, size.reserved)
+                known[id(size)] = math.ceil(held * margin)
+        return {device: known[id(size)] for device, size in found.sizes.items()}
+
+    def learn(self, plan: Plan, lost_bytes: int, *, failed: bool) -> None:
+        """Count on what the allocator lost in a replay of a plan, for all of its sort; of one that failed it is known to be more."""
+        before = self._lost.get(sort_of(plan), 0)
+        self._lost[sort_of(plan)] = max(lost_bytes, before + before // 2 + _LEAST_LOST if failed else 0)
 
     def _bytes(self, plan: Plan) -> _Bytes:
         """What is predicted of a plan's bytes, asked once."""
@@ -279,6 +299,11 @@ def links_seconds(seconds: Seconds) -> float:
 def corrected(seconds: Seconds, factors: TimeFactors) -> Seconds:
     """A prediction of time as measured runs say that it should have been."""
     return Seconds(**{name: part * (factors.links if name in _LINKS else factors.compute) for name, part in seconds.parts().items()})
+
+
+def sort_of(plan: Plan) -> tuple[object, ...]:
+    """Plans that differ in how much they recompute alone are of one sort."""
+    return plan.engine, plan.devices, plan.reshard_after_forward, plan.replicas, plan.micro_batches, plan.shares
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:

@@ -19,12 +19,12 @@ from lightning_autopar.memory.script import script_of
 from lightning_autopar.memory.workspace import workspaces
 from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.report import Candidate
-from lightning_autopar.plans import Engine
+from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.units import format_bytes
 
 #: How many events may be replayed in one search, counted as two steps each: some tenths of a second. The best candidate is replayed in
 #: any case.
-_MOST_EVENTS = 100_000
+_MOST_EVENTS = 200_000
 
 #: The engines whose first rank holds as much as any other that has as many samples.
 _ALIKE: tuple[Engine, ...] = ("single", "ddp", "fsdp")
@@ -53,6 +53,8 @@ class Finalists:
         self.budget = budget
         self._played: dict[tuple[object, ...], Replayed] = {}
         self._events = 0
+        #: Of plans that were replayed, what the allocator holds beside its tensors on the tightest device; of one that failed at least.
+        self.lost: dict[Plan, int] = {}
 
     def decide(self, candidates: Iterable[Candidate], order: Order, shortage: Shortage, preferred: Preferred) -> list[Candidate]:
         """The candidates, the best first and the others in order; those that may be the best are replayed until one of them fits.
@@ -64,13 +66,13 @@ class Finalists:
             preferred: of candidates that fit the best.
         """
         decided = list(candidates)
-        hopeful = {number: replace(one, fits=True, reason=None) for number, one in enumerate(decided) if self._may_fit(one)}
+        hopeful = {number: replace(one, fits=True, reason=None) for number, one in enumerate(decided) if self.may_fit(one)}
         chosen: Candidate | None = None
         while hopeful:
             best = preferred(list(hopeful.values()))
             number = next(number for number, one in hopeful.items() if one is best)
-            if self.can_replay(decided[number]):
-                if self._played and self._events >= _MOST_EVENTS:
+            if self.can_replay(decided[number]) and not decided[number].replayed:
+                if self._played and self.is_tired:
                     break
                 decided[number] = self.check(decided[number], shortage)
             if decided[number].fits:
@@ -82,16 +84,24 @@ class Finalists:
             chosen = preferred(fitting)
         return ordered if chosen is None else [chosen, *(one for one in ordered if one is not chosen)]
 
+    @property
+    def is_tired(self) -> bool:
+        """Whether as much was replayed as one search may."""
+        return self._events >= _MOST_EVENTS
+
     def can_replay(self, candidate: Candidate) -> bool:
-        """Whether its step was taped, one rank speaks for all and keeps everything on its device, which has an allocator that keeps what is
-        freed.
+        """Whether its allocations can be replayed, as :meth:`replays` says of its plan, and its bytes are known by category."""
+        return self.replays(candidate.plan) and all(isinstance(size, DeviceBytes) for size in candidate.bytes.values())
+
+    def replays(self, plan: Plan) -> bool:
+        """Whether a plan's step was taped, one rank speaks for all and keeps everything on its device, which has an allocator that keeps
+        what is freed.
         """
         return (
             self.footprint.tape is not None
-            and candidate.plan.engine in _ALIKE
-            and not candidate.plan.offload
-            and all(isinstance(size, DeviceBytes) for size in candidate.bytes.values())
-            and all(self.inventory.device(device).kind != "cpu" for device in candidate.plan.devices)
+            and plan.engine in _ALIKE
+            and not plan.offload
+            and self.inventory.device(plan.devices[0]).kind != "cpu"
         )
 
     def check(self, candidate: Candidate, shortage: Shortage) -> Candidate:
@@ -108,6 +118,8 @@ class Finalists:
         rank = candidate.plan.devices.index(tight) if candidate.plan.shares else 0
         limit = min(self._limit(device, around[device], margin) for device in played_for)
         played = self._replayed(candidate, rank, limit)
+        held = limit + played.missing_bytes if not played.fits else played.reserved_peak_bytes
+        self.lost[candidate.plan] = held + around[tight] - (sizes[tight].reserved - sizes[tight].rounding)
         raw = {
             device: _played(size, played) if device in played_for else size
             for device, size in candidate.raw.items()
@@ -116,8 +128,8 @@ class Finalists:
         checked, _ = self.constraints.residuals.corrected(candidate.plan, raw)
         needs: dict[str, int] = {}
         for device in sizes:
-            reserved = (limit + played.missing_bytes if not played.fits else played.reserved_peak_bytes) + around[device]
-            needs[device] = math.ceil(max(checked[device].reserved, reserved if device in played_for else 0) * margin)
+            reserved = held + around[device] if device in played_for else 0
+            needs[device] = math.ceil(max(checked[device].reserved, reserved) * margin)
         reason = shortage(needs)
         if reason is None and not played.fits:
             reason = f"needs more than the {format_bytes(limit)} that torch's allocator is set to take at most"
@@ -144,10 +156,10 @@ class Finalists:
         total = int(self.inventory.device(device_id).total_bytes * self.constraints.allocator.memory_fraction)
         return max(0, min(int(self.budget[device_id] / margin) - around_bytes, total))
 
-    def _may_fit(self, candidate: Candidate) -> bool:
-        """Whether it fits by the search's prediction, or would if the allocator lost nothing."""
-        if candidate.fits:
-            return True
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Whether it fits by the search's prediction, or would if the allocator lost nothing; of one that was replayed, by that."""
+        if candidate.fits or candidate.replayed:
+            return candidate.fits
         margin = 1 + self.footprint.margin
         return (
             candidate.runnable

@@ -77,6 +77,7 @@ class Search:
         self.rates = rates
         self.appraiser = Appraiser(footprint, inventory, constraints, predict, rates)
         self.finalists = Finalists(footprint, inventory, constraints, self.appraiser.budget)
+        self.appraiser.replays = self.finalists.replays
         self.best_seconds = math.inf
         self._found: list[Candidate] = []
         self._seen: dict[Plan, Candidate] = {}
@@ -143,12 +144,35 @@ class Search:
         options = self._options()
         self._look_at_all(options)
         self._between(options)
+        while self.constraints.objective == "speed" and self._refuted():
+            self._look_at_all(options)
         if engine_refusal("pipeline", self.footprint, self.inventory, self.constraints) is None:
             self._add_pipelines()
         if self.constraints.objective == "speed":
             if math.isinf(self.best_seconds):
                 self._least()
             self._polish()
+
+    def _refuted(self) -> bool:
+        """Whether the best so far doesn't fit once its allocations are replayed: then others are to be looked at, knowing that."""
+        best = self._best_fitting()
+        if best is None or best.replayed or not self.finalists.can_replay(best):
+            return False
+        if self.finalists.is_tired:
+            if not self.appraiser.hopeful:
+                return False
+            self.appraiser.hopeful = False  # what the rule of thumb refuses isn't looked at further
+            self._found = [one for one in self._found if one.fits or not self.finalists.may_fit(one)]
+        else:
+            checked = self.finalists.check(best, self.appraiser.shortage)
+            self.appraiser.learn(best.plan, self.finalists.lost[best.plan], failed=not checked.fits)
+            self._found[next(number for number, one in enumerate(self._found) if one is best)] = checked
+            self._seen[replace(best.plan, reasons=())] = checked
+            if checked.fits:
+                return False
+        fitting = [self.appraiser.batch_seconds(one) for one in self._found if self.finalists.may_fit(one)]
+        self.best_seconds = min(fitting, default=math.inf)
+        return True
 
     def _options(self, sets: Sequence[Sequence[Device]] | None = None) -> list[Plan]:
         """Plain plans that can be run."""
@@ -192,7 +216,7 @@ class Search:
                 return
             candidate = self._add(plan)
             self._shown[_family(plan)] += 1
-            if candidate.fits:
+            if self.finalists.may_fit(candidate):
                 key = configuration(plan)
                 self._decided[key] = min(self.appraiser.busy(plan), self._decided.get(key, math.inf))
             if self.appraiser.never_holds(candidate):
@@ -303,12 +327,16 @@ class Search:
         elif plan.recompute:
             plan = self.remedies.cheaper_blocks(plan)
         if plan != best.plan:
-            self._found = [one for one in self._found if one is not best]
+            if not self.finalists.can_replay(best):
+                self._found = [one for one in self._found if one is not best]
             self._add(plan)
 
     def _best_fitting(self) -> Candidate | None:
-        fitting = [one for one in self._found if one.fits]
-        return self.appraiser.preferred(fitting) if fitting else None
+        hopeful = [(one, replace(one, fits=True, reason=None)) for one in self._found if self.finalists.may_fit(one)]
+        if not hopeful:
+            return None
+        best = self.appraiser.preferred([other for _, other in hopeful])
+        return next(one for one, other in hopeful if other is best)
 
     def _beyond(self) -> None:
         """What can't be run by this version yet: on the best devices, on as many as may be, and on one."""
@@ -346,6 +374,6 @@ class Search:
             return known
         candidate = self._seen[key] = self.appraiser.candidate(plan)
         self._found.append(candidate)
-        if candidate.fits:
+        if self.finalists.may_fit(candidate):
             self.best_seconds = min(self.best_seconds, self.appraiser.batch_seconds(candidate))
         return candidate
