@@ -137,8 +137,9 @@ def test_one_pass_over_elements_is_bound_by_memory_and_a_small_one_by_its_launch
     large, small = (Work(kind="pointwise", name="add", dtype="fp32", moved_bytes=size) for size in (GIB, 1024))
     assert GIB / kernel_seconds(device, large) == pytest.approx(0.9 * device.memory_bytes_per_second, rel=0.01)
     assert kernel_seconds(device, small) == pytest.approx(KERNEL_SECONDS, rel=0.01)
-    cached = Work(kind="pointwise", name="add", dtype="fp32", moved_bytes=8 * 2**20)
-    assert cached.moved_bytes / (kernel_seconds(device, cached) - KERNEL_SECONDS) > device.memory_bytes_per_second
+    # What would fit into the L2 cache is no faster by the byte: nobody has measured a small batch to be.
+    little = Work(kind="pointwise", name="add", dtype="fp32", moved_bytes=8 * 2**20)
+    assert little.moved_bytes / (kernel_seconds(device, little) - KERNEL_SECONDS) == pytest.approx(0.9 * device.memory_bytes_per_second)
     norm = Work(kind="reduce", name="native_layer_norm_backward", dtype="fp32", moved_bytes=3 * 8192 * 4096 * 4)
     forward = replace(norm, name="native_layer_norm", moved_bytes=2 * 8192 * 4096 * 4)
     # 1.04 ms on A100 with 40 GB (pytorch/pytorch#87445).
