@@ -47,6 +47,9 @@ __all__ = [
     "with_recompute",
 ]
 
+#: Up to how many devices any number of copies of the model is tried.
+_FEW_DEVICES = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -154,10 +157,12 @@ def variants(
     copies = [1]
     if feature_refusal("replicas", footprint, constraints) is None:
         copies += _copies(devices, inventory)
-    found = [Variant(engine=engine, reshard_after_forward=reshard, replicas=count) for count in copies for reshard in (False, True)]
-    if offloads:
-        found.append(Variant(engine=engine, reshard_after_forward=True, offload=OFFLOADS))
-    return found
+    return [
+        Variant(engine=engine, reshard_after_forward=reshard, replicas=count, offload=offload)
+        for offload in (((), OFFLOADS) if offloads else ((),))
+        for count in copies
+        for reshard in (False, True)
+    ]
 
 
 def variant_runs(variant: Variant, constraints: Constraints) -> bool:
@@ -167,7 +172,9 @@ def variant_runs(variant: Variant, constraints: Constraints) -> bool:
 
 
 def _copies(devices: Sequence[Device], inventory: Inventory) -> list[int]:
-    """How many copies of the model hybrid sharding may have: one a node, or one an island of well linked devices; and half as many."""
+    """How many copies of the model hybrid sharding may have: one a node, or one an island of well linked devices, and half as many; of few
+    devices on one node any number that divides theirs.
+    """
     found: list[int] = []
     nodes: dict[int, list[Device]] = {}
     for device in devices:
@@ -175,6 +182,8 @@ def _copies(devices: Sequence[Device], inventory: Inventory) -> list[int]:
     groups: list[list[Device]] = list(nodes.values())
     if len(groups) == 1:
         groups = islands(inventory, devices)
+    if len(groups) == 1 and len(devices) <= _FEW_DEVICES:
+        return [count for count in range(len(devices) // 2, 1, -1) if len(devices) % count == 0]
     if len({len(group) for group in groups}) != 1:
         return []
     count = len(groups)

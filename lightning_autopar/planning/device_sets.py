@@ -15,7 +15,7 @@ from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.roofline import busy_share
 
 #: Up to which every number of devices is tried.
-_EVERY_SIZE = 16
+_EVERY_SIZE = 32
 #: How good a link is beside another one, before its rate is looked at.
 LINKS = ("network", "host", "pcie", "p2p", "nvlink")
 #: How many different kinds of link of one inventory are told apart; the others count as the next worse one.

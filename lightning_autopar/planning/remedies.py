@@ -67,9 +67,26 @@ class Remedies:
         return recompute_refusal(self.constraints) is None and bool(recomputable(self.footprint))
 
     def parts(self, plan: Plan) -> list[int]:
-        """Into how many parts the batch of a plan may be taken apart."""
+        """Into how many parts the batch of a plan may be taken apart: of many ranks in steps, see :meth:`parts_near`."""
         batch = self.footprint.batch_size
-        return micro_batch_counts(max(plan.rows(batch))) if self.micro_batches and batch else [1]
+        if not self.micro_batches or not batch:
+            return [1]
+        counts = micro_batch_counts(max(plan.rows(batch)))
+        if plan.world_size <= _FEW_RANKS:
+            return counts
+        kept = [1]
+        for count in counts:
+            if count >= 2 * kept[-1] or count == counts[-1] > kept[-1]:
+                kept.append(count)
+        return kept
+
+    def parts_near(self, plan: Plan) -> list[int]:
+        """Numbers of parts beside a plan's own that :meth:`parts` leaves out."""
+        batch = self.footprint.batch_size
+        if not self.micro_batches or not batch or plan.world_size <= _FEW_RANKS or plan.shares:
+            return []
+        counts = micro_batch_counts(max(plan.rows(batch)))
+        return [count for count in counts if plan.micro_batches / 2 < count < 2 * plan.micro_batches and count != plan.micro_batches]
 
     def may_share(self, plan: Plan) -> bool:
         """Whether uneven shares of the batch may help a plan: its devices differ, and there are more samples than ranks."""
@@ -106,6 +123,17 @@ class Remedies:
         speeds = [self.speed[device] for device in plan.devices]
         slowest = max(rows / speed for rows, speed in zip(plan.rows(batch), speeds, strict=True))
         return seconds * (batch / sum(speeds)) / slowest
+
+    def is_hopeless(self, plan: Plan) -> bool:
+        """Whether a plain plan lacks memory even with all blocks recomputed, with its batch whole and in as many parts as can be.
+
+        Uneven shares may help where devices differ.
+        """
+        if self.may_share(plan) and (self.uneven(plan) or plan.world_size <= _FEW_RANKS):
+            return False
+        blocks = [block.fqn for block in recomputable(self.footprint)] if self.recompute else []
+        parts = self.parts(plan)
+        return not any(self.appraiser.holds(with_recompute(in_parts(plan, count), self.footprint, blocks)) for count in {1, parts[-1]})
 
     def way(self, plan: Plan, limit: Callable[[], float]) -> Plan | None:
         """The plan itself where there is memory for it, or with as few recomputed blocks as let it fit; None where that takes too long.
@@ -179,7 +207,7 @@ class Remedies:
 
     def _settled(self, plan: Plan) -> Plan:
         """A plan that is shared out, with no more parts than samples; of few ranks and blocks with what can still be made better."""
-        plan = self._apart(plan, min(plan.micro_batches, max(plan.rows(self.footprint.batch_size))))
+        plan = self.apart(plan, min(plan.micro_batches, max(plan.rows(self.footprint.batch_size))))
         if plan.world_size <= _FEW_RANKS:
             plan = self.better_shares(plan, tries=_FEW_RANKS)
         if plan.recompute and len(self.footprint.blocks) <= _FEW_BLOCKS:
@@ -189,10 +217,14 @@ class Remedies:
     def _most_rows(self, plan: Plan, seconds: Sequence[float]) -> list[int]:
         """What each device's memory holds, going by two splits in which each has more samples once and fewer once."""
         batch, ranks = self.footprint.batch_size, plan.world_size
-        first = share_out(batch, [1.0 if rank % 2 else 3.0 for rank in range(ranks)], [batch] * ranks)
-        second = share_out(batch, [3.0 if rank % 2 else 1.0 for rank in range(ranks)], [batch] * ranks)
-        assert first is not None, "there is a sample for each"
-        assert second is not None, "there is a sample for each"
+        even, little = list(plan.rows(batch)), max(1, batch // (2 * ranks))
+        first, second = list(even), list(even)
+        for rank in range(0, ranks, 2):
+            other = rank + 1 if rank + 1 < ranks else 1
+            for rows, giver, taker in ((first, rank, other), (second, other, rank)):
+                moved = min(little, rows[giver] - 1)
+                rows[giver] -= moved
+                rows[taker] += moved
         needs = [self.appraiser.needs(with_shares(plan, rows)) for rows in (first, second)]
         found = []
         for rank, device in enumerate(plan.devices):
@@ -286,7 +318,7 @@ class Remedies:
         shared = with_shares(plan, rows)
         parts = [plan.micro_batches, *(count for count in (max(rows),) if 1 < plan.micro_batches < count)]
         for count in parts:
-            trial = self._apart(shared, count)
+            trial = self.apart(shared, count)
             if self.appraiser.step_seconds(trial) >= seconds * (1 - 1e-9):
                 return None
             if self.appraiser.holds(trial):
@@ -294,7 +326,7 @@ class Remedies:
         return None
 
     @staticmethod
-    def _apart(plan: Plan, parts: int) -> Plan:
+    def apart(plan: Plan, parts: int) -> Plan:
         """The plan with its batch in another number of parts."""
         if parts == plan.micro_batches:
             return plan

@@ -34,6 +34,8 @@ from lightning_autopar.plans import Plan
 
 #: Of each engine's plans that can't be the best so many are predicted all the same.
 _MOST_SHOWN = 12
+#: From how many equally fast ranks on few plans are shared out by memory alone, and how many.
+_MANY_RANKS, _MOST_SPLITS = 8, 8
 #: Of what devices compute for a whole batch, what they don't stay below for a part of it: shapes suit kernels better or worse.
 _CERTAIN = 0.7
 
@@ -82,6 +84,7 @@ class Search:
         self._found: list[Candidate] = []
         self._seen: dict[Plan, Candidate] = {}
         self._decided: dict[tuple[object, ...], float] = {}
+        self._splits = 0
         self._shown: Counter[tuple[object, ...]] = Counter()
 
     @cached_property
@@ -219,7 +222,7 @@ class Search:
             if self.finalists.may_fit(candidate):
                 key = configuration(plan)
                 self._decided[key] = min(self.appraiser.busy(plan), self._decided.get(key, math.inf))
-            if self.appraiser.never_holds(candidate):
+            if not self.finalists.may_fit(candidate) and (self.appraiser.never_holds(candidate) or remedies.is_hopeless(plan)):
                 return
             yield seconds, replace(prospect, step="parts", left=tuple(remedies.parts(plan)))
         elif prospect.step == "parts" and seconds < self.best_seconds:
@@ -234,6 +237,11 @@ class Search:
             if left and (found is not divided or promised < seconds):
                 yield promised, replace(prospect, left=tuple(left))
         elif prospect.step == "split" and seconds < self.best_seconds:
+            if plan.world_size > _MANY_RANKS and not remedies.uneven(plan):
+                # Of many equally fast ranks those with little memory can as well be left out.
+                self._splits += 1
+                if self._splits > _MOST_SPLITS:
+                    return
             promised = remedies.least_shared_seconds(plan)
             if promised < self.best_seconds:
                 yield promised, replace(prospect, step="shares")
@@ -317,6 +325,12 @@ class Search:
         best = self._best_fitting()
         if best is None:
             return
+        if best.plan.engine != "pipeline":
+            for parts in self.remedies.parts_near(best.plan):
+                near = self.remedies.apart(without_recompute(best.plan), parts)
+                if self.appraiser.step_seconds(near) < self.best_seconds and (found := self.remedies.way(near, self._limit)) is not None:
+                    self._add(found)
+            best = self._best_fitting() or best
         plan = best.plan
         devices = map(self.appraiser.device.__getitem__, plan.devices)
         kinds = {(device.name, device.threads, device.utilization, device.slowdown) for device in devices}

@@ -32,9 +32,11 @@ def test_every_engine_that_can_be_run() -> None:
     assert [option.plan.title() for option in options()] == [
         "single",
         "ddp ×2",
+        "fsdp, keep gathered, offload optimizer + parameters",
         "fsdp, reshard, offload optimizer + parameters",
         "fsdp ×2, keep gathered",
         "fsdp ×2, reshard",
+        "fsdp ×2, keep gathered, offload optimizer + parameters",
         "fsdp ×2, reshard, offload optimizer + parameters",
     ]
     kept = options(excluded={"offload": "all stays on the devices"})

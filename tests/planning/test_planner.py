@@ -287,7 +287,8 @@ def test_a_thousand_devices_take_two_seconds_at_most() -> None:
     found = report(step, here)
     assert time.process_time() - began < 2
     assert found.best is not None
-    assert max(candidate.plan.world_size for candidate in found.candidates if candidate.bytes) > 256
+    # Nodes communicate for longer than they save by more devices, which are told apart by their seconds alone.
+    assert max(candidate.plan.world_size for candidate in found.candidates if candidate.bytes) >= 128
 
 
 def test_what_cannot_be_run_yet_is_shown_behind_what_can() -> None:

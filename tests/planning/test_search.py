@@ -1,0 +1,58 @@
+"""The search against a referee that writes plans down from their fields, and what must hold of micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from benchmarks.memory.stage_rank import GPT
+from benchmarks.referee.judge import Referee
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.memory.trace import trace
+from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.scaling import scaled
+from lightning_autopar.planning.timing import predict_seconds
+from lightning_autopar.plans import Plan
+
+PRECISION = "bf16-mixed"
+#: The chosen plan's predicted step is at most so many times the best one's.
+GOAL = 1.02
+
+
+@functools.cache
+def step_of(width: int, depth: int) -> Footprint:
+    """A language model's step on two samples of 512 words, traced once."""
+    with torch.device("meta"):
+        model = GPT(width=width, depth=depth, words=32000, length=512, heads=16)
+    return trace(model, None, torch.zeros(2, 512, dtype=torch.long), target="cuda", precision=PRECISION)
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "tight"),
+    [
+        ("1xRTX4090", 6, 0.1),
+        ("1xL4", 7, 0.5),
+        ("2xA100-40GB", 16, 0.05),
+    ],
+)
+def test_no_plan_that_a_referee_writes_down_is_faster_and_fits(devices: str, batch: int, tight: float) -> None:
+    step, constraints = scaled(step_of(1024, 12), batch), Constraints(precision=PRECISION)
+    here = Referee(step, parse_spec(devices), constraints).cut_to(tight, samples=60)
+    best = make_report(step, here, constraints).best_candidate
+    assert best is not None
+    verdict = Referee(step, here, constraints, seed=1).verdict(60, best.step_seconds)
+    assert best.step_seconds <= GOAL * verdict.seconds, (best.plan.title(), verdict.best and verdict.best.title())
+
+
+@pytest.mark.parametrize("devices", ["1xL4", "1xRTX4090", "1xH100-80GB"])
+def test_a_batch_in_more_parts_is_never_faster_with_nothing_else_changed(devices: str) -> None:
+    here = parse_spec(devices)
+    step, plan = scaled(step_of(1024, 12), 16), Plan(engine="single", devices=(here.devices[0].id,))
+    seconds = [predict_seconds(step, replace(plan, micro_batches=parts), here, precision=PRECISION).step for parts in (1, 2, 4, 8, 16)]
+    assert all(later >= before * 0.995 for before, later in pairwise(seconds)), seconds
