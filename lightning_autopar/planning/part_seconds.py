@@ -53,8 +53,11 @@ def busy_seconds(footprint: Footprint, device: Device, *, precision: str = "32-t
     """Seconds for which a device runs operations of the whole batch, the host's part not counted. Arguments as :func:`part_seconds`'s."""
     source = slowed(rates or _DATA_SHEET, (device,))
     layout = layout_of(footprint, precision)
-    lists = [(layer.forward, "forward") for layer in layout.layers] + [(layer.backward, "backward") for layer in layout.layers]
-    return sum(part_load(layout, index, 1.0, device, source, phase).stream for index, phase in lists) / idle_share(device)
+    found = 0.0
+    for layer in layout.layers:
+        found += part_load(layout, layer.forward, 1.0, device, source, "forward").stream
+        found += part_load(layout, layer.backward, 1.0, device, source, "backward").stream
+    return found / idle_share(device)
 
 
 def device_speeds(

@@ -286,7 +286,7 @@ def test_more_memory_of_the_host_and_one_device_more_are_advised() -> None:
     with pytest.raises(NothingFits) as refused:
         report_of("RTX4090@16GiB")
     (found,) = [one for one in refused.value.report.advice if "host memory" in one.text]
-    assert " GiB of host memory instead of 16 GiB: fsdp, reshard, offload" in found.text
+    assert " GiB of host memory instead of 16 GiB: fsdp, keep gathered, offload" in found.text
     enough = found.change["host_bytes"]
     assert report_of(f"RTX4090@{enough // GIB + 1}GiB").best is not None
     with pytest.raises(NothingFits):
