@@ -43,12 +43,12 @@ import torch  # noqa: E402
 
 from benchmarks.machine import machine  # noqa: E402
 from benchmarks.memory.stage_rank import GPT  # noqa: E402
+from benchmarks.sweep_exact import TooMany, best_schedule  # noqa: E402
 from lightning_autopar.memory.spec import parse_spec  # noqa: E402
 from lightning_autopar.memory.trace import trace  # noqa: E402
 from lightning_autopar.planning.constraints import Constraints  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
 from lightning_autopar.planning.sweep import at_most, schedule  # noqa: E402
-from lightning_autopar.planning.sweep_exact import TooMany, best_schedule  # noqa: E402
 from lightning_autopar.planning.sweep_jobs import Job, SweepDevice, Way  # noqa: E402
 from lightning_autopar.planning.sweep_listing import Listing  # noqa: E402
 from lightning_autopar.planning.sweep_ways import devices_of, scaled, ways_of  # noqa: E402

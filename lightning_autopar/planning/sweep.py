@@ -2,8 +2,8 @@
 
 The problem (moldable jobs on a few devices) is NP-hard. Here allotments that are good for some deadline (J. Turek, J. L. Wolf, P. S. Yu:
 Approximate algorithms for scheduling parallelizable tasks, SPAA 1992) are listed longest first, and the best lists are then improved by
-annealing, as Saturn (K. Nagrecha, A. Kumar, VLDB 2023) leaves to a solver. ``sweep_exact.py`` is what small cases are compared with.
-The same jobs on the same devices give the same schedule.
+annealing, as Saturn (K. Nagrecha, A. Kumar, VLDB 2023) leaves to a solver. Small cases are compared with the best schedule there is
+(``benchmarks/sweep_exact.py``). The same jobs on the same devices give the same schedule.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.sweep_exact import TooMany, best_schedule
 from lightning_autopar.planning.sweep import at_most, schedule
-from lightning_autopar.planning.sweep_exact import TooMany, best_schedule
 from lightning_autopar.planning.sweep_jobs import Job, Placed, Schedule, Seat, SweepDevice, Way, check_schedule
 from lightning_autopar.planning.sweep_listing import Listing
 
