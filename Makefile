@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 		export AUTOPAR_DEVICES="2xcpu:2GiB"; \
 	fi; \
 	$(RUN)/python examples/train_gpt.py
-	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.png
+	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.html
 
 # Two halves side by side, as many tests keep one core busy; what the second says follows when it is done.
 test: export OMP_NUM_THREADS = 1
@@ -118,7 +118,7 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,hf,report,docs,bench]"
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,hf,docs,bench]"
 	@touch $@
 
 # The project's own install needs its build backend, which pip fetches.

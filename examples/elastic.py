@@ -3,7 +3,7 @@
 The devices are CPU devices with a memory budget, and the neighbour is a file that says what it takes: so this runs anywhere, in workers
 that really end and begin. The same script trains undisturbed first; both runs see the same samples, and come to the same model.
 
-    python examples/elastic.py                    # about a minute; writes elastic.png into the current folder
+    python examples/elastic.py                    # about a minute; writes elastic.html into the current folder
 """
 
 import argparse
@@ -19,7 +19,6 @@ from train_gpt import ByteGPT, Passages, standard_library
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, ElasticReplan
 from lightning_autopar.memory.neighbours import Neighbour, write_neighbours
-from lightning_autopar.planning.run_picture import save
 
 BUDGET = "2GiB"
 #: Of a device: all but a crumb.
@@ -64,7 +63,7 @@ def train(steps: int, callbacks: list[L.Callback]) -> tuple[L.Trainer, ByteGPT]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--picture", default="elastic.png", help="where the run's picture goes")
+    parser.add_argument("--picture", default="elastic.html", help="where the run's picture goes: .html or .svg")
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
 
@@ -92,7 +91,7 @@ def main() -> None:
         # Of the logits, not of the weights: a key's bias changes no attention, so that AdamW walks it by rounding alone.
         difference = (undisturbed.eval()(tokens) - disturbed.eval()(tokens)).abs().max().item()
     print(f"on a text that neither has seen, the logits of this run's model and the undisturbed one's differ by {difference:.1e} at most")
-    save(history, arguments.picture)
+    history.save_picture(arguments.picture)
     print(f"the run's picture is in {arguments.picture}")
 
 

@@ -222,8 +222,10 @@ def test_catalogue_devices_cannot_be_measured(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--devices", "2xcpu:64MiB", "--picture", str(tmp_path / "plan.txt"), _script(tmp_path, _FIT)]) == 2
-    assert ".png" in capsys.readouterr().err
+    assert (
+        main(["plan", "--devices", "2xcpu:64MiB", "--picture", str(tmp_path / "plan.txt"), _script(tmp_path, "raise SystemExit(7)")]) == 2
+    )
+    assert ".svg" in capsys.readouterr().err
 
 
 def test_lightning_cli_as_a_program(tmp_path: Path) -> None:

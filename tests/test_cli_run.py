@@ -159,7 +159,8 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
         ([], "no script is named"),
         (["--plan", "nowhere.json", "here.py"], "the plan file 'nowhere.json' can't be read"),
         (["--plan", "here.py", "here.py"], "holds no JSON"),
-        (["--picture", "run.png", "here.py"], "there is nothing to draw into 'run.png': no Trainer of the script has run"),
+        (["--picture", "run.svg", "here.py"], "there is nothing to draw into 'run.svg': no Trainer of the script has run"),
+        (["--picture", "run.png", "here.py"], "choose '.svg' for a picture or '.html' for a page"),
     ],
 )
 def test_what_cannot_be_started_is_said_in_a_sentence(

@@ -104,6 +104,18 @@ def split_devices(devices: str | None) -> tuple[str | None, str | None]:
     return devices, None
 
 
+def check_picture(path: str | None) -> None:
+    """Refuse what ``--picture`` names before the script runs, rather than hours later.
+
+    Raises:
+        ValueError: if the file's ending names neither a picture nor a page.
+    """
+    if path is not None:
+        from lightning_autopar.planning.picture import is_page
+
+        is_page(path)
+
+
 def _read_plan(path: str) -> Any:
     """A plan, or the best one of a report's JSON."""
     from lightning_autopar.plans import Plan

@@ -9,7 +9,15 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from lightning_autopar.cli.arguments import add_devices, add_script, add_strategy_options, script_of, split_devices, strategy_options
+from lightning_autopar.cli.arguments import (
+    add_devices,
+    add_script,
+    add_strategy_options,
+    check_picture,
+    script_of,
+    split_devices,
+    strategy_options,
+)
 from lightning_autopar.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -24,7 +32,7 @@ examples:
   lightning-autopar plan --devices 8xH100-80GB train.py plan for what isn't here
   lightning-autopar plan --devices 2x8xA100-40GB train.py   two nodes of eight
   lightning-autopar plan --json train.py > plan.json    for a program to read; run --plan plan.json runs its best plan
-  lightning-autopar plan --picture plan.html train.py   a page to look at; .png, .svg, .pdf for a talk
+  lightning-autopar plan --picture plan.html train.py   a page to look at; .svg for a talk
 
 exit codes: 0 a plan fits, 1 none does, 2 the command or the script failed
 """
@@ -41,9 +49,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_devices(command, "8xH100-80GB or 2xcpu:4GiB")
     command.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    command.add_argument(
-        "--picture", metavar="FILE", help="draw memory and a step's time as well, into a page (.html) or a figure (.png, .svg, .pdf)"
-    )
+    command.add_argument("--picture", metavar="FILE", help="draw memory and a step's time as well, into a page (.html) or a picture (.svg)")
     add_strategy_options(command)
     add_script(command)
 
@@ -56,6 +62,7 @@ def plan_script(options: argparse.Namespace) -> int:
     """
     script, wanted_options = script_of(options), strategy_options(options)
     spec, trainer_devices = split_devices(options.devices)
+    check_picture(options.picture)
     # Standard output is the report's alone: what the script prints goes where messages go.
     with contextlib.redirect_stdout(sys.stderr), progress() as show:
         show("importing Lightning")

@@ -17,6 +17,7 @@ from lightning_autopar.cli.arguments import (
     add_script,
     add_strategy_options,
     add_turn_options,
+    check_picture,
     option_words,
     script_of,
     split_devices,
@@ -59,9 +60,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_devices(command, "2xcpu:4GiB, or as the Trainer takes them: auto, 2, or 0,1")
     command.add_argument("--json", dest="summary", metavar="FILE", help="write what ran, predicted and measured, as JSON when it is over")
-    command.add_argument(
-        "--picture", metavar="FILE", help="draw the plan, or an elastic run's course, when it is over: .html, or .png, .svg, .pdf"
-    )
+    command.add_argument("--picture", metavar="FILE", help="draw the plan, or an elastic run's course, when it is over: .html or .svg")
     add_strategy_options(command)
     add_turn_options(command)
     add_script(command)
@@ -75,6 +74,7 @@ def run_script(options: argparse.Namespace) -> int:
     """
     script, wanted_options = script_of(options), chosen_options(options)
     spec, trainer_devices = split_devices(options.devices)
+    check_picture(options.picture)
     built: list[Replacement] = []
     with ExitStack() as until_the_end:
 
@@ -158,12 +158,7 @@ def _draw(path: str, built: list[Replacement]) -> None:
     if strategy is None:
         raise ValueError(f"there is nothing to draw into {path!r}: no Trainer of the script has run")
     assert strategy.report is not None, "as was looked for"
-    if strategy.history is not None:
-        from lightning_autopar.planning.run_picture import save
-
-        save(strategy.history, path)
-    else:
-        strategy.report.save_picture(path)
+    (strategy.report if strategy.history is None else strategy.history).save_picture(path)
 
 
 def _write_summary(path: str, script: Script, built: list[Replacement], code: int) -> None:

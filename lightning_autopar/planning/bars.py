@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_autopar.memory.inventory import Device
-from lightning_autopar.planning.drawing import CATEGORIES
 from lightning_autopar.planning.labels import devices_label
+from lightning_autopar.planning.page_style import CATEGORIES
 from lightning_autopar.planning.report import Candidate, Report
 
 _SUMS = ("allocated", "reserved")

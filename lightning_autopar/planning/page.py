@@ -6,14 +6,15 @@ It reads a report, and must not know how it came about. Everything is drawn with
 from __future__ import annotations
 
 from lightning_autopar.planning.page_markup import Html, element, fragment, page
-from lightning_autopar.planning.page_memory import layer_section, memory_section
-from lightning_autopar.planning.page_step import step_section
+from lightning_autopar.planning.page_memory import layer_section, memory_figure, memory_section
+from lightning_autopar.planning.page_step import parts_figure, step_figure, step_section
 from lightning_autopar.planning.page_table import table_section
+from lightning_autopar.planning.picture import Picture, picture_of
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.planning.table import device_words, fullest
 from lightning_autopar.units import format_bytes, format_seconds
 
-__all__ = ["report_fragment", "report_page"]
+__all__ = ["report_fragment", "report_page", "report_picture"]
 
 
 def report_page(report: Report, candidate: Candidate | None = None) -> Html:
@@ -31,6 +32,33 @@ def report_page(report: Report, candidate: Candidate | None = None) -> Html:
 def report_fragment(report: Report, candidate: Candidate | None = None) -> Html:
     """The same for a place in somebody's page, such as a notebook's cell."""
     return fragment(_body(report, candidate or report.shown_candidate()))
+
+
+def report_picture(report: Report, candidate: Candidate | None = None) -> Picture:
+    """The page's drawings of a plan, memory and step, as one SVG.
+
+    Raises:
+        ValueError: if there is no prediction to draw.
+    """
+    shown = candidate or report.shown_candidate()
+    if shown is None or not shown.bytes:
+        which = "none of the plans" if shown is None else f"the plan {shown.plan.title()!r}"
+        why = shown.reason if shown is not None else "; ".join(dict.fromkeys(one.reason or "" for one in report.candidates))
+        raise ValueError(f"there is nothing to draw: {which} was predicted ({why}); draw one that has a prediction")
+    figures = [memory_figure(report, shown)]
+    if shown.seconds is not None:
+        figures.append(step_figure(report, shown))
+        figures += [parts] if (parts := parts_figure(shown)) is not None else []
+    return picture_of(_title(shown), figures)
+
+
+def _title(candidate: Candidate) -> str:
+    """The plan and what it comes to."""
+    step = f", {format_seconds(candidate.seconds.step)} a step" if candidate.seconds else ""
+    if candidate.fits:
+        return f"{candidate.plan.title()}: {format_bytes(max(candidate.needs.values(), default=0))} on the fullest device{step}"
+    verdict = "can't be run by this version" if not candidate.runnable else "doesn't fit"
+    return f"{candidate.plan.title()} {verdict}{step}"
 
 
 def _body(report: Report, shown: Candidate | None) -> list[Html]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_autopar.planning.page_style import hatching, page_style, style
 
-__all__ = ["Html", "chart", "element", "fragment", "join", "page", "percent", "rect", "scrolled", "share", "text", "write_page"]
+__all__ = ["Html", "chart", "element", "fragment", "join", "page", "percent", "rect", "scrolled", "share", "text", "write"]
 
 _VOID = frozenset({"meta", "rect", "line", "path", "col", "polyline", "circle"})
 
@@ -117,8 +117,8 @@ def page(title: str, body: Sequence[str]) -> Html:
     return Html("<!DOCTYPE html>\n" + element("html", head, element("body", element("main", fragment(body))), lang="en") + "\n")
 
 
-def write_page(markup: str, path: str | Path) -> None:
-    """The page as a file.
+def write(markup: str, path: str | Path) -> None:
+    """A page or a drawing as a file.
 
     Raises:
         ValueError: if it can't be written.
@@ -126,4 +126,4 @@ def write_page(markup: str, path: str | Path) -> None:
     try:
         Path(path).write_text(markup, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"the page can't be written to {str(path)!r} ({error.strerror}); give a path in a folder that is there") from error
+        raise ValueError(f"{str(path)!r} can't be written ({error.strerror}); give a path in a folder that is there") from error

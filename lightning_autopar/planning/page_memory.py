@@ -5,23 +5,22 @@ It reads a report, and must not know how a prediction was made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from lightning_autopar.planning.bars import Bar, bars_of, by_color, unit_of
 from lightning_autopar.planning.breakdown import layer_figures, layer_groups
-from lightning_autopar.planning.page_markup import Html, chart, element, join, rect, scrolled, share, text
+from lightning_autopar.planning.page_figure import Figure, Row, axis
+from lightning_autopar.planning.page_markup import Html, element, join, rect, scrolled, share
 from lightning_autopar.planning.page_style import color_class
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.units import format_bytes
 
-__all__ = ["layer_section", "legend", "memory_section", "ticks"]
+__all__ = ["layer_section", "memory_figure", "memory_section"]
 
 #: More bars, columns and layers than these can't be read; the rest is counted in words.
 _MOST_BARS, _MOST_COLUMNS, _MOST_LAYERS = 24, 8, 200
 _BAR_PIXELS, _ALLOWED = 26, "allowed for what may be missed"
-#: So much of the axis' end has no number, which would be cut off there.
-_LAST_TICK = 0.96
 #: Less of the axis is no pixel.
 _SEEN_SHARE = 1e-3
 _LAYER_TITLES = ("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs")
@@ -29,6 +28,21 @@ _LAYER_TITLES = ("parameters", "gradients", "optimizer", "activations", "output"
 
 def memory_section(report: Report, candidate: Candidate) -> Html:
     """Bars by device, and the figures.
+
+    Args:
+        report: has the candidate's devices.
+        candidate: one with a prediction.
+    """
+    figures = _figures(bars_of(report, candidate, most=_MOST_BARS))
+    return element(
+        "section",
+        memory_figure(report, candidate).html(),
+        element("details", element("summary", "The figures", class_="head"), figures),
+    )
+
+
+def memory_figure(report: Report, candidate: Candidate) -> Figure:
+    """A bar for each device by category, against what may be used.
 
     Args:
         report: has the candidate's devices.
@@ -43,32 +57,13 @@ def memory_section(report: Report, candidate: Candidate) -> Html:
     marks = [(color_class("allowed" if each == _ALLOWED else each), each) for each in names]
     if any(bar.devices[0].free_bytes < bar.devices[0].total_bytes for bar in bars):
         marks.append(("held", "held by others"))
-    rows = [part for bar in bars for part in _row(bar, most)]
-    return element(
-        "section",
-        element("h2", "Memory of each device"),
-        element("p", f"At the fullest moment of a step. The upright line is what may be used.{few}", class_="soft"),
-        legend(marks),
-        element("div", *rows, _axis(most / unit, name), class_="rows"),
-        element("details", element("summary", "The figures", class_="head"), _figures(bars)),
+    return Figure(
+        title="Memory of each device",
+        caption=f"At the fullest moment of a step. The upright line is what may be used.{few}",
+        legend=tuple(marks),
+        rows=tuple(_row(bar, most) for bar in bars),
+        axis=axis(most / unit, name),
     )
-
-
-def legend(marks: Iterable[tuple[str, str]]) -> Html:
-    """What colours mean: their classes, and words."""
-    swatch = '<svg width="13" height="13" aria-hidden="true"><rect class="{}" width="13" height="13"/></svg>'
-    return element("ul", *(element("li", Html(swatch.format(class_)), words) for class_, words in marks), class_="legend", role="list")
-
-
-def ticks(end: float, about: int = 5) -> list[float]:
-    """Round numbers from 0 up to the end of an axis, about so many."""
-    if end <= 0:
-        return [0.0]
-    power = 10.0 ** (len(f"{end / about:.0f}") - 1) if end / about >= 1 else 1.0
-    while power > end / about:
-        power /= 10
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= end / about * 0.75)
-    return [index * step for index in range(int(end / step) + 1)]
 
 
 def _whole(bar: Bar) -> int:
@@ -89,7 +84,7 @@ def _parts(bar: Bar) -> dict[str, int]:
     return {**parts, "allowed": max(0, bar.need - sum(parts.values()))}
 
 
-def _row(bar: Bar, most: int) -> tuple[Html, Html, Html]:
+def _row(bar: Bar, most: int) -> Row:
     """A device's name, its bar, and in words what is needed and left."""
     drawn: list[Html] = []
     device = bar.devices[0]
@@ -109,23 +104,13 @@ def _row(bar: Bar, most: int) -> tuple[Html, Html, Html]:
     drawn.append(element("line", class_=over, x1=at, x2=at, y1=0, y2=_BAR_PIXELS))
     needed = f"{format_bytes(bar.need)} of {format_bytes(bar.budget)}"
     left = f"{format_bytes(bar.headroom)} left" if bar.headroom >= 0 else f"{format_bytes(-bar.headroom)} too little"
-    return (
-        element("div", bar.label, class_="name"),
-        chart(_BAR_PIXELS, f"{bar.label}: {needed}, {left}", *drawn),
-        element("div", needed, " ", element("span", left, class_="good" if bar.headroom >= 0 else "alarm"), class_="words"),
+    return Row(
+        name=bar.label,
+        height=_BAR_PIXELS,
+        label=f"{bar.label}: {needed}, {left}",
+        drawn=tuple(drawn),
+        words=((needed, None), (left, "good" if bar.headroom >= 0 else "alarm")),
     )
-
-
-def _axis(end: float, name: str) -> Html:
-    """Numbers below the bars."""
-    places = [place for place in ticks(end) if place <= _LAST_TICK * end]
-    drawn = []
-    for place in places:
-        at = share(place, end)
-        words = f"{place:.4g} {name}" if place == places[-1] else f"{place:.4g}"
-        drawn += [element("line", class_="tick", x1=at, x2=at, y1=0, y2=5)]
-        drawn += [text(words, at, 17, class_="soft", anchor="start" if place == 0 else "middle" if place != places[-1] else "end")]
-    return element("svg", *drawn, class_="axis", width="100%", height=20, aria_hidden="true")
 
 
 def _figures(bars: Sequence[Bar]) -> Html:

@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from lightning_autopar.planning.page_markup import Html, chart, element, percent, rect, scrolled, share, text
-from lightning_autopar.planning.page_memory import legend, ticks
+from lightning_autopar.planning.page_figure import Figure, Row, axis
+from lightning_autopar.planning.page_markup import Html, element, percent, rect, scrolled, share, text
 from lightning_autopar.planning.page_style import color_class
 from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.planning.timeline import Span, timeline
 from lightning_autopar.units import format_bytes, format_seconds
 
-__all__ = ["step_section"]
+__all__ = ["parts_figure", "step_figure", "step_section"]
 
 #: More ranks can't be read, unless one replica's stages are more.
 _MOST_RANKS, _MOST_STAGES = 16, 64
@@ -26,12 +26,28 @@ _MOST_SPANS, _LEAST_SHARE = 4000, 1 / 2000
 _BLOCK_SHARE = 0.012
 #: From this share of the axis on there is room for a character of a micro-batch's number: where the page is wide, and always.
 _CHARACTER_SHARE, _ALWAYS_SHARE = 0.008, 0.02
-_ROW_PIXELS, _BESIDE_PIXELS, _LAST_TICK, _MOST_COMPARED = 24, 9, 0.97, 4
+_ROW_PIXELS, _BESIDE_PIXELS, _MOST_COMPARED = 24, 9, 4
 _STAGE, _MICRO_BATCH = re.compile(r"\bstage (\d+)"), re.compile(r"\bmicro-batch (\d+)")
 
 
 def step_section(report: Report, candidate: Candidate) -> Html:
     """A row for each rank, and the parts of the seconds.
+
+    Args:
+        report: has the candidate.
+        candidate: one with a prediction of its time.
+    """
+    parts = parts_figure(candidate)
+    return element(
+        "section",
+        step_figure(report, candidate).html(),
+        None if parts is None else parts.html("h3"),
+        element("details", element("summary", "Compared with the next plans", class_="head"), _compared(report, candidate)),
+    )
+
+
+def step_figure(report: Report, candidate: Candidate) -> Figure:
+    """A row for each rank, those alike as one.
 
     Args:
         report: has the candidate.
@@ -47,19 +63,17 @@ def step_section(report: Report, candidate: Candidate) -> Html:
     while sum(len(found) for found, _ in drawn) > _MOST_SPANS:
         short *= 2
         drawn = [(_merged(found, short, short), ranks) for found, ranks in drawn]
-    rows = [part for found, ranks in drawn for part in _row(report, candidate, found, ranks, end)]
     more = f" Shown are ranks 0 to {limit - 1} of {plan.world_size}." if plan.world_size > limit else ""
     every = [span for found, _ in drawn for span in found]
     numbers = " Numbers are micro-batches." if any(_MICRO_BATCH.search(span.label) for span in every) else ""
     beside = " The thin row is communication that goes on beside computing." if any(span.lane != "compute" for span in every) else ""
-    return element(
-        "section",
-        element("h2", "One training step" if report.footprint.training else "One step"),
-        element("p", f"What each rank does, and when.{numbers}{beside}{more}", class_="soft"),
-        legend(_marks(every, plan.devices_per_replica)),
-        element("div", *rows, _axis(end), class_="rows"),
-        _parts(candidate),
-        element("details", element("summary", "Compared with the next plans", class_="head"), _compared(report, candidate)),
+    scale, unit = (1e6, "µs") if end < 1e-3 else (1e3, "ms") if end < 1 else (1.0, "s")
+    return Figure(
+        title="One training step" if report.footprint.training else "One step",
+        caption=f"What each rank does, and when.{numbers}{beside}{more}",
+        legend=tuple(_marks(every, plan.devices_per_replica)),
+        rows=tuple(_row(report, candidate, found, ranks, end) for found, ranks in drawn),
+        axis=axis(end * scale, unit),
     )
 
 
@@ -96,7 +110,7 @@ def _merged(spans: Iterable[Span], gap_seconds: float, short_seconds: float) -> 
     return merged
 
 
-def _row(report: Report, candidate: Candidate, spans: Sequence[Span], ranks: Sequence[int], end: float) -> tuple[Html, Html, Html]:
+def _row(report: Report, candidate: Candidate, spans: Sequence[Span], ranks: Sequence[int], end: float) -> Row:
     """A rank's name, what it does, and how much of the step it waits."""
     device = report.inventory.device(candidate.plan.devices[ranks[0]])
     name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_runs(ranks)} ({len(ranks)} alike)"
@@ -121,10 +135,13 @@ def _row(report: Report, candidate: Candidate, spans: Sequence[Span], ranks: Seq
     label = f"{name}: {waiting} of the step"
     height = _ROW_PIXELS + (1 + _BESIDE_PIXELS if beside else 0)
     where = f" on {report.inventory.device(device.id).name} {device.id}" if len(ranks) == 1 else ""
-    return (
-        element("div", name, class_="name"),
-        chart(height, label + where, *drawn, element("g", *words) if words else Html(""), class_="cells"),
-        element("div", waiting, class_="words soft"),
+    return Row(
+        name=name,
+        height=height,
+        label=label + where,
+        drawn=(*drawn, element("g", *words)) if words else tuple(drawn),
+        words=((waiting, "soft"),),
+        class_="cells",
     )
 
 
@@ -154,21 +171,7 @@ def _marks(spans: Sequence[Span], ranks: int) -> list[tuple[str, str]]:
     return [(color_class(kind), names.get(kind, kind)) for kind in order if kind in there]
 
 
-def _axis(end: float) -> Html:
-    """Times below the rows."""
-    scale, name = (1e6, "µs") if end < 1e-3 else (1e3, "ms") if end < 1 else (1.0, "s")
-    places = [place for place in ticks(end * scale, about=6) if place <= _LAST_TICK * end * scale]
-    drawn = []
-    for index, place in enumerate(places):
-        at = share(place, end * scale)
-        words = f"{place:.4g} {name}" if place == places[-1] else f"{place:.4g}"
-        anchor = "start" if place == 0 else "end" if place == places[-1] else "middle"
-        wide = " wide" if index % 2 and index < len(places) - 1 else ""
-        drawn += [element("line", class_="tick", x1=at, x2=at, y1=0, y2=5), text(words, at, 17, class_=f"soft{wide}", anchor=anchor)]
-    return element("svg", *drawn, class_="axis", width="100%", height=20, aria_hidden="true")
-
-
-def _parts(candidate: Candidate) -> Html | None:
+def parts_figure(candidate: Candidate) -> Figure | None:
     """Where the slowest rank's seconds go, as one bar and in words."""
     if candidate.seconds is None or candidate.seconds.step <= 0:
         return None
@@ -185,11 +188,10 @@ def _parts(candidate: Candidate) -> Html | None:
         if seconds >= _LEAST_SHARE * step
     ]
     said = ", ".join(words for _, words in marks)
-    return element(
-        "div",
-        element("h3", f"Where the slowest rank's {format_seconds(step)} go"),
-        legend(marks),
-        chart(_ROW_PIXELS, f"the step's parts: {said}", *drawn),
+    return Figure(
+        title=f"Where the slowest rank's {format_seconds(step)} go",
+        legend=tuple(marks),
+        rows=(Row(height=_ROW_PIXELS, label=f"the step's parts: {said}", drawn=tuple(drawn)),),
     )
 
 

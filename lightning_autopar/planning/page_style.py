@@ -1,4 +1,4 @@
-"""How pages look, in light and in dark: colours, and a style sheet that is confined to one element. Knows no report.
+"""How pages and pictures look: colours, and a style sheet that is confined to one element. Knows no report.
 
 The page's own theme is the browser's (``prefers-color-scheme``); a notebook's is what its front end says it is. A fragment has a paper of
 its own, so that it is readable wherever it stands. Widths are its own as well, by container queries: a notebook's cell is no window.
@@ -9,9 +9,38 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from lightning_autopar.planning.drawing import ALARM, CATEGORIES, FAINT, HELD, INK, KINDS, OTHER, OTHERS, OURS, PAPER, PLANS
+__all__ = ["CATEGORIES", "PLANS", "color_class", "hatching", "on_color", "page_style", "pattern", "picture_style", "style"]
 
-__all__ = ["color_class", "hatching", "on_color", "page_style", "style"]
+#: Every colour is a drawing's own, so that no page that it stands on makes it unreadable.
+PAPER, INK, FAINT, ALARM = "#fbfbf9", "#24292f", "#b9bdc3", "#c62828"
+#: What other processes hold of a device.
+HELD = "#e4e5e8"
+#: Of bytes by category. Okabe and Ito's palette, which people with any colour vision can tell apart. What isn't named here is "other".
+CATEGORIES: Mapping[str, str] = {
+    "parameters": "#0072b2",
+    "gradients": "#e69f00",
+    "optimizer": "#009e73",
+    "activations": "#d55e00",
+    "temporary": "#cc79a7",
+    "communication": "#56b4e9",
+    "context": "#6b6f76",
+    "rounding": "#a9adb3",
+}
+OTHER = "#8a6d3b"
+#: Of what a rank does during a step.
+KINDS: Mapping[str, str] = {
+    "forward": "#0072b2",
+    "backward": "#e69f00",
+    "recompute": "#cc79a7",
+    "communication": "#56b4e9",
+    "optimizer": "#009e73",
+    "offload": "#8a6d3b",
+    "input": "#6b6f76",
+    "idle": "#ffffff",
+}
+#: Of a run's memory, and of the plans that ran; these are light, so that dark words are read on them.
+OURS, OTHERS = "#0072b2", "#b0a99a"
+PLANS = ("#8cc5e8", "#f3c567", "#7fcdb5", "#eda680", "#e0b4cf", "#d9d07a", "#b7c0cc", "#c9a98f")
 
 #: A rank's second and fourth stage, so that they are told from the first and third.
 _LIGHTER = {"forward": "#7cc0ea", "backward": "#f7d27a"}
@@ -22,6 +51,34 @@ _LIGHT |= {"good": "#1a6f37", "held": HELD, "link": "#00588a", "line-ours": OURS
 _DARK = {"paper": "#171a1f", "ink": "#e8eaed", "soft": "#aab2bd", "faint": "#59616c", "line": "#343a43", "panel": "#20242b"}
 _DARK |= {"alarm": "#ff8f86", "good": "#6fd08c", "held": "#3a4049", "link": "#7cc0ea", "line-ours": "#4fa8dc"}
 
+#: What is drawn, on a page and in a picture.
+_DRAWN = """
+& text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; fill: var(--ink); }
+& .frame { fill: none; stroke: var(--faint); }
+& .paper { fill: var(--paper); }
+& .held { fill: var(--held); }
+& .hatch { fill: url(#HATCH); }
+& .tick { stroke: var(--line); stroke-width: 1; }
+& .mark { stroke: var(--ink); stroke-width: 2.5; }
+& .mark.over { stroke: var(--alarm); }
+& text.soft { fill: var(--soft); }
+& .cell { stroke: var(--paper); stroke-width: 1; }
+& svg.cells text { font-size: 11px; text-anchor: middle; pointer-events: none; }
+& .moment { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 4 3; }
+& .moment.failed { stroke: var(--alarm); stroke-dasharray: none; }
+& .loss { fill: none; stroke: var(--line-ours); stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
+& .predicted { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 2 2; }
+& text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round; }
+"""
+#: What a picture has besides; the sizes are those that :mod:`picture` reckons with.
+_PICTURE = """
+& text { font-variant-numeric: tabular-nums; }
+& text.words { font-size: 13px; }
+& text.title { font-size: 20px; font-weight: 650; }
+& text.heading { font-size: 16px; font-weight: 650; }
+& text.good { fill: var(--good); font-weight: 600; }
+& text.alarm { fill: var(--alarm); font-weight: 600; }
+"""
 _SHEET = """
 & { box-sizing: border-box; container-type: inline-size; max-width: 1280px; padding: 20px 24px 28px; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; text-align: left;
@@ -40,7 +97,6 @@ _SHEET = """
 & ul { list-style-type: disc; }
 & li { margin: 3px 0; }
 & svg { display: block; overflow: hidden; max-width: none; height: auto; }
-& svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; fill: var(--ink); }
 & .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 18px 0 4px; }
 & .tiles > div { background: var(--panel); border-radius: 8px; padding: 10px 14px 12px; }
 & .tiles dt { color: var(--soft); font-size: 13px; font-weight: 400; margin: 0; padding: 0; }
@@ -57,21 +113,6 @@ _SHEET = """
 & .rows > .words { font-size: 13.5px; line-height: 1.3; max-width: 220px; }
 & .rows > .words span { display: block; }
 & .rows > .axis { grid-column: 2; }
-& .frame { fill: none; stroke: var(--faint); }
-& .paper { fill: var(--paper); }
-& .held { fill: var(--held); }
-& .hatch { fill: url(#HATCH); }
-& .tick { stroke: var(--line); stroke-width: 1; }
-& .mark { stroke: var(--ink); stroke-width: 2.5; }
-& .mark.over { stroke: var(--alarm); }
-& svg text.soft { fill: var(--soft); }
-& .cell { stroke: var(--paper); stroke-width: 1; }
-& svg.cells text { font-size: 11px; text-anchor: middle; pointer-events: none; }
-& .moment { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 4 3; }
-& .moment.failed { stroke: var(--alarm); stroke-dasharray: none; }
-& .loss { fill: none; stroke: var(--line-ours); stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
-& .predicted { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 2 2; }
-& svg text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round; }
 & .kind { font-weight: 600; }
 & table { width: 100%; border-collapse: collapse; border-spacing: 0; font-size: 14px; table-layout: auto; }
 & th, & td { text-align: left; vertical-align: top; padding: 7px 14px 7px 0; border: 0; border-bottom: 1px solid var(--line);
@@ -101,7 +142,7 @@ _SHEET = """
 & code { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; background: none; color: inherit; padding: 0; }
 & footer { margin-top: 30px; color: var(--soft); font-size: 13px; }
 @container (max-width: 1000px) {
-  & svg text.wide { display: none; }
+  & text.wide { display: none; }
 }
 @container (max-width: 820px) {
   & .plans, & .plans tbody { display: block; }
@@ -142,8 +183,6 @@ def style(scope: str, hatch: str) -> str:
     """
     here = f"#{scope}"
     light, dark = _variables(_LIGHT), _variables(_DARK)
-    colors = "".join(f"{here} .{color_class(name)}{{fill:{color}}}" for name, color in _palette().items())
-    words = "".join(f"{here} svg .on-{color_class(name)}{{fill:{on_color(color)}}}" for name, color in _palette().items())
     themes = [
         f"{here}{{{light};color-scheme:light}}",
         f"@media screen and (prefers-color-scheme:dark){{{here}{{{dark};color-scheme:dark}}}}",
@@ -151,8 +190,24 @@ def style(scope: str, hatch: str) -> str:
         f"@media screen{{{_within('[data-jp-theme-light=true],.vscode-light,[theme=light]', here)}{{{light};color-scheme:light}}"
         f"{_within('[data-jp-theme-light=false],.vscode-dark,[theme=dark]', here)}{{{dark};color-scheme:dark}}}}",
     ]
-    sheet = re.sub(r"\s+", " ", _SHEET.replace("HATCH", hatch)).replace("&", here).strip()
-    return "".join(themes) + sheet + colors + words
+    return "".join(themes) + _confined(_DRAWN + _SHEET, here, hatch)
+
+
+def picture_style(scope: str, hatch: str) -> str:
+    """The style sheet of an SVG file: without variables, which not every program knows that shows such a file."""
+    return _in_light(_confined(_DRAWN + _PICTURE, f"#{scope}", hatch))
+
+
+def _confined(sheet: str, here: str, hatch: str) -> str:
+    """A sheet, and the colours' classes, for what is inside of an element."""
+    colors = "".join(f"{here} .{color_class(name)}{{fill:{color}}}" for name, color in _palette().items())
+    words = "".join(f"{here} .on-{color_class(name)}{{fill:{on_color(color)}}}" for name, color in _palette().items())
+    return re.sub(r"\s+", " ", sheet.replace("HATCH", hatch)).replace("&", here).strip() + colors + words
+
+
+def _in_light(markup: str) -> str:
+    """The same with each variable's value in light."""
+    return re.sub(r"var\(--([a-z-]+)\)", lambda found: _LIGHT[found[1]], markup)
 
 
 def page_style() -> str:
@@ -165,11 +220,20 @@ def page_style() -> str:
 
 
 def hatching(identifier: str) -> str:
-    """The pattern of what is hatched: waiting, and what is allowed for."""
+    """The pattern of what is hatched, for a page: waiting, and what is allowed for."""
+    return f'<svg width="0" height="0" aria-hidden="true" style="position:absolute">{_pattern(identifier)}</svg>'
+
+
+def pattern(identifier: str) -> str:
+    """The same for a picture."""
+    return _in_light(_pattern(identifier))
+
+
+def _pattern(identifier: str) -> str:
     return (
-        f'<svg width="0" height="0" aria-hidden="true" style="position:absolute"><defs><pattern id="{identifier}" width="6" height="6" '
-        'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="6" height="6" fill="var(--paper)"/>'
-        '<line x1="0" y1="0" x2="0" y2="6" stroke="var(--faint)" stroke-width="2"/></pattern></defs></svg>'
+        f'<defs><pattern id="{identifier}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<rect width="6" height="6" fill="var(--paper)"/>'
+        '<line x1="0" y1="0" x2="0" y2="6" stroke="var(--faint)" stroke-width="2"/></pattern></defs>'
     )
 
 

@@ -1,6 +1,6 @@
 """The report: every candidate with its prediction, in order, and advice; as values and JSON.
 
-It must not know how plans are found or predicted; it shows what the planner made. :mod:`table` and :mod:`picture` show it to people.
+It must not know how plans are found or predicted; it shows what the planner made. :mod:`table` and :mod:`page` show it to people.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from lightning_autopar.planning.timing import Seconds
 from lightning_autopar.plans import ENGINES, Plan
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.console import RenderableType
+
+    from lightning_autopar.planning.picture import Picture
 
 __all__ = ["Advice", "Candidate", "DeviceNeed", "NothingFits", "Report", "Seconds", "device_label", "devices_label"]
 
@@ -241,32 +242,28 @@ class Report:
 
         return ReportTable(self)
 
-    def picture(self, candidate: Candidate | None = None) -> Figure:
-        """Memory by device and a step's timeline, as a figure of matplotlib.
+    def picture(self, candidate: Candidate | None = None) -> Picture:
+        """Memory by device and a step's timeline as SVG, which a notebook shows as a cell's last value.
 
         Args:
             candidate: one with a prediction; the best unless given, or where nothing fits the one that lacks least.
 
         Raises:
-            ValueError: if matplotlib isn't installed, or there is no prediction to draw.
+            ValueError: if there is no prediction to draw.
         """
-        from lightning_autopar.planning.picture import draw
+        from lightning_autopar.planning.page import report_picture
 
-        return draw(self, candidate)
+        return report_picture(self, candidate)
 
     def save_picture(self, path: str | Path, candidate: Candidate | None = None) -> None:
-        """:meth:`picture` as a file, of the format that its ending names: ``.png``, ``.svg``, ``.pdf``; ``.html`` is :meth:`save_page`.
+        """Write :meth:`picture` (``.svg``) or :meth:`to_html` (``.html``) to a file, as its ending says.
 
         Raises:
-            ValueError: as :meth:`picture`, or if the ending names no format, or the file can't be written.
+            ValueError: as :meth:`picture`, or if the ending is another one, or the file can't be written.
         """
-        from lightning_autopar.planning.drawing import is_page
         from lightning_autopar.planning.picture import save
 
-        if is_page(path):
-            self.save_page(path, candidate)
-        else:
-            save(self, path, candidate)
+        save(path, picture=lambda: self.picture(candidate), page=lambda: self.to_html(candidate))
 
     def to_html(self, candidate: Candidate | None = None) -> str:
         """The whole report as one HTML page that needs nothing but itself: readable in light and dark, and printable.
@@ -284,9 +281,9 @@ class Report:
         Raises:
             ValueError: if it can't be written.
         """
-        from lightning_autopar.planning.page_markup import write_page
+        from lightning_autopar.planning.page_markup import write
 
-        write_page(self.to_html(candidate), path)
+        write(self.to_html(candidate), path)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page as a fragment whose style touches nothing else."""

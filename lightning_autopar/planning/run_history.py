@@ -9,9 +9,13 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_autopar.units import format_seconds
+
+if TYPE_CHECKING:
+    from lightning_autopar.planning.picture import Picture
 
 #: More marks or losses can't be read; the rest of the marks is counted in words.
 MOST_WORDS, _MOST_POINTS = 14, 4000
@@ -120,6 +124,26 @@ class RunHistory:
         from lightning_autopar.planning.run_page import run_page
 
         return str(run_page(self))
+
+    def picture(self) -> Picture:
+        """What is drawn on the page, as SVG, which a notebook shows as a cell's last value.
+
+        Raises:
+            ValueError: if no plan ran.
+        """
+        from lightning_autopar.planning.run_page import run_picture
+
+        return run_picture(self)
+
+    def save_picture(self, path: str | Path) -> None:
+        """Write :meth:`picture` (``.svg``) or :meth:`to_html` (``.html``) to a file, as its ending says.
+
+        Raises:
+            ValueError: if no plan ran, the ending is another one, or the file can't be written.
+        """
+        from lightning_autopar.planning.picture import save
+
+        save(path, picture=self.picture, page=self.to_html)
 
     def _repr_html_(self) -> str | None:
         """What a notebook shows; nothing of its own where no plan ran."""

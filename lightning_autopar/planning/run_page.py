@@ -1,4 +1,4 @@
-"""A run over time as one HTML page that needs nothing but itself: its loss, each device's memory, the plans that ran, why it moved.
+"""A run over time, as an HTML page or a picture: its loss, each device's memory, the plans that ran, why it moved.
 
 Knows only what a :class:`lightning_autopar.planning.run_history.RunHistory` says.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from lightning_autopar.planning.drawing import PLANS
-from lightning_autopar.planning.page_markup import Html, chart, element, fragment, join, page, rect, share, text
-from lightning_autopar.planning.page_memory import legend, ticks
+from lightning_autopar.planning.page_figure import Figure, Row, axis
+from lightning_autopar.planning.page_markup import Html, element, fragment, page, rect, share, text
+from lightning_autopar.planning.page_style import PLANS
+from lightning_autopar.planning.picture import Picture, picture_of
 from lightning_autopar.planning.run_history import (
     DeviceBytes,
     LossPoint,
@@ -20,13 +21,15 @@ from lightning_autopar.planning.run_history import (
     devices_of,
     is_steep,
     mark_levels,
+    mark_lines,
     short_name,
     thinned,
     time_unit,
+    title_of,
 )
 from lightning_autopar.units import format_bytes, format_seconds
 
-__all__ = ["run_fragment", "run_page"]
+__all__ = ["run_fragment", "run_page", "run_picture"]
 
 _LOSS_PIXELS, _MEMORY_PIXELS, _PLAN_PIXELS, _LEVEL_PIXELS = 150, 46, 34, 15
 _MOST_DEVICES, _MOST_MARKS = 16, 200
@@ -34,7 +37,6 @@ _MOST_DEVICES, _MOST_MARKS = 16, 200
 _GRID, _LEAST_GRID = 2000, 1.5
 #: So much of the width a character takes where the page is wide, and a mark's number everywhere.
 _CHARACTER_SHARE, _NUMBER_SHARE, _LEVELS = 0.0075, 0.035, 3
-_LAST_TICK = 0.97
 
 
 def run_page(history: RunHistory) -> Html:
@@ -49,6 +51,17 @@ def run_page(history: RunHistory) -> Html:
 def run_fragment(history: RunHistory) -> Html:
     """The same for a place in somebody's page, such as a notebook's cell."""
     return fragment(_body(history))
+
+
+def run_picture(history: RunHistory) -> Picture:
+    """What is drawn on the page, as one SVG.
+
+    Raises:
+        ValueError: if the history is empty.
+    """
+    _check(history)
+    lines = tuple(mark_lines(history.marks))
+    return picture_of(title_of(history), [_over_time(history), Figure(title="Plans", legend=_plan_colors(history), notes=lines)])
 
 
 class _Time:
@@ -68,23 +81,34 @@ class _Time:
         return round(_GRID * (seconds - self.start) / self.length, 1)
 
 
-def _body(history: RunHistory) -> list[Html]:
+def _check(history: RunHistory) -> None:
     if not history.spans:
         raise ValueError("there is nothing to draw: the run's history has no plan that ran; draw it after the run began")
-    axis = _Time(history)
-    rows = [_loss(history, axis)] if history.losses else []
+
+
+def _body(history: RunHistory) -> list[Html]:
+    _check(history)
+    return [_head(history), _over_time(history).html(), Figure(title="Plans", legend=_plan_colors(history)).html("h3"), *_told(history)]
+
+
+def _over_time(history: RunHistory) -> Figure:
+    """The rows, from the loss to the plans."""
+    time = _Time(history)
     devices = devices_of(history)
-    rows += [_memory(device, history, axis) for device in devices[:_MOST_DEVICES]]
-    rows.append(_plans(history, axis))
-    more = len(devices) - len(rows[bool(history.losses) : -1])
-    parts = [_head(history), element("h2", "Over time")]
+    rows = [_loss(history, time)] if history.losses else []
+    rows += [_memory(device, history, time) for device in devices[:_MOST_DEVICES]]
     dotted = "The dotted line is what was predicted. " if any(span.predicted_bytes for span in history.spans) else ""
     numbered = "Upright lines are what happened, told below by their numbers." if history.marks else ""
-    parts += [element("p", dotted, numbered, class_="soft")] if dotted or numbered else []
-    parts += [legend(_meanings(history)), element("div", *rows, _axis(axis), class_="rows")]
-    if more > 0:
-        parts.append(element("p", f"{more} more devices aren't shown.", class_="soft"))
-    return [*parts, *_told(history)]
+    more = len(devices) - _MOST_DEVICES
+    scale, unit = time_unit(time.end)
+    return Figure(
+        title="Over time",
+        caption=f"{dotted}{numbered}",
+        legend=tuple(_meanings(history)),
+        rows=(*rows, _plans(history, time)),
+        axis=axis(time.end / scale, unit, start=time.start / scale),
+        notes=(f"{more} more devices aren't shown.",) if more > 0 else (),
+    )
 
 
 def _head(history: RunHistory) -> Html:
@@ -118,33 +142,30 @@ def _meanings(history: RunHistory) -> list[tuple[str, str]]:
     return found
 
 
-def _row(name: str, drawing: Html, *words: str) -> Html:
-    return join([element("div", name, class_="name"), drawing, element("div", *words, class_="words")])
-
-
 def _stretched(height: float, *children: Html) -> Html:
     """Paths on the grid, as wide as the drawing that they are in; their lines keep their width."""
     return element("svg", *children, width="100%", height=height, viewBox=f"0 0 {_GRID} {height:g}", preserveAspectRatio="none")
 
 
-def _moments(history: RunHistory, axis: _Time, height: float, top: float = 0) -> list[Html]:
+def _moments(history: RunHistory, time: _Time, height: float, top: float = 0) -> list[Html]:
     """An upright line for each mark."""
     return [
         element("line", class_=f"moment {'failed' if mark.kind == 'failure' else ''}".strip(), x1=at, x2=at, y1=top, y2=height)
         for mark in history.marks
-        if (at := axis.at(mark.at_seconds))
+        if (at := time.at(mark.at_seconds))
     ]
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------------------------
 
 
-def _loss(history: RunHistory, axis: _Time) -> Html:
+def _loss(history: RunHistory, time: _Time) -> Row:
     """A line, broken while the run was parked and where the loss was no number."""
     points = [LossPoint(*point) for point in history.losses]
     finite = [point.value for point in points if math.isfinite(point.value)]
     if not finite:
-        return _row("loss", chart(_LOSS_PIXELS, "the loss was never a number", *_moments(history, axis, _LOSS_PIXELS)), "never a number")
+        moments = tuple(_moments(history, time, _LOSS_PIXELS))
+        return Row(name="loss", height=_LOSS_PIXELS, label="the loss was never a number", drawn=moments, words=(("never a number", None),))
     steep = is_steep(finite)
     low, high = min(finite), max(finite)
     span = (math.log(high / low) if steep else high - low) or 1.0
@@ -158,7 +179,7 @@ def _loss(history: RunHistory, axis: _Time) -> Html:
     commands, pen = [], "M"
     for at_seconds, value in drawn:
         if math.isfinite(value):
-            commands.append(f"{pen}{axis.grid(at_seconds):g} {height(value)}")
+            commands.append(f"{pen}{time.grid(at_seconds):g} {height(value)}")
             # A point without neighbours is a dot, by the line's round ends.
             commands.append("h0" if pen == "M" else "")
             pen = "L"
@@ -170,15 +191,20 @@ def _loss(history: RunHistory, axis: _Time) -> Html:
     scale = [text(f"{high:.4g}", "99.5%", 15, class_="soft halo", anchor="end")]
     scale.append(text(f"{low:.4g}", "0.5%", _LOSS_PIXELS - 6, class_="soft halo"))
     frame = rect(0, 1, 1, class_="frame", y=0.5, height=_LOSS_PIXELS - 1)
-    drawing = chart(_LOSS_PIXELS, words, frame, *_moments(history, axis, _LOSS_PIXELS), _stretched(_LOSS_PIXELS, line), *scale)
-    kind = [element("span", "logarithmic", class_="soft")] if steep else []
-    return _row("loss", drawing, f"{finite[-1]:.4g}", " at last ", *kind)
+    kind = (("logarithmic", "soft"),) if steep else ()
+    return Row(
+        name="loss",
+        height=_LOSS_PIXELS,
+        label=words,
+        drawn=(frame, *_moments(history, time, _LOSS_PIXELS), _stretched(_LOSS_PIXELS, line), *scale),
+        words=((f"{finite[-1]:.4g} at last", None), *kind),
+    )
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _memory(device: str, history: RunHistory, axis: _Time) -> Html:
+def _memory(device: str, history: RunHistory, time: _Time) -> Row:
     """What this run takes, above it what others do, up to the whole; the prediction as a line; hatched while the device isn't there."""
     samples = sorted(history.memory, key=lambda sample: sample.at_seconds)
     found = [(sample.at_seconds, None if (each := sample.devices.get(device)) is None else DeviceBytes(*each)) for sample in samples]
@@ -186,28 +212,32 @@ def _memory(device: str, history: RunHistory, axis: _Time) -> Html:
     predicted = [(span, span.predicted_bytes[device]) for span in history.spans if device in span.predicted_bytes]
     total = max(each.total for each in held)
     most = max([total, *(each.ours + each.others for each in held), *(size for _, size in predicted)]) or 1
-    ends = [at for at, _ in found[1:]] + [max(axis.end, found[-1][0])]
+    ends = [at for at, _ in found[1:]] + [max(time.end, found[-1][0])]
     spans = [(start, end, each) for (start, each), end in zip(found, ends, strict=True)]
     drawing = [rect(0, 1, 1, class_="frame", y=0.5, height=_MEMORY_PIXELS - 1)]
     drawing += [
-        rect(start - axis.start, end - axis.start, axis.length, class_="hatch", height=_MEMORY_PIXELS, title="not there")
+        rect(start - time.start, end - time.start, time.length, class_="hatch", height=_MEMORY_PIXELS, title="not there")
         for start, end, each in _joined(spans)
         if each is None
     ]
-    both = element("path", class_="c-others", d=_area(spans, most, axis, others=True))
-    ours = element("path", class_="c-ours", d=_area(spans, most, axis, others=False))
+    both = element("path", class_="c-others", d=_area(spans, most, time, others=True))
+    ours = element("path", class_="c-ours", d=_area(spans, most, time, others=False))
     drawing.append(_stretched(_MEMORY_PIXELS, both, ours))
     for span, size in predicted:
         y = f"{_height(size, most)}"
-        places = {"x1": axis.at(span.start_seconds), "x2": axis.at(span.end_seconds), "y1": y, "y2": y}
+        places = {"x1": time.at(span.start_seconds), "x2": time.at(span.end_seconds), "y1": y, "y2": y}
         drawing.append(element("line", element("title", f"predicted: {format_bytes(size)}"), class_="predicted", **places))
     peak = max(each.ours for each in held)
     words = f"{short_name(device)}, {format_bytes(total)}: at most {format_bytes(peak)} taken by this run, "
     words += f"{format_bytes(max(each.others for each in held))} by others"
-    drawing += _moments(history, axis, _MEMORY_PIXELS)
+    drawing += _moments(history, time, _MEMORY_PIXELS)
     said = f"{format_bytes(peak)} at most" if peak else "not used"
-    return _row(
-        short_name(device), chart(_MEMORY_PIXELS, words, *drawing), said, " ", element("span", f"of {format_bytes(total)}", class_="soft")
+    return Row(
+        name=short_name(device),
+        height=_MEMORY_PIXELS,
+        label=words,
+        drawn=tuple(drawing),
+        words=((said, None), (f"of {format_bytes(total)}", "soft")),
     )
 
 
@@ -226,12 +256,12 @@ def _joined(spans: Iterable[tuple[float, float, DeviceBytes | None]]) -> list[tu
     return out
 
 
-def _area(spans: Sequence[tuple[float, float, DeviceBytes | None]], most: int, axis: _Time, *, others: bool) -> str:
+def _area(spans: Sequence[tuple[float, float, DeviceBytes | None]], most: int, time: _Time, *, others: bool) -> str:
     """The path below a line of steps; of several in one place of the grid the highest, so that no peak is lost."""
     steps: list[tuple[float, float, float]] = []
     for start, end, each in _joined(spans):
         size = 0 if each is None else each.ours + (each.others if others else 0)
-        place, until = axis.grid(start), axis.grid(end)
+        place, until = time.grid(start), time.grid(end)
         if steps and until - steps[-1][0] < _LEAST_GRID:
             steps[-1] = (steps[-1][0], until, max(steps[-1][2], size))
         else:
@@ -251,10 +281,10 @@ def _area(spans: Sequence[tuple[float, float, DeviceBytes | None]], most: int, a
 # -- plans and marks ---------------------------------------------------------------------------------------------------------------------
 
 
-def _plans(history: RunHistory, axis: _Time) -> Html:
+def _plans(history: RunHistory, time: _Time) -> Row:
     """Spans in their plans' colours, hatched while parked; above them a number for each mark."""
     titles = list(dict.fromkeys(span.title for span in history.spans if span.devices))
-    levels = mark_levels(history.marks[:_MOST_MARKS], axis.length * _NUMBER_SHARE, _LEVELS)
+    levels = mark_levels(history.marks[:_MOST_MARKS], time.length * _NUMBER_SHARE, _LEVELS)
     top = (max((level for level in levels if level is not None), default=-1) + 1) * _LEVEL_PIXELS
     height = top + _PLAN_PIXELS
     drawing: list[Html] = []
@@ -263,68 +293,55 @@ def _plans(history: RunHistory, axis: _Time) -> Html:
         devices = ", ".join(map(short_name, span.devices))
         lasted = format_seconds(span.end_seconds - span.start_seconds)
         tip = f"{span.title}{' on ' + devices if devices else ''}: {lasted}"
-        ends = span.start_seconds - axis.start, span.end_seconds - axis.start
-        drawing.append(rect(*ends, axis.length, class_=f"cell {class_}", y=top, height=_PLAN_PIXELS, title=tip))
-        drawing += _span_words(span, devices, axis, top)
-    drawing += _moments(history, axis, height, top)
+        ends = span.start_seconds - time.start, span.end_seconds - time.start
+        drawing.append(rect(*ends, time.length, class_=f"cell {class_}", y=top, height=_PLAN_PIXELS, title=tip))
+        drawing += _span_words(span, devices, time, top)
+    drawing += _moments(history, time, height, top)
     numbers = [
-        text(str(number), axis.at(mark.at_seconds), top - 4 - level * _LEVEL_PIXELS, anchor=_anchor(mark, axis))
+        text(str(number), time.at(mark.at_seconds), top - 4 - level * _LEVEL_PIXELS, anchor=_anchor(mark, time))
         for number, (mark, level) in enumerate(zip(history.marks, levels, strict=False), start=1)
         if level is not None
     ]
     label = "plans: " + "; ".join(
         f"{span.title} from {format_seconds(max(0.0, span.start_seconds))}" for span in history.spans[:_MOST_MARKS]
     )
-    return _row("plans", chart(height, label, *drawing, *numbers), "")
+    return Row(name="plans", height=height, label=label, drawn=(*drawing, *numbers))
 
 
-def _span_words(span: PlanSpan, devices: str, axis: _Time, top: float) -> list[Html]:
+def _span_words(span: PlanSpan, devices: str, time: _Time, top: float) -> list[Html]:
     """As many words as there is room for where the page is wide."""
-    room = (span.end_seconds - span.start_seconds) / axis.length / _CHARACTER_SHARE
+    room = (span.end_seconds - span.start_seconds) / time.length / _CHARACTER_SHARE
     words = [each for each in (span.title, devices) if each and len(each) <= room]
-    middle = axis.at((span.start_seconds + span.end_seconds) / 2)
+    middle = time.at((span.start_seconds + span.end_seconds) / 2)
     class_ = f"wide {'on-c-plan0' if span.devices else 'halo'}"
     first = top + _PLAN_PIXELS / 2 + (4 if len(words) == 1 else -3)
     return [text(each, middle, first + 14 * line, class_=class_, anchor="middle") for line, each in enumerate(words)]
 
 
-def _anchor(mark: Mark, axis: _Time) -> str:
-    place = (mark.at_seconds - axis.start) / axis.length
+def _anchor(mark: Mark, time: _Time) -> str:
+    place = (mark.at_seconds - time.start) / time.length
     return "start" if place < 0.02 else "end" if place > 0.98 else "middle"
 
 
-def _axis(axis: _Time) -> Html:
-    """Times below the rows."""
-    scale, unit = time_unit(axis.end)
-    places = [place for place in ticks(axis.end / scale, about=6) if place <= _LAST_TICK * axis.end / scale]
-    drawn = []
-    for index, place in enumerate(places):
-        at = axis.at(place * scale)
-        last = place == places[-1]
-        anchor = "start" if place == 0 else "end" if last else "middle"
-        wide = " wide" if index % 2 and not last else ""
-        words = f"{place:.4g} {unit}" if last else f"{place:.4g}"
-        drawn += [element("line", class_="tick", x1=at, x2=at, y1=0, y2=5), text(words, at, 17, class_=f"soft{wide}", anchor=anchor)]
-    return element("svg", *drawn, class_="axis", width="100%", height=20, aria_hidden="true")
+def _plan_colors(history: RunHistory) -> tuple[tuple[str, str], ...]:
+    """The plans with their colours."""
+    titles = list(dict.fromkeys(span.title for span in history.spans if span.devices))
+    colors = tuple((f"c-plan{index % len(PLANS)}", title) for index, title in enumerate(titles))
+    return (*colors, ("hatch", "parked")) if any(not span.devices for span in history.spans) else colors
 
 
 def _told(history: RunHistory) -> list[Html]:
-    """The plans with their colours, and what the numbers mean."""
-    titles = list(dict.fromkeys(span.title for span in history.spans if span.devices))
-    colors = [(f"c-plan{index % len(PLANS)}", title) for index, title in enumerate(titles)]
-    parked = [("hatch", "parked")] if any(not span.devices for span in history.spans) else []
-    parts = [element("h3", "Plans"), legend([*colors, *parked])]
-    if history.marks:
-        items = [
-            element(
-                "li",
-                element("span", mark.kind, class_="alarm" if mark.kind == "failure" else "kind"),
-                f" at {format_seconds(mark.at_seconds)}: {mark.words}",
-            )
-            for mark in history.marks[:_MOST_MARKS]
-        ]
-        more = len(history.marks) - _MOST_MARKS
-        parts += [element("h2", "What moved it, and why"), element("ol", *items)]
-        if more > 0:
-            parts.append(element("p", f"and {more} more", class_="soft"))
-    return parts
+    """What the marks' numbers mean."""
+    if not history.marks:
+        return []
+    items = [
+        element(
+            "li",
+            element("span", mark.kind, class_="alarm" if mark.kind == "failure" else "kind"),
+            f" at {format_seconds(mark.at_seconds)}: {mark.words}",
+        )
+        for mark in history.marks[:_MOST_MARKS]
+    ]
+    more = len(history.marks) - _MOST_MARKS
+    last = [element("p", f"and {more} more", class_="soft")] if more > 0 else []
+    return [element("h2", "What moved it, and why"), element("ol", *items), *last]

@@ -35,7 +35,7 @@ class AutoParallelStrategy(ParallelStrategy):
     Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used:
     for each device id what :class:`lightning_autopar.strategies.measure.Measured` says, such as ``peak_bytes`` and ``step_seconds``. What a
     training run took corrects the next prediction for the same module; the variable AUTOPAR_CACHE is the folder that this is kept in, or
-    "off". After an elastic run ``history`` is what happened to it, which ``planning.run_picture.save`` draws.
+    "off". After an elastic run ``history`` is what happened to it, which its ``save_picture`` draws.
 
     Args:
         allow: The engines to choose from: "single", "ddp", "fsdp" and "pipeline" by default; "zero" is one where it is named.

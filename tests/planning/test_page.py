@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.page_figure import ticks
 from lightning_autopar.planning.page_markup import element, fragment, percent, share
-from lightning_autopar.planning.page_memory import ticks
 from lightning_autopar.planning.page_style import contrast, on_color
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import NothingFits, Report
@@ -178,8 +177,7 @@ def test_devices_and_ranks_that_are_alike_are_one_row() -> None:
     assert any("ranks 0 to 15 of 64" in words for words in page.words)
 
 
-def test_files(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # which a page doesn't need
+def test_files(report: Report, tmp_path: Path) -> None:
     report.save_page(tmp_path / "report.html")
     report.save_picture(str(tmp_path / "picture.HTML"))
     text = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -1,28 +1,31 @@
-"""The picture: what is on its axes, in what colours, and as which files."""
+"""Pictures: the page's drawings as one SVG file, to scale, with room for every word, and as which files."""
 
 from __future__ import annotations
 
+import itertools
 import re
-import sys
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.page_figure import Figure, Row
+from lightning_autopar.planning.page_markup import rect
+from lightning_autopar.planning.picture import Picture, picture_of
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.report import Candidate, NothingFits, Report
+from lightning_autopar.planning.run_history import Mark, RunHistory
 from lightning_autopar.plans import Plan
+from tests.fakes.pages import HISTORY, NASTY, pipelined
 from tests.fakes.values import GIB, footprint, gpu, inventory
 
-matplotlib = pytest.importorskip("matplotlib")
-colors = pytest.importorskip("matplotlib.colors")
-
-from lightning_autopar.planning import picture  # noqa: E402
-
 STEP = footprint(batch_size=16, parameter_bytes=GIB, activation_bytes=2 * GIB, flops=10**15, margin=0.05)
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def made(here: Any, **constraints: Any) -> Report:
@@ -32,143 +35,175 @@ def made(here: Any, **constraints: Any) -> Report:
         return error.report
 
 
-def two_gpus(**constraints: Any) -> Report:
-    return made(inventory(gpu(0), gpu(1, 40 * GIB)), **constraints)
+def two_gpus() -> Report:
+    return made(inventory(gpu(0), gpu(1, 40 * GIB)), allow=("ddp",))
 
 
-def words(axes: Any) -> list[str]:
-    return [text.get_text() for text in axes.texts]
+def parsed(picture: Picture) -> ElementTree.Element:
+    return ElementTree.fromstring(picture.svg)
 
 
-def legend(axes: Any) -> list[str]:
-    return [text.get_text() for text in axes.get_legend().get_texts()]
+def words(root: ElementTree.Element) -> list[str]:
+    return [each.text or "" for each in root.iter(f"{SVG}text")]
 
 
-def test_a_bar_a_device_with_its_categories_budget_and_headroom() -> None:
-    report = two_gpus(allow=("ddp",))
-    figure = report.picture()
-    memory, step = figure.axes
-    assert (memory.get_label(), step.get_label()) == ("memory", "step")
-    assert [text.get_text() for text in memory.get_yticklabels()] == ["cuda:0", "cuda:1"]
-    assert {"parameters", "gradients", "optimizer", "activations", "allowed for what may be missed", "held by others"} <= set(
-        legend(memory)
-    )
+def charts(root: ElementTree.Element) -> list[ElementTree.Element]:
+    """The drawings of rows: those of an axis have no label."""
+    return [each for each in root.findall(f"{SVG}svg") if each.find(f"{SVG}title") is not None]
+
+
+def test_a_report_is_its_page_s_drawings() -> None:
+    report = two_gpus()
     best = report.best_candidate
     assert best is not None
-    lines = [line.get_xdata()[0] * GIB for line in memory.lines]
-    assert lines == pytest.approx([report.budgets[device] for device in best.plan.devices])
-    ends = dict.fromkeys(range(2), 0.0)
-    for bar in memory.patches:
-        if bar.get_facecolor()[3] and bar.get_height() < 0.7:  # neither the device's frame nor what others hold
-            row = round(bar.get_y() + bar.get_height() / 2)
-            ends[row] = max(ends[row], (bar.get_x() + bar.get_width()) * GIB)
-    assert ends[0] == pytest.approx(best.needs[best.plan.devices[0]], rel=1e-6)
-    assert all(text.endswith(" left") for text in words(memory))
-    assert "GiB" in memory.get_xlabel()
-    assert figure.get_suptitle().startswith(best.plan.title())
+    root = parsed(report.picture())
+    said = words(root)
+    assert said[0].startswith(f"{best.plan.title()}: ")
+    for each in (
+        "Memory of each device",
+        "One training step",
+        "cuda:0",
+        "cuda:1",
+        "ranks 0–1 (2 alike)",
+        "parameters",
+        "held by others",
+        "forward",
+    ):
+        assert each in said
+    assert sum(each.endswith(" left") for each in said) == 2
+    drawn = charts(root)
+    page = report.to_html()
+    assert len(drawn) == 4  # two devices, two ranks that are alike, and where the seconds go
+    for chart in drawn:
+        assert escape(chart.findtext(f"{SVG}title") or "") in page
+        for bar in chart.iter(f"{SVG}rect"):
+            assert f'x="{bar.get("x")}" y="{bar.get("y")}" width="{bar.get("width")}"' in page
 
 
-def test_each_rank_has_a_row_of_its_step() -> None:
-    figure = two_gpus(allow=("ddp",)).picture()
-    step = figure.axes[1]
-    rows = [text.get_text() for text in step.get_yticklabels()]
-    assert [row for row in rows if row.startswith("rank")] == ["rank 0", "rank 1"]
-    assert {"forward", "backward"} <= set(legend(step))
-    assert step.get_xlabel().startswith("one step, ")
-    ends = [max(path.get_extents().x1 for path in collection.get_paths()) for collection in step.collections]
-    assert max(ends) <= step.get_xlim()[1] * (1 + 1e-9)
+def test_a_pipeline_has_its_micro_batches_and_what_they_wait() -> None:
+    root = parsed(pipelined().picture())
+    rows = [chart for chart in charts(root) if chart.get("class") == "cells"]
+    assert len(rows) == 4
+    assert any(bar.get("class") == "cell hatch" for bar in rows[0].iter(f"{SVG}rect"))
+    assert {str(number) for number in range(8)} <= {each.text for each in rows[0].iter(f"{SVG}text")}
 
 
-def test_waiting_is_hatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-        span = {"rank": 0, "label": "", "lane": "compute"}
-        return tuple(
-            picture.Span(start_seconds=start, end_seconds=end, kind=kind, **span)
-            for start, end, kind in ((0, 1, "forward"), (1, 2, "idle"), (2, 3, "backward"), (3.0001, 4, "backward"))
+def test_a_run_is_its_page_s_drawings_with_what_moved_it() -> None:
+    root = parsed(HISTORY.picture())
+    said = words(root)
+    assert said[0] == f"{NASTY}, 100 seconds, 1 move, 1 failure, 1 resume"
+    for each in ("Over time", "loss", "cpu:0", "cpu:1", "plans", "taken by others", "not there", "parked", "ddp ×2"):
+        assert each in said
+    assert "1  at 30 s, move: a device is free again" in said
+    page = HISTORY.to_html()
+    paths = [path.get("d") for path in root.iter(f"{SVG}path")]
+    assert len(paths) == 5
+    assert all(f'd="{path}"' in page for path in paths)
+    many = replace(HISTORY, marks=tuple(Mark(at_seconds=at, kind="move", words=f"reason {at}") for at in range(30)))
+    assert "and 16 more" in words(parsed(many.picture()))
+    with pytest.raises(ValueError, match="no plan that ran"):
+        RunHistory().picture()
+
+
+def test_every_word_has_room() -> None:
+    """Long names are wrapped, rows are as tall as their words, and what is beside each other doesn't overlap."""
+    long = "a device whose name nobody thought anybody would ever write into a picture of this size"
+    rows = tuple(
+        Row(
+            name=name,
+            height=20,
+            label=name,
+            drawn=(rect(0, 1, 1, class_="frame", height=20),),
+            words=((long, None), ("1 GiB left", "good")),
         )
+        for name in (long, "short")
+    )
+    legend = tuple((f"c-plan{index}", f"a plan with a title that takes its room {index}") for index in range(8))
+    root = parsed(picture_of(long, [Figure(title="one", legend=legend, rows=rows, notes=(long * 4,)), Figure(title="two", rows=rows)]))
+    width, height = (float(str(root.get(name))) for name in ("width", "height"))
+    texts = root.findall(f"{SVG}text")
+    assert len(texts) > 30
+    lines: dict[float, list[tuple[float, float]]] = {}
+    for each in texts:
+        left, foot, letters = float(str(each.get("x"))), float(str(each.get("y"))), len(each.text or "")
+        size = {"words title": 20, "words heading": 16}.get(str(each.get("class")), 13)
+        assert left >= 20
+        assert left + letters * size * 0.58 <= width - 19
+        assert 20 < foot < height - 20
+        lines.setdefault(foot, []).append((left, left + letters * size * 0.58))
+    for spans in lines.values():
+        spans.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    frames = [[float(str(each.get(name))) for name in ("x", "y", "width", "height")] for each in charts(root)]
+    assert all(x + wide < width - 20 and y + tall < height - 20 for x, y, wide, tall in frames)
+    assert all(one[1] + one[3] < other[1] for one, other in itertools.pairwise(frames))
 
-    monkeypatch.setattr(picture, "timeline", fake)
-    step = two_gpus(allow=("ddp",)).picture().axes[1]
-    assert legend(step) == ["forward", "backward", "waiting"]
-    hatched = [collection for collection in step.collections if collection.get_hatch()]
-    assert len(hatched) == 1
-    # Neighbours of one kind are drawn as one.
-    assert [len(collection.get_paths()) for collection in step.collections] == [1, 1, 1]
-    assert "seconds" in step.get_xlabel()
+
+def test_what_comes_from_the_user_is_words_and_xml_takes_it() -> None:
+    root = parsed(replace(HISTORY, title="a\x1b[31m\ud800 & <b>").picture())
+    assert words(root)[0].startswith("a�[31m� & <b>, 100 seconds")
+    assert [tag for tag in root.iter() if tag.tag.rpartition("}")[2] in ("script", "image", "img", "a", "b")] == []
+
+
+def test_it_needs_nothing_but_itself_and_no_variables() -> None:
+    for picture in (two_gpus().picture(), HISTORY.picture()):
+        assert re.findall(r"(?<!xmlns=\")https?://(?!x/y)|@import|url\((?!#)|var\(", picture.svg) == []
+        scope = parsed(picture).get("id")
+        assert f'id="{scope}-hatch"' in picture.svg
+        assert f"url(#{scope}-hatch)" in picture.svg
+    assert two_gpus().picture().svg == two_gpus().picture().svg
+
+
+def test_devices_alike_are_one_bar_and_many_ranks_are_cut_off() -> None:
+    report = make_report(replace(STEP, batch_size=64), parse_spec("64xH100-80GB"), Constraints(allow=("ddp",)))
+    said = words(parsed(report.picture()))
+    assert any("64 alike" in each for each in said)
+    assert any("ranks 0 to 15 of 64" in each for each in said)
 
 
 def test_what_is_missing_stands_out_where_nothing_fits() -> None:
     report = made(parse_spec("2xcpu:4GiB"), allow=("single", "ddp"))
     assert report.best is None
-    figure = report.picture()
-    assert "doesn't fit" in figure.get_suptitle()
-    assert any(text.endswith(" too little") for text in words(figure.axes[0]))
-
-
-def test_devices_alike_are_one_bar_and_many_ranks_are_cut_off() -> None:
-    report = make_report(replace(STEP, batch_size=64), parse_spec("64xH100-80GB"), Constraints(allow=("ddp",)))
-    best = report.candidates[0]
-    assert best.plan.world_size == 64
-    figure = report.picture()
-    memory, step = figure.axes
-    assert len(memory.get_yticklabels()) <= 2
-    assert any("alike" in text.get_text() for text in memory.get_yticklabels())
-    assert sum(text.get_text().startswith("rank") for text in step.get_yticklabels()) == 16
-    assert "of 64" in step.get_xlabel()
-
-
-def test_its_colours_are_its_own_on_any_page() -> None:
-    with matplotlib.rc_context({"text.color": "white", "axes.facecolor": "black", "axes.labelcolor": "white", "figure.facecolor": "black"}):
-        figure = two_gpus().picture()
-        figure.canvas.draw()
-    paper = colors.to_rgb(figure.get_facecolor())
-    assert figure.get_facecolor()[3] == 1.0
-    for axes in figure.axes:
-        texts = [*axes.texts, *axes.get_yticklabels(), *axes.get_xticklabels(), axes.xaxis.label, *axes.get_legend().get_texts()]
-        assert all(contrast(colors.to_rgb(text.get_color()), paper) >= 4.5 for text in texts)
-    assert contrast(colors.to_rgb(figure._suptitle.get_color()), paper) >= 4.5
-
-
-def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """WCAG 2's contrast ratio."""
-
-    def luminance(color: tuple[float, ...]) -> float:
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in color]
-        return float(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
-
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
+    root = parsed(report.picture())
+    assert "doesn't fit" in words(root)[0]
+    missing = [each for each in root.iter(f"{SVG}text") if (each.text or "").endswith(" too little")]
+    assert missing
+    assert {each.get("class") for each in missing} == {"words alarm"}
 
 
 def test_files(tmp_path: Path) -> None:
     report = two_gpus()
-    report.save_picture(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    report.save_picture(str(tmp_path / "plan.svg"))
-    text = (tmp_path / "plan.svg").read_text(encoding="utf-8")
-    assert re.search(r"<text[^>]*>rank 0</text>", text)
-    assert "parameters" in text
+    report.save_picture(tmp_path / "plan.SVG")
+    report.picture().save(tmp_path / "again.svg")
+    text = (tmp_path / "plan.SVG").read_text(encoding="utf-8")
+    assert text == (tmp_path / "again.svg").read_text(encoding="utf-8") == report.picture()._repr_svg_()
+    report.save_picture(str(tmp_path / "plan.html"))
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == report.to_html()
+    HISTORY.save_picture(tmp_path / "run.svg")
+    assert (tmp_path / "run.svg").read_text(encoding="utf-8") == HISTORY.picture().svg
+    HISTORY.save_picture(tmp_path / "run.htm")
+    assert (tmp_path / "run.htm").read_text(encoding="utf-8") == HISTORY.to_html()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("plan.xyz", "has an ending that names no format; choose '.png'"),
-        ("plan", "'.png', '.svg'"),
-        ("no/plan.png", "give a path in a folder"),
+        ("plan.png", "choose '.svg' for a picture or '.html' for a page"),
+        ("plan.pdf", "choose '.svg' for a picture or '.html' for a page"),
+        ("plan", "choose '.svg' for a picture or '.html' for a page"),
+        ("no/plan.svg", "give a path in a folder"),
     ],
 )
 def test_a_file_that_cannot_be_written(name: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        two_gpus().save_picture(tmp_path / name)
+    for each in (two_gpus(), HISTORY):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            each.save_picture(tmp_path / name)
 
 
-def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = two_gpus()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"needs matplotlib, which isn't installed; pip install 'lightning-autopar\[report\]'"):
-        report.picture()
+def test_a_picture_is_written_as_svg_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must end in '.svg'; save_picture of what it shows writes '.html', too"):
+        two_gpus().picture().save(tmp_path / "plan.html")
+    assert "save('plan.svg')" in repr(two_gpus().picture())
 
 
 def test_a_plan_without_a_prediction_cannot_be_drawn() -> None:

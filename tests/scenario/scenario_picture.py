@@ -12,7 +12,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_autopar.planning.drawing import ALARM, FAINT, INK, OTHERS, PAPER, PLANS, own_matplotlib, write
+from matplotlib import style
+from matplotlib.figure import Figure
+
+from lightning_autopar.planning.page_style import ALARM, FAINT, INK, OTHERS, PAPER, PLANS
 
 _MIB = 1 << 20
 _STATES = {"queued": ("#ffffff", "//"), "parked": ("#e4e5e8", ".."), "moving": (ALARM, None), "planning": (FAINT, None)}
@@ -20,13 +23,12 @@ _STATES = {"queued": ("#ffffff", "//"), "parked": ("#e4e5e8", ".."), "moving": (
 
 def draw(box: dict[str, Any], path: Path) -> None:
     """One row a device, then one a run; a run has the same colour in both."""
-    figures, settings = own_matplotlib()
     samples: Sequence[dict[str, Any]] = box["samples"]
     names = [spec["name"] for spec in sorted(box["specs"], key=lambda spec: spec["at_seconds"])]
     colours = dict(zip(names, PLANS, strict=False))
     times = [sample["at"] for sample in samples]
-    with settings:
-        figure = figures(figsize=(11, 7.5), facecolor=PAPER)
+    with style.context("default"):
+        figure = Figure(figsize=(11, 7.5), facecolor=PAPER)
         rows = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [1, 1, 1, 2.2], "hspace": 0.28})
         for axes, device in zip(rows, ("cpu:0", "cpu:1", "cpu:2"), strict=False):
             heights = [[sample["leases"].get(name, {}).get(device, 0) / _MIB for sample in samples] for name in names]
@@ -43,7 +45,7 @@ def draw(box: dict[str, Any], path: Path) -> None:
         for axes in rows:
             axes.set_facecolor(PAPER)
             axes.set_xlim(0, times[-1])
-        write(figure, path)
+        figure.savefig(path, dpi=150, facecolor=PAPER)
 
 
 def _runs(axes: Any, samples: Sequence[dict[str, Any]], specs: Sequence[dict[str, Any]], names: list[str], colours: dict[str, str]) -> None:
