@@ -117,7 +117,6 @@ def cases(*, quick: bool) -> Iterator[tuple[str, Plan]]:
         yield name, make("interleaved_1f1b", 2, 4, stages=4)
         if quick:
             continue
-        yield name, make("zero_bubble", 2, 4)
         yield name, make("1f1b", 2, 8, recompute=depth)
         yield name, make("gpipe", 2, 4, recompute=depth // 2)
         yield name, make("1f1b", 2, 4, cuts=(3,))

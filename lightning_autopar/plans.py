@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 Engine = Literal["single", "ddp", "fsdp", "zero", "pipeline"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Offload = Literal["optimizer", "parameters"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
@@ -186,14 +186,14 @@ class Plan:
                 f"schedule {self.schedule!r} on {ranks} devices needs as many stages, but {count} cuts make {self.stages}; "
                 f"have {ranks - 1} of them"
             )
-        # As torch.distributed.pipelining demands it (schedules.py: Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble).
+        # As torch.distributed.pipelining demands it (schedules.py: Schedule1F1B, ScheduleInterleaved1F1B).
         if self.schedule == "1f1b" and self.micro_batches < self.stages:
             raise ValueError(
                 f"1f1b needs as many micro_batches as stages at least, but they are {self.micro_batches} and {self.stages}; "
                 f"choose {self.stages}, or schedule 'gpipe'"
             )
         rounds = max(1, self.micro_batches // ranks)
-        if self.schedule in (*INTERLEAVED, "zero_bubble") and self.micro_batches % rounds:
+        if self.schedule in INTERLEAVED and self.micro_batches % rounds:
             raise ValueError(
                 f"{self.schedule} runs micro_batches in {rounds} equal rounds on {ranks} devices, but they are {self.micro_batches}; "
                 f"choose {self.micro_batches // ranks * ranks}"
@@ -212,11 +212,6 @@ class Plan:
     def devices_per_replica(self) -> int:
         """How many devices hold one copy of the model together; of a pipeline its ranks."""
         return self.world_size // self.replicas
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether a zero-bubble schedule runs backward in two halves, which recomputed blocks can't."""
-        return self.schedule == "zero_bubble" and not self.recompute
 
     @property
     def data_ranks(self) -> int:

@@ -90,7 +90,7 @@ def plans(model: str) -> dict[str, dict[str, Any]]:
         "zero-2": {"engine": "zero", "zero_stage": 2},
         "zero-3": {"engine": "zero", "zero_stage": 3},
         "hybrid": {**fsdp, "replicas": 2},
-        "pipelines": {**stages, "schedule": "zero_bubble", "replicas": 2},
+        "pipelines": {**stages, "schedule": "1f1b", "replicas": 2},
         "sharded pipelines": {**stages, "schedule": "1f1b", "replicas": 2, "shard": blocks},
     }
 

@@ -57,7 +57,6 @@ FSDP: dict[str, Any] = {"engine": "fsdp", "devices": FOUR, "reshard_after_forwar
             {**PIPELINE, "replicas": 1, "cuts": tuple(f"net.{index}" for index in range(1, 8)), "schedule": "interleaved_1f1b"},
             "pipeline 8 stages, interleaved_1f1b ×8",
         ),
-        ({**PIPELINE, "replicas": 1, "cuts": ("net.1", "net.2", "net.3"), "schedule": "zero_bubble"}, "pipeline 4 stages, zero_bubble ×8"),
     ],
 )
 def test_a_plan_that_can_be_is_titled_and_survives_json(values: dict[str, Any], title: str) -> None:
@@ -104,13 +103,12 @@ def test_a_pipeline_knows_its_stages_and_ranks() -> None:
         ({**PIPELINE, "cuts": ()}, "at least one cut"),
         ({**PIPELINE, "cuts": ("net.2", "net.2")}, "each cut once"),
         ({**PIPELINE, "schedule": None}, "needs a schedule"),
-        ({**PIPELINE, "schedule": "2f2b"}, "'2f2b'; choose one of gpipe, 1f1b, interleaved_1f1b, zero_bubble"),
+        ({**PIPELINE, "schedule": "2f2b"}, "'2f2b'; choose one of gpipe, 1f1b, interleaved_1f1b"),
         ({**PIPELINE, "replicas": 1}, "'1f1b' on 4 devices needs as many stages, but 1 cuts make 2; have 3"),
         ({**PIPELINE, "replicas": 4}, "at least two"),
         ({**PIPELINE, "devices": ("GPU-a",), "replicas": 1}, "at least two devices"),
         ({**PIPELINE, "schedule": "interleaved_1f1b"}, "needs 4 stages, or a larger multiple of 2, but 1 cuts make 2; have 3"),
         ({**PIPELINE, "schedule": "interleaved_1f1b", "cuts": ("a", "b", "c"), "micro_batches": 5}, "2 equal rounds .* are 5; choose 4"),
-        ({**PIPELINE, "replicas": 1, "cuts": ("a", "b", "c"), "schedule": "zero_bubble", "micro_batches": 9}, "are 9; choose 8"),
         ({**PIPELINE, "replicas": 1, "devices": FOUR[:2], "shard": ("net.0",)}, "shards over its replicas, but has 1"),
     ],
 )

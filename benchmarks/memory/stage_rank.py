@@ -198,7 +198,7 @@ def measure_stage(model: GPT, plan: Plan, rank: int, batch: Tensor, *, device: t
     stages = []
     for index, part in zip(numbers, parts, strict=True):
         reduce = partial(replicas.reduce, part)
-        stages.append(Stage(part, index, plan.stages, device, group=group, host_group=group, reduce=reduce, splits_backward=not recompute))
+        stages.append(Stage(part, index, plan.stages, device, group=group, host_group=group, reduce=reduce))
         if fake:
             _leave_alone(stages[-1], Meta((rows, model.length, model.width), torch.float32, True))
     schedule = make_schedule(plan.schedule, stages, plan.micro_batches, lambda loss, _: loss)

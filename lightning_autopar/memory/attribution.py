@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from lightning_autopar.memory.footprint import Moment
@@ -36,7 +36,6 @@ class Places:
         tape: Tape,
         arrived: Collection[int],
         last_uses: Mapping[int, int],
-        sources: Mapping[int, Sequence[tuple[int, Sequence[tuple[int, int]]]]] | None = None,
         let_go: Mapping[int, int] | None = None,
         reads: Mapping[int, int] | None = None,
     ) -> Tape:
@@ -46,15 +45,13 @@ class Places:
             tape: as recorded.
             arrived: numbers of the storages in which gradients of parameters arrived: they were fixed from the start.
             last_uses: positions on the tape after which forward doesn't use a storage any more, by its number.
-            sources: of what backward made, by the storage's number: positions on the tape after the operations that it comes from, each
-                with the gradients of activations that the operation has read, and their versions.
             let_go: positions at which the code of blocks let go of what they had made, by the storage's number, in that order.
             reads: positions at which nodes of backward had read for the last time what blocks saved for them, by the storage's number.
         """
         result = Tape(batches=tape.batches)
         last: tuple[Action, int] | None = None
         inside = False
-        unsaved, read = self._unsaved(tape, last_uses, let_go or {}), self._read(arrived, sources or {})
+        unsaved = self._unsaved(tape, last_uses, let_go or {})
         had_read: dict[int, list[int]] = {}
         for number, position in (reads or {}).items():
             had_read.setdefault(position, []).append(number)
@@ -63,8 +60,6 @@ class Places:
                 result.add("read", number)
             for number in unsaved.get(position, ()):
                 result.add("unsaved", number)
-            for number in read.get(position, ()):
-                result.add("source", number)
             if action not in MARKS:
                 if action not in NOTES:
                     result.add(action, storage, size_bytes, "fixed" if kind == "temporary" and storage in arrived else kind)
@@ -82,16 +77,6 @@ class Places:
                 result.add(*mark)
                 last = mark
         return result
-
-    @staticmethod
-    def _read(arrived: Collection[int], sources: Mapping[int, Sequence[tuple[int, Sequence[tuple[int, int]]]]]) -> dict[int, list[int]]:
-        """Storages that parameters' gradients were made from, by position; once for each version of what they hold."""
-        found: dict[int, list[int]] = {}
-        seen: set[tuple[int, int]] = set()
-        for position, read in sorted(each for number in arrived for each in sources.get(number, ())):
-            found.setdefault(position, []).extend(number for number, version in read if (number, version) not in seen)
-            seen.update(read)
-        return found
 
     def _unsaved(self, tape: Tape, last_uses: Mapping[int, int], let_go: Mapping[int, int]) -> dict[int, list[int]]:
         """Storages that blocks make and leave behind, by the position at which their forward has done with them."""

@@ -58,14 +58,12 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     tape.batches = batches
     candidates = [record for record in watcher.order if record.calls == 1]
     first = account(
-        Places(tape, _indices(candidates)).settled(
-            tape, tracker.arrived, tracker.last_uses, tracker.sources, tracker.let_go, tracker.reads
-        ),
+        Places(tape, _indices(candidates)).settled(tape, tracker.arrived, tracker.last_uses, tracker.let_go, tracker.reads),
         len(candidates),
     )
     kept = _large_enough(module, candidates, tape, first)
     places = Places(tape, kept)
-    settled = places.settled(tape, tracker.arrived, tracker.last_uses, tracker.sources, tracker.let_go, tracker.reads)
+    settled = places.settled(tape, tracker.arrived, tracker.last_uses, tracker.let_go, tracker.reads)
     found = account(settled, len(places.blocks))
     counts = tracker.tally.works(tracker.arrived)
     costs = _costs(counts, places, batches)
@@ -110,7 +108,7 @@ def forward_bytes(tracker: MemoryTracker, watcher: BlockWatcher, blocks: Sequenc
     places = Places(tape, _indices(record for record in watcher.order if record.calls == 1 and record.fqn in blocks))
     if [watcher.order[index].fqn for index in places.blocks] != list(blocks):
         return ()
-    settled = places.settled(tape, tracker.arrived, tracker.last_uses, tracker.sources, tracker.let_go, tracker.reads)
+    settled = places.settled(tape, tracker.arrived, tracker.last_uses, tracker.let_go, tracker.reads)
     return tuple(part.forward_given.at(1.0) for part in parts_of(settled, len(blocks)))
 
 

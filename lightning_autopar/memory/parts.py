@@ -103,7 +103,6 @@ class Part:
         anew: of a block: what enters it and was made before the first block (masks, rotary embeddings), kept for backward: what must be
             made anew where a pipeline is cut here.
         returns: what its backward leaves to the parts before it: the gradients of its inputs.
-        flow: the gradients of activations that its backward makes gradients of parameters from.
         active: whether its backward makes anything.
     """
 
@@ -119,7 +118,6 @@ class Part:
     crossing: list[Crossing] = field(default_factory=list)
     anew: Size = _NOTHING
     returns: Size = _NOTHING
-    flow: Size = _NOTHING
     active: bool = False
 
 
@@ -341,8 +339,6 @@ class _Reader:
             elif action == "read" and storage in self._storages and (kept := self._storages[storage]).freed == kept.made == part:
                 early.add(storage)
                 read, read_fixed = read + kept.size.scaled, read_fixed + kept.size.fixed
-            elif action == "source" and storage in made:
-                self.parts[part].flow += Size(*made[storage][:2])
         self._see_backward(part, seen)
         self.parts[part].returns = Size(running + given, running_fixed + given_fixed)
 

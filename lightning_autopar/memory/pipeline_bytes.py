@@ -5,13 +5,11 @@ As ``torch.distributed.pipelining`` runs stages that replay the user's own ``tra
 
 - Stage ``s`` runs from its first block to just before the next stage's: what runs between two blocks belongs to the stage before the cut.
 - What a stage receives is allocated when it is asked for: activations stay until the micro-batch's backward is over, gradients during it
-  (under 1F1B until the next are asked for). Schedules that ``torch`` runs action by action (interleaved, zero-bubble) ask an action ahead.
+  (under 1F1B until the next are asked for). The interleaved schedule, which ``torch`` runs action by action, asks an action ahead.
 - Until its backward, a micro-batch holds what forward saved, and the stage's output. The last stage's output is the loss.
-- What was sent stays until the schedule lets go of the operation: to the end of the step under GPipe and the schedules that run action by
-  action; under 1F1B the last gradient, and the last activation but one that was sent before the first backward. gloo's operations hold
+- What was sent stays until the schedule lets go of the operation: to the end of the step under GPipe and interleaved 1F1B;
+  under 1F1B the last gradient, and the last activation but one that was sent before the first backward. gloo's operations hold
   their tensor for as long as they exist; NCCL's let go of it at ``wait`` (``ProcessGroupNCCL.cpp``).
-- Where backward is in two halves, the first frees nothing, and keeps the gradients that reach a parameter's operation
-  (``_backward.py``, ``stage_backward_input``). The first stage does it all in the second half.
 - No gradients of the step before are there when the schedule begins, as it runs its own backwards; of batches before it that are
   accumulated they lie aside.
 - Replicas average a stage's gradients after its last backward, small ones in flat copies (``strategies/staged/replicas.py``).
@@ -28,7 +26,7 @@ from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
 from lightning_autopar.memory.parts import Part, parts_of
 from lightning_autopar.memory.schedules import rank_actions
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import INTERLEAVED, Plan
 
 #: From this size on replicas average a gradient by itself, without a copy (``strategies/staged/replicas.py``).
 _AVERAGED_ALONE_BYTES = 1024**2
@@ -139,7 +137,6 @@ class _Stage:
         forward: at the fullest moment of a forward.
         backward: at the fullest moment of a backward, the gradients that it got included; complete gradients aren't counted.
         first: the same of a step's first backward, with the gradients that are complete by then.
-        flow: the gradients that a backward's first half keeps for the second.
     """
 
     parameters: int
@@ -155,7 +152,6 @@ class _Stage:
     forward: int
     backward: int
     first: int
-    flow: int
 
     @classmethod
     def of(
@@ -235,7 +231,6 @@ class _Stage:
             forward=received + forward,
             backward=received + sent + backward,
             first=received + sent + first,
-            flow=sum(parts[number].flow.at(share) for number in range(begin, end)),
         )
 
 
@@ -278,54 +273,37 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
     """The fullest moment of the schedule, by category."""
     assert plan.schedule is not None
     actions = rank_actions(plan.schedule, position, plan.devices_per_replica, plan.stages, plan.micro_batches)
-    if plan.schedule == "zero_bubble" and not plan.splits_backward:
-        actions = tuple(
-            action._replace(work="backward") if action.work == "input" else action for action in actions if action.work != "weight"
-        )
-    several = plan.schedule in ("interleaved_1f1b", "zero_bubble")
+    several = plan.schedule in INTERLEAVED
     gradients = activations = communication = lingering = 0
     seen: set[int] = set()
     fullest: dict[str, int] = {"gradients": 0, "temporary": 0}
     for (work, number, micro_batch), following in zip(actions, [*actions[1:], None], strict=True):
         stage = stages[number]
-        ends = work == "backward" or (work == "weight" and number == 0)
         own = 0 if work == "forward" else stage.held
-        if work == "forward":
-            moment = stage.forward
-        elif ends:
-            moment = stage.backward if number in seen else stage.first
-        elif work == "input":
-            moment = own + (stage.flow if number else 0)
-        else:
-            own += stage.flow
-            moment = own + stage.largest
+        moment = stage.forward if work == "forward" else stage.backward if number in seen else stage.first
         found = {
             "activations": activations - own + min(moment, own),
             "temporary": max(0, moment - own),
             "gradients": gradients,
             "communication": communication + (lingering if work == "forward" else 0),
         }
-        if several and following is not None and following.work != "weight":
+        if several and following is not None:
             found["communication"] += stages[following.stage].received if following.work == "forward" else stages[following.stage].sent
         if sum(found.values()) > sum(fullest.values()):
             fullest = found
         if work == "forward":
             activations += stage.held
-        elif work == "input":
-            activations += stage.flow if number else 0
         else:
             activations -= own
-        if work != "forward":
             if not several and plan.schedule == "1f1b":
                 ahead = plan.stages - number
                 lingers = on_cpu and ahead > 1 and ahead - 2 <= micro_batch < plan.micro_batches - ahead
                 communication, lingering = stage.received + (stage.output if lingers else 0), stage.sent
             else:
-                communication += stage.received if work != "weight" else 0
-                communication += stage.output if work != "input" and (several or on_cpu) else 0
-        if work not in ("forward", "input") and number not in seen:
-            seen.add(number)
-            gradients += stage.gradients
+                communication += stage.received + (stage.output if several or on_cpu else 0)
+            if number not in seen:
+                seen.add(number)
+                gradients += stage.gradients
     return fullest
 
 

@@ -81,9 +81,8 @@ def replay(
         raise ValueError("the step wasn't traced, so there is nothing to replay; use memory.predict")
     if plan.engine not in REPLAYED_ENGINES:
         raise ValueError(f"a rank of engine {plan.engine!r} can't be replayed; only of {', '.join(REPLAYED_ENGINES)}")
-    if plan.engine == "pipeline" and (plan.replicas > 1 or plan.schedule == "zero_bubble"):
-        what = "pipelines side by side" if plan.replicas > 1 else "the zero-bubble schedule"
-        raise ValueError(f"{what} can't be replayed; use memory.predict")
+    if plan.engine == "pipeline" and plan.replicas > 1:
+        raise ValueError("pipelines side by side can't be replayed; use memory.predict")
     assert 0 <= rank < plan.world_size, "a rank of the plan"
     if rows is None:
         rows = max(1, plan.rows(footprint.batch_size)[rank]) if footprint.batch_size else 0

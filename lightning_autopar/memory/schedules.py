@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple
 
 from lightning_autopar.plans import Schedule
 
-Work = Literal["forward", "backward", "input", "weight"]
+Work = Literal["forward", "backward"]
 
 
 class Action(NamedTuple):
     """One piece of a rank's work.
 
     Args:
-        work: ``"forward"``; ``"backward"`` in one piece, or its two halves, the ``"input"``'s gradient and the ``"weight"``s'.
+        work: which pass.
         stage: index of the stage in the pipeline.
         micro_batch: which one.
     """
@@ -45,7 +45,7 @@ def rank_actions(schedule: Schedule, rank: int, ranks: int, stages: int, micro_b
         return (*forwards, *(Action("backward", rank, index) for index in range(micro_batches)))
     if schedule == "1f1b":
         return _one_forward_one_backward(rank, stages, micro_batches)
-    return _interleaved(rank, ranks, stages // ranks, micro_batches, split=schedule == "zero_bubble")
+    return _interleaved(rank, ranks, stages // ranks, micro_batches)
 
 
 def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
@@ -59,16 +59,11 @@ def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tu
     return tuple(actions)
 
 
-def _interleaved(rank: int, ranks: int, local: int, micro_batches: int, *, split: bool) -> tuple[Action, ...]:
-    """Interleaved 1F1B (https://arxiv.org/abs/2104.04473), or ZB-H1 over its order (https://arxiv.org/abs/2401.10241).
-
-    Args:
-        local: stages of the rank.
-        split: whether backward is in two halves, the weights' later by as many as the rank's index.
-    """
+def _interleaved(rank: int, ranks: int, local: int, micro_batches: int) -> tuple[Action, ...]:
+    """Interleaved 1F1B (https://arxiv.org/abs/2104.04473) of a rank with ``local`` stages."""
     per_round = micro_batches // max(1, micro_batches // ranks)
     total = local * micro_batches
-    ahead = min((local - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank), total)
+    ahead = min((local - 1) * per_round + 2 * (ranks - 1 - rank), total)
     counts: defaultdict[tuple[Work, int], int] = defaultdict(int)
     actions: list[Action] = []
 
@@ -82,10 +77,5 @@ def _interleaved(rank: int, ranks: int, local: int, micro_batches: int, *, split
         if step < total:
             do("forward", step)
         if step >= ahead:
-            do("input" if split else "backward", step - ahead)
-            if split and step - ahead >= rank:
-                do("weight", step - ahead - rank)
-    if split:
-        for step in range(max(0, total - rank), total):
-            do("weight", step)
+            do("backward", step - ahead)
     return tuple(actions)

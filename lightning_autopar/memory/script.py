@@ -128,7 +128,7 @@ def read_script(tape: Tape) -> Script:
             (part.inputs if action == "input" else part.outputs).append(storage)
             if action == "output":
                 left[storage] = part
-        elif action != "source":
+        else:
             held_kind = kind if kind is not None else alive[storage][0]
             alive[storage] = held_kind, size_bytes if action == "resize" else alive[storage][1]
             changes.append(Change(action, storage, alive[storage][1], held_kind, storage not in fixed))

@@ -23,13 +23,12 @@ Action = Literal[
     "input",
     "output",
     "unsaved",
-    "source",
     "product",
     "read",
 ]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 #: The actions that change nothing and mark nothing.
-NOTES = frozenset({"input", "output", "unsaved", "source", "product", "read"})
+NOTES = frozenset({"input", "output", "unsaved", "product", "read"})
 #: The actions that say which part of the step runs from there on.
 MARKS = frozenset({"forward", "leave", "backward", "return", "optimizer"})
 
@@ -65,10 +64,8 @@ class Event(NamedTuple):
     for backward alone, and after which the block's code let go of it: where nothing is saved (recomputation), it is free from here on. For
     an output that nothing uses after its block, it comes when the next block's forward is over. A ``"read"`` comes where the last node of
     backward that a block saved a storage for has read it: made again by recomputation, it is free from there on. The node itself frees it
-    when what it gives has been summed to the shapes of its inputs. Right after an operation of backward that makes
-    a parameter's gradient a ``"source"`` for each gradient of activations that it reads and that none before it has read as it is now.
-    Right after the first product of matrices of the thread that runs forward (0) and of that which runs backward (1) a ``"product"``:
-    there libraries take their workspaces.
+    when what it gives has been summed to the shapes of its inputs. Right after the first product of matrices of the thread that runs
+    forward (0) and of that which runs backward (1) a ``"product"``: there libraries take their workspaces.
 
     Args:
         action: see above.

@@ -40,7 +40,6 @@ _DEVICE = torch.ops.prim.device.default
 #: Makes its mask before its output, on every device (``Dropout.cpp``, ``cuda/Dropout.cu``).
 _DROPOUT = torch.ops.aten.native_dropout.default
 _DETACH = torch.ops.aten.detach.default
-_CAST = torch.ops.aten._to_copy.default
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -119,8 +118,6 @@ class MemoryTracker(TorchDispatchMode):
         self.let_go: dict[int, int] = {}
         #: Position on the tape at which the node of backward that frees what a block saved had read it, by the storage's number.
         self.reads: dict[int, int] = {}
-        #: Of what backward made: positions on the tape after operations, and the gradients that each of these read, with their versions.
-        self.sources: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
         self._scratch = scratch or {}
         self._hidden = hidden or {}
         self._dependence = Dependence(batch_size)
@@ -250,7 +247,7 @@ class MemoryTracker(TorchDispatchMode):
     def record(self) -> None:
         """Start the tape: what is alive now, then all that happens."""
         self.tape = Tape()
-        self.tally, self.last_uses, self.let_go, self.reads, self.sources = Tally(), {}, {}, {}, {}
+        self.tally, self.last_uses, self.let_go, self.reads = Tally(), {}, {}, {}
         self._multiplied.clear()
         for uses in self.uses.values():
             uses.clear()
@@ -368,8 +365,6 @@ class MemoryTracker(TorchDispatchMode):
         inputs = self._inputs(args, kwargs)
         before = self._number
         made = self._account(func, known, node, args, kwargs, inputs, output)
-        if node >= 0 and self.tape is not None:
-            self._note_sources(func, inputs, made)
         scratch = self._scratch.get(func)
         if scratch is not None:
             self._add_scratch(scratch(args, kwargs, output))
@@ -449,16 +444,6 @@ class MemoryTracker(TorchDispatchMode):
                 cell.node = node
             made.append(Input(tensor, False, 0) if cell is None else Input(tensor, cell.kind in _SCALED, cell.size_bytes, (cell.number,)))
         return made[::-1] if function is _DROPOUT else made
-
-    def _note_sources(self, function: Any, inputs: list[Input], made: list[Input]) -> None:
-        """Of an operation of backward: which gradients of activations it has read, each as it is now, until something is added to it."""
-        held = [(item.tensor, cell) for item in inputs for cell in self._cells_of((item.tensor,))]
-        read = [(cell.number, int(tensor._version)) for tensor, cell in held if cell.kind == "temporary"]
-        found = [(len(self.tape or ()), read)]
-        if function is _CAST or not read:  # a parameter's gradient is cast by autocast, or added to another one
-            found = [each for _, cell in held for each in self.sources.get(cell.number, ())] or found
-        if any(read for _, read in found):
-            self.sources.update((number, found) for one in made for number in one.storages)
 
     def _add_scratch(self, scratch: Scratch | Rounds | None) -> None:
         """Something that is there for a moment."""

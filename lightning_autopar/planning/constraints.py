@@ -20,7 +20,7 @@ Objective = Literal["speed", "memory"]
 REFUSALS = ("batch_norm", "buffers", "kept")
 #: A relative difference of losses up to this is floating-point reassociation.
 SPLIT_TOLERANCE = 1e-5
-_BESIDES = ("micro_batches", "pipeline_parts", "shares", "replicas", "recompute", "offload", "disk", "zero_bubble")
+_BESIDES = ("micro_batches", "pipeline_parts", "shares", "replicas", "recompute", "offload", "disk")
 #: What a run can rule out: an engine; stage 3 of ZeRO; every plan with several devices; what plans of any engine may do besides.
 EXCLUDABLE: tuple[str, ...] = (*ENGINES, "zero_3", "multi", *_BESIDES)
 

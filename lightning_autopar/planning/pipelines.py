@@ -23,11 +23,10 @@ from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.refusals import micro_batch_refusal, multi_refusal, recompute_refusal
 from lightning_autopar.planning.remedies import without_recompute
 from lightning_autopar.planning.stages import StageTables, in_flight, stage_seconds, stage_tables
-from lightning_autopar.plans import INTERLEAVED, Plan, Schedule
+from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 
 #: Stages beyond these are all bubble.
 _MOST_RANKS = 64
-_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved_1f1b")
 #: Stages a rank under the interleaved schedule.
 _LOCAL = 2
 #: How often cuts are made anew because the exact prediction has other bytes than the tables.
@@ -90,7 +89,7 @@ def pipeline_plans(
     """
     for devices in sets:
         maker = PipelineMaker(appraiser, devices, speed, rates)
-        for schedule in _SCHEDULES:
+        for schedule in SCHEDULES:
             plan = maker.best(schedule, limit)
             if plan is None and shown:
                 plan = maker.example(schedule)

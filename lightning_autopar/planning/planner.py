@@ -211,8 +211,6 @@ def _refusal(plan: Plan, footprint: Footprint, inventory: Inventory, constraints
         # One rank needs none of what several do.
         ask = own_refusal if plan.world_size == 1 else engine_refusal
         refusal = ask(plan.engine, footprint, inventory, constraints)
-    if refusal is None and plan.schedule == "zero_bubble" and footprint.training:
-        refusal = constraints.excluded.get("zero_bubble")
     if refusal is None and plan.offload:
         refusal = constraints.excluded.get("offload")
     if refusal is None and plan.optimizer_on_disk:

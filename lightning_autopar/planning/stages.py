@@ -32,8 +32,6 @@ def in_flight(schedule: Schedule, stage: int, stages: int, ranks: int, micro_bat
     """
     if schedule == "gpipe":
         return micro_batches
-    if schedule == "zero_bubble":  # the first half of a backward frees nothing
-        return min(micro_batches, stages)
     if schedule in INTERLEAVED:
         local = stages // ranks
         ahead = min(local * micro_batches, (local - 1) * ranks + 2 * (ranks - 1 - stage % ranks) + 1)
@@ -51,7 +49,6 @@ class StageTables:
         buffers: the module's.
         held: between a micro-batch's forward and its backward, what it received included.
         peak: at the fullest moment of a forward or a backward, complete gradients not counted.
-        flow: all that a backward makes, which is kept for its second half where it is in two.
         passed: what is received and sent of a micro-batch, by the first block and the one behind the last.
         input: the batch of a replica.
     """
@@ -61,22 +58,17 @@ class StageTables:
     buffers: Table
     held: Table
     peak: Table
-    flow: Table
     passed: Table
     input: float
 
-    def needs(self, flight: int, later: int = 0, shards: int = 1) -> Table:
+    def needs(self, flight: int, shards: int = 1) -> Table:
         """Bytes of a stage in a place of a schedule.
 
         Args:
             flight: how many micro-batches it holds at once (:func:`in_flight`).
-            later: under the zero-bubble schedule how many first halves of backwards wait for their second ones: a stage does its weights'
-                halves as many micro-batches later as there are stages before it.
             shards: over how many replicas its states are cut.
         """
         running = (flight - 1) * self.held + np.maximum(self.peak, self.held)
-        if later:
-            running = running + later * self.flow
         found: Table = self.states / shards + self.gradients + self.buffers + running + self.passed + self.input
         return found if shards == 1 else found + self.states  # gathered through the step
 
@@ -118,7 +110,6 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
         buffers=between([layer.buffer_bytes for layer in layers]),
         held=between(kept) + anew[:, None] + received[:, None],
         peak=peak + anew[:, None] + received[:, None],
-        flow=between([part.flow.at(share) for part in parts]),
         passed=received[:, None] + received[None, :],
         input=round(footprint.input_bytes * rows_share),
     )

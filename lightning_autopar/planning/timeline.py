@@ -129,11 +129,11 @@ def _of_stages(step: PipelineStep, most: int) -> list[list[Event]]:
             if action.stage + 1 < plan.stages and (sent := stages.sends[action.stage]):
                 events[rank].append(Event("communication", end, end + sent, "communication", f"send {label}"))
             continue
-        second = min(sum(again) * (0.5 if stages.splits and action.work in ("input", "weight") else 1.0), end - start)
+        second = min(sum(again), end - start)
         if second:
             events[rank].append(Event("compute", start, start + second, "recompute", label))
         events[rank].append(Event("compute", start + second, end, "backward", label))
-        if action.work != "weight" and action.stage and (sent := stages.sends[action.stage - 1]):
+        if action.stage and (sent := stages.sends[action.stage - 1]):
             events[rank].append(Event("communication", end, end + sent, "communication", f"send gradients of {label}"))
     for position, found in enumerate(events):
         clock = max(event.end for event in found if event.lane == "compute")

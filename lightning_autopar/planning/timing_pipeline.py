@@ -25,7 +25,6 @@ class Stages:
         forward: seconds of each stage's forward.
         backward: of its backward, a second forward included.
         sends: of handing on what it made, stage to stage: one less than there are stages. Gradients take as long.
-        splits: whether a zero-bubble schedule's backward is in two halves; else its first one is all of it.
         held: how long each of ``sends`` keeps its sender from computing, and its receiver as long, which is part of its seconds; not at all
             unless given.
     """
@@ -36,7 +35,6 @@ class Stages:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     sends: tuple[float, ...]
-    splits: bool = True
     held: tuple[float, ...] = ()
 
 
@@ -96,8 +94,7 @@ def _with(stages: Stages, micro_batches: int) -> Stages:
 def _few(stages: Stages) -> tuple[int, int] | None:
     """A number of micro-batches that shows the rhythm, and the rhythm's period; None where all can be played."""
     count, total = len(stages.forward), stages.micro_batches
-    halves = 3 if stages.schedule == "zero_bubble" else 2
-    if halves * count * total <= _MOST_ACTIONS:
+    if 2 * count * total <= _MOST_ACTIONS:
         return None
     # The rhythm's period may be as long as the pipeline, where sending takes time.
     number = total % stages.ranks + 2 * stages.ranks
@@ -121,7 +118,6 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
     """Each rank does its actions in order, each as soon as what it needs is there."""
     count, ranks = len(stages.forward), stages.ranks
     forward, backward, sends = stages.forward, stages.backward, stages.sends
-    portion = {"backward": 1.0, "input": 0.5, "weight": 0.5} if stages.splits else {"backward": 1.0, "input": 1.0, "weight": 0.0}
     last = count - 1
     held = stages.held or (0.0,) * len(sends)
     crosses = [index % ranks != (index + 1) % ranks for index in range(last)]
@@ -137,24 +133,21 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
         while place < len(queue):
             action = queue[place]
             work, stage, index = action
-            start = clock
-            if work != "weight":
-                need = work != "forward", stage, index
-                there = arrived.get(need)
-                if there is None:
-                    waiting[need] = rank
-                    break
-                edge = stage - 1 if work == "forward" else stage
-                start = max(clock + held[edge] if 0 <= edge < last and crosses[edge] else clock, there)
-            seconds = forward[stage] if work == "forward" else backward[stage] * portion[work]
-            clock = start + seconds
+            need = work != "forward", stage, index
+            there = arrived.get(need)
+            if there is None:
+                waiting[need] = rank
+                break
+            edge = stage - 1 if work == "forward" else stage
+            start = max(clock + held[edge] if 0 <= edge < last and crosses[edge] else clock, there)
+            clock = start + (forward[stage] if work == "forward" else backward[stage])
             place += 1
             out.append((rank, action, start, clock))
             made: tuple[bool, int, int] | None = None
             edge = stage if work == "forward" else stage - 1
             if work == "forward":
                 made = (False, stage + 1, index) if stage < last else (True, stage, index)
-            elif work != "weight" and stage:
+            elif stage:
                 made = True, stage - 1, index
             if made is not None:
                 sent = 0 <= edge < last and crosses[edge]

@@ -13,7 +13,7 @@ from lightning_autopar.planning.timing_step import Step
 
 #: torch interprets some schedules action by action (``_PipelineScheduleRuntime``): 1.33 ms an action where 1F1B took 0.89 (a module of next
 #: to no operations on two CPU devices, two and four stages).
-_INTERPRETED = {"interleaved_1f1b": 1.5, "zero_bubble": 1.5}
+_INTERPRETED = {"interleaved_1f1b": 1.5}
 
 
 class PipelineStep(Step):
@@ -89,7 +89,6 @@ class PipelineStep(Step):
             tuple(sum(run.forward) + action for run, action in zip(runs, besides, strict=True)),
             tuple(sum(run.backwards()) + action for run, action in zip(runs, besides, strict=True)),
             sends,
-            plan.splits_backward or plan.schedule != "zero_bubble",
             held,
         )
 

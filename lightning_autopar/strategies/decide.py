@@ -231,8 +231,6 @@ def _look(
         hook, rules = next(iter(findings.split.kept_rules.items()))
         name = title(trainer.lightning_module, next(iter(rules))[0])
         excluded.setdefault("pipeline", f"{hook} keeps {name}, which the ranks of a pipeline would have of their own stages alone")
-    if findings.staging is not None and not findings.staging.in_halves:
-        excluded.setdefault("zero_bubble", "a stage's backward can't run in two halves, as a zero-bubble schedule has it; choose '1f1b'")
     constraints = Constraints(
         allow=settings.allow,
         max_devices=max_devices if world_size is None else world_size,

@@ -280,7 +280,6 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
                 host_group=host_group,
                 around=self._staged.around,
                 reduce=partial(self._replicas.reduce, part),
-                splits_backward=not plan.recompute,
             )
             for part, index in zip(parts, modules, strict=True)
         ]

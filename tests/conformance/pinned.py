@@ -90,9 +90,7 @@ PINNED: dict[str, Pinned] = {
             about="two pipelines of two stages side by side, four devices",
             cases=("gpt",),
             plans={
-                "pipeline": Plan(
-                    engine="pipeline", devices=CPUS.ids(4), replicas=2, cuts=_BLOCKS[1:], schedule="zero_bubble", micro_batches=2
-                )
+                "pipeline": Plan(engine="pipeline", devices=CPUS.ids(4), replicas=2, cuts=_BLOCKS[1:], schedule="1f1b", micro_batches=2)
             },
         ),
         Pinned(

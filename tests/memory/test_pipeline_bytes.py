@@ -41,17 +41,15 @@ def quiet_rank(rank: int, world_size: int, *arguments: Any) -> dict[str, int]:
         ("narrow", make_plan("1f1b", 2, 4, 8)),
         ("narrow", make_plan("1f1b", 2, 8, 8, cuts=(3,), recompute=8)),
         ("narrow", make_plan("interleaved_1f1b", 2, 4, 8, stages=4)),
-        ("narrow", make_plan("zero_bubble", 2, 4, 8)),
         ("tied", make_plan("gpipe", 2, 4, 9)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.title(),
 )
 def test_a_stage_takes_what_was_predicted(name: str, plan: Plan) -> None:
     measured = run_ranks(quiet_rank, plan.world_size, MODELS[name], plan, ROWS, timeout_seconds=90)
-    closeness = 0.03 if plan.splits_backward else 0.01  # what a first half keeps is known by the gradient, not by the node
     for rank, real in enumerate(measured):
         predicted = pipeline_bytes(traced(name), plan, rank, on_cpu=True)
-        assert predicted.allocated == pytest.approx(real["allocated"], rel=closeness)
+        assert predicted.allocated == pytest.approx(real["allocated"], rel=0.01)
 
 
 SHARDED = replace(make_plan("1f1b", 2, 4, 8, replicas=2), shard=tuple(f"blocks.{index}" for index in range(8)))
@@ -158,7 +156,7 @@ def test_activations_in_flight_are_as_counted_by_hand(schedule: Any, rank: int, 
 
 
 @pytest.mark.parametrize("name", ["narrow", "tied"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_stages_hold_the_whole_module_between_them(name: str, schedule: Any) -> None:
     footprint = traced(name)
     found = [pipeline_bytes(footprint, make_plan(schedule, 4, 8, len(footprint.blocks)), rank) for rank in range(4)]

@@ -301,7 +301,6 @@ def test_the_second_step_finds_what_the_first_one_left() -> None:
     [
         (replace(FOOTPRINT, tape=None), plan(), "wasn't traced"),
         (FOOTPRINT, plan("zero", 2, zero_stage=1), "'zero' can't be replayed"),
-        (FOOTPRINT, plan("pipeline", 2, cuts=("b",), schedule="zero_bubble", micro_batches=2), "zero-bubble schedule can't"),
         (FOOTPRINT, plan("pipeline", 4, cuts=("b",), schedule="gpipe", replicas=2), "side by side can't"),
     ],
 )

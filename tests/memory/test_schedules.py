@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, _ComputationType
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, _ComputationType
 
 from lightning_autopar.memory.schedules import Action, rank_actions
 
 WORK = {
     _ComputationType.FORWARD: "forward",
     _ComputationType.FULL_BACKWARD: "backward",
-    _ComputationType.BACKWARD_INPUT: "input",
-    _ComputationType.BACKWARD_WEIGHT: "weight",
 }
 
 
@@ -32,19 +30,18 @@ class Stage:
         self.submod = nn.Identity()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("interleaved_1f1b", ScheduleInterleaved1F1B), ("zero_bubble", ScheduleInterleavedZeroBubble)])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("local", [1, 2, 3])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 6, 8])
-def test_the_order_is_that_of_torch(name: Any, kind: Any, ranks: int, local: int, micro_batches: int) -> None:
+def test_the_order_is_that_of_torch(ranks: int, local: int, micro_batches: int) -> None:
     for rank in range(ranks):
         stages = [Stage(rank + ranks * index, ranks * local, ranks) for index in range(local)]
         if micro_batches % max(1, micro_batches // ranks):
             continue
-        schedule = kind(stages, micro_batches, loss_fn=lambda output, target: output)
+        schedule = ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=lambda output, target: output)
         executed = [action for action in schedule.pipeline_order_with_comms[rank] if action.computation_type in WORK]
         theirs = [Action(WORK[action.computation_type], action.stage_index, action.microbatch_index) for action in executed]  # type: ignore[arg-type]
-        assert list(rank_actions(name, rank, ranks, ranks * local, micro_batches)) == theirs
+        assert list(rank_actions("interleaved_1f1b", rank, ranks, ranks * local, micro_batches)) == theirs
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4, 9])

@@ -50,7 +50,7 @@ def report(step: Footprint, here: Any = HERE, **constraints: Any) -> Report:
     return make_report(step, here, Constraints(memory_margin=0.0, **constraints))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("allow", [{}, {"allow": ("pipeline",)}])
 def test_a_pinned_pipeline_is_taken_as_it_is(training: Footprint, evaluation: Footprint, schedule: Any, allow: dict[str, Any]) -> None:
     plan = make_plan(schedule, 2, 4, 8)

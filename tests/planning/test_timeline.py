@@ -24,7 +24,7 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"engine": "zero", "devices": GPUS[:2], "zero_stage": 2, "offload": ("optimizer",)},
     {"engine": "pipeline", "devices": GPUS[:2], "cuts": ("net.2",), "schedule": "1f1b", "micro_batches": 4},
     {"engine": "pipeline", "devices": GPUS[:4], "cuts": ("net.1",), "schedule": "gpipe", "micro_batches": 2, "replicas": 2},
-    {"engine": "pipeline", "devices": GPUS[:2], "cuts": ("net.2",), "schedule": "zero_bubble", "micro_batches": 4, "recompute": BLOCKS},
+    {"engine": "pipeline", "devices": GPUS[:2], "cuts": ("net.2",), "schedule": "1f1b", "micro_batches": 4, "recompute": BLOCKS},
 )
 
 

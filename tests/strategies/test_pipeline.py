@@ -159,7 +159,6 @@ def test_two_stages_are_one_devices_run() -> None:
 @pytest.mark.parametrize(
     "under",
     [
-        pipeline(LAYERS[1:2], schedule="zero_bubble"),
         pipeline(LAYERS[1:3], schedule="1f1b"),
         pipeline(LAYERS[2:5], schedule="interleaved_1f1b", ranks=2),
         pipeline(LAYERS[3:4], schedule="gpipe", micro_batches=3),

@@ -152,7 +152,7 @@ def _fails(kind: type[BaseException], module: Net, fault: Fault, folder: Path, s
 
 @pytest.mark.parametrize(
     ("stage", "moment", "schedule"),
-    [(0, "forward", "1f1b"), (1, "backward", "1f1b"), (2, "forward", "zero_bubble"), (0, "backward", "gpipe"), (1, "validation", "1f1b")],
+    [(0, "forward", "1f1b"), (1, "backward", "1f1b"), (2, "forward", "1f1b"), (0, "backward", "gpipe"), (1, "validation", "1f1b")],
 )
 def test_a_stages_exception_is_the_users_own(stage: int, moment: str, schedule: Schedule, tmp_path: Path) -> None:
     module = Net()

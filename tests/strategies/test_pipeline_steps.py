@@ -54,7 +54,7 @@ def test_a_step_without_any_loss_trains_nothing() -> None:
 
 
 def test_batches_of_one_sample() -> None:
-    same(Fitted, numbers(5), pipeline(("net.2", "net.3"), schedule="zero_bubble", micro_batches=3), batch_size=1)
+    same(Fitted, numbers(5), pipeline(("net.2", "net.3"), schedule="1f1b", micro_batches=3), batch_size=1)
     same(Fitted, numbers(5), pipeline(("net.1", "net.2", "net.3"), schedule="interleaved_1f1b", micro_batches=4, ranks=2), batch_size=4)
 
 
@@ -150,7 +150,7 @@ class Frozen(Fitted):
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_what_is_trained_may_change(schedule: Any) -> None:
     same(Frozen, numbers(), pipeline(("net.2",), schedule=schedule), max_epochs=3)
 
@@ -251,12 +251,11 @@ class Alive(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_nothing_of_a_step_stays(schedule: Any, tmp_path: Path) -> None:
+def test_nothing_of_a_step_stays(tmp_path: Path) -> None:
     class Wide(Fitted):
         def __init__(self) -> None:
             super().__init__(67)
 
-    under = pipeline(("net.2",), schedule=schedule, micro_batches=4)
+    under = pipeline(("net.2",), schedule="1f1b", micro_batches=4)
     run(Wide, numbers(96), under, blocks=BLOCKS, batch_size=24, max_epochs=1, limit_val_batches=0, callbacks=[Alive(tmp_path)])
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0", "0"]

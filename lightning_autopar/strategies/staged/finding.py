@@ -17,14 +17,12 @@ class StagingFinding:
         uncuttable: FQNs of the blocks that no stage may begin with, with the reason in a sentence.
         untried: why the stages weren't run beside the whole module when they were recorded; None where they were. Then a plan's own cuts
             are tried before it is taken (:func:`.probe.confirm_stages`).
-        in_halves: whether the stages' backward can run in two halves, which zero-bubble schedules want.
         counted: FQNs of the buffers that a training step changes, which it would do once for each micro-batch.
     """
 
     staging: Staging
     uncuttable: Mapping[str, str] = field(default_factory=dict)
     untried: str | None = None
-    in_halves: bool = True
     counted: tuple[str, ...] = ()
 
     @property

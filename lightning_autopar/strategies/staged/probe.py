@@ -172,9 +172,7 @@ def _try(
     uncuttable = merged(recordings)
     refusal = nowhere(recordings, uncuttable) or trial.narrow(next(iter(recordings.values())).blocks, uncuttable)
     refusal = refusal or nowhere(recordings, uncuttable)
-    return StagingFinding(
-        staging=Staging(hooks=recordings, refusal=refusal), uncuttable=uncuttable, in_halves=trial.in_halves, counted=trial.counted
-    )
+    return StagingFinding(staging=Staging(hooks=recordings, refusal=refusal), uncuttable=uncuttable, counted=trial.counted)
 
 
 def _trial(

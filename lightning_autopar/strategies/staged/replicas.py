@@ -32,8 +32,6 @@ class Replicas:
     Where parameters are whole on every replica, a stage's gradients are averaged as soon as its last backward is over: the stages that
     finish early do so while others still run. It isn't left to DistributedDataParallel, which torch's schedules know, too, since
 
-    - its hooks hear of no gradient that ``torch.autograd.grad`` makes, which is how the zero-bubble schedule makes those of the weights
-      (torch 2.13, ``_backward.py``, ``stage_backward_weight``): the replicas part, without a word;
     - a parameter that two of a rank's stages use would be averaged by both of their reducers;
     - its buckets are a second copy of the gradients, or the gradients are views of them, which the next step overwrites where a step's
       gradients are laid aside.
@@ -148,8 +146,8 @@ def _refuse_shared(module: nn.Module, names: Sequence[Collection[str]]) -> None:
 class StageParts(nn.Module):
     """A stage as torch's schedules see it: its forward is the stage's, its parameters are those of the module that the stage uses.
 
-    The stages of a rank share one LightningModule, and so would be each other's children: FSDP2 and the zero-bubble schedule would take all
-    of a rank's parameters for each stage's. Here a stage has for children, for each submodule that holds some of what it uses, one that
+    The stages of a rank share one LightningModule, and so would be each other's children: FSDP2 would take all of a
+    rank's parameters for each stage's. Here a stage has for children, for each submodule that holds some of what it uses, one that
     shares that one's table of parameters: what FSDP2 puts into it, the module has. The user's own modules aren't wrapped, and get no hooks:
     gathering is left to the schedules and to :class:`Replicas`.
 

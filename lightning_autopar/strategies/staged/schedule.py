@@ -17,16 +17,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_autopar.plans import INTERLEAVED, Schedule
-from lightning_autopar.strategies.staged.halves import splittable
-from lightning_autopar.strategies.staged.relay import Known, Meta, Relay, Signature, as_told
+from lightning_autopar.strategies.staged.relay import Meta, Relay, Signature, as_told
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 
-#: Where a stage's work is about to run: ``"forward"``, ``"backward"``, or ``"weight"``, the second half of a backward in two halves.
-Work = Literal["forward", "backward", "weight"]
+#: Which work of a stage is about to run.
+Work = Literal["forward", "backward"]
 #: Makes a context around a stage's work on a micro-batch.
 Around = Callable[["Stage", Work, int], AbstractContextManager[Any]]
 
@@ -44,7 +43,6 @@ class Stage(PipelineStage):
         host_group: a gloo group that holds them, for words about shapes alone.
         around: makes a context around each piece of work.
         reduce: called when all of its backward passes are over, to bring its replicas' gradients together.
-        splits_backward: whether a zero-bubble schedule may run its backward in two halves at all.
     """
 
     def __init__(
@@ -58,12 +56,10 @@ class Stage(PipelineStage):
         host_group: dist.ProcessGroup,
         around: Around = lambda stage, work, chunk: nullcontext(),
         reduce: Callable[[], None] = lambda: None,
-        splits_backward: bool = True,
     ) -> None:
         super().__init__(module, index, stages, device, group=group or dist.group.WORLD)
         self._around = around
         self._reduce = reduce
-        self._splits_backward = splits_backward
         #: Words about activations and, back again, about gradients.
         self._before = None if index == 0 else _Boundary.to(self._rank_of(index - 1), host_group, index - 1)
         self._after = None if index == stages - 1 else _Boundary.to(self._rank_of(index + 1), host_group, index)
@@ -72,8 +68,6 @@ class Stage(PipelineStage):
         self._metas: dict[int, tuple[Meta, ...]] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
-        self._splittable = Known()
-        self._whole: set[int] = set()
         self._error: Exception | None = None
 
     def begin(self, signatures: Sequence[Signature | None], *, idle: frozenset[int] = frozenset()) -> None:
@@ -102,7 +96,7 @@ class Stage(PipelineStage):
         self.output_chunks.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
-        for kept in (self._metas, self._inputs, self._gradients, self._whole):
+        for kept in (self._metas, self._inputs, self._gradients):
             kept.clear()
 
     # -- communication -----------------------------------------------------------------------------------------------------------------
@@ -229,7 +223,7 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
-        """A micro-batch's backward, or the first half of it."""
+        """A micro-batch's backward."""
         if not self.has_backward:
             return
         self._expect(len(self._metas.get(bwd_chunk_id, ())))
@@ -241,11 +235,8 @@ class Stage(PipelineStage):
                 return
             if self._after is not None:
                 self._leave_out(bwd_chunk_id)
-            if not full_backward and not self._can_split(bwd_chunk_id, loss):
-                self._whole.add(bwd_chunk_id)
-                full_backward = True
             super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
-            if full_backward and loss is not None and not loss._is_view():
+            if loss is not None and not loss._is_view():
                 loss.detach_()  # torch keeps it until the schedule is over, and with its graph all that was received
 
     def _leave_out(self, chunk: int) -> None:
@@ -254,13 +245,6 @@ class Stage(PipelineStage):
         gradients = self._gradients[chunk]
         kept = tuple(output if gradient is not None else output.detach() for output, gradient in zip(outputs, gradients, strict=True))
         self.fwd_cache[chunk] = kept, inputs
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The second half of a micro-batch's backward, unless there is nothing left to do."""
-        if bwd_chunk_id in self._idle or bwd_chunk_id in self._whole or not self.has_backward:
-            return
-        with self._around(self, "weight", bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All backward passes are over."""
@@ -272,19 +256,6 @@ class Stage(PipelineStage):
         """Say how many inputs' gradients are sent, which torch knows from an inference of its own (2.13; not in 2.11)."""
         if hasattr(self, "_stage_meta"):
             self._stage_meta.inputs = (None,) * inputs  # type: ignore[assignment]
-
-    def _can_split(self, chunk: int, loss: Tensor | None) -> bool:
-        """Whether torch's halves of a backward do what the whole one would; found out once for each signature."""
-        if self.stage_index == 0:
-            return self._splits_backward  # all of it is the second half
-        signature = self._signature(chunk)
-        found: bool | None = self._splittable.recall(signature)
-        if found is None:
-            outputs, inputs = self.fwd_cache[chunk]
-            ends = (loss,) if loss is not None else outputs
-            found = self._splits_backward and splittable(ends, inputs, self.submod.parameters())
-            self._splittable.remember(signature, found)
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,12 +298,6 @@ class _Interleaved(_Prepared, ScheduleInterleaved1F1B):
             super()._step_microbatches(*args, **kwargs)
 
 
-class _ZeroBubble(_Prepared, ScheduleInterleavedZeroBubble):
-    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
-        with _without_schedules():
-            super()._step_microbatches(*args, **kwargs)
-
-
 @contextmanager
 def _without_schedules() -> Iterator[None]:
     """While open, torch doesn't write the whole schedule to stderr beside an exception (``_PipelineScheduleRuntime``)."""
@@ -356,8 +321,6 @@ def make_schedule(schedule: Schedule, stages: Sequence[Stage], parts: int, loss:
     options: dict[str, Any] = {"n_microbatches": parts, "loss_fn": loss, "scale_grads": False}
     if schedule in INTERLEAVED:
         return _Interleaved(list(stages), **options)
-    if schedule == "zero_bubble":
-        return _ZeroBubble(list(stages), **options)
     (stage,) = stages
     return (_OneForwardOneBackward if schedule == "1f1b" and parts >= stage.num_stages else _GPipe)(stage, **options)
 
@@ -372,7 +335,7 @@ def count_parts(schedule: Schedule, micro_batches: int, ranks: int, rows: int) -
         rows: the most samples that a pipeline gets of the batch.
     """
     wanted = max(1, min(micro_batches, rows))
-    if schedule not in (*INTERLEAVED, "zero_bubble"):
+    if schedule not in INTERLEAVED:
         return wanted
     # As Plan checks it: torch runs them in equal rounds.
     return next(parts for parts in range(wanted, micro_batches + 1) if parts % max(1, parts // ranks) == 0)

@@ -19,7 +19,6 @@ from lightning_autopar.memory.rehearsal import Rehearsal, default_dtype
 from lightning_autopar.state import rng
 from lightning_autopar.strategies.logrules import Logged, recorded_logs
 from lightning_autopar.strategies.staged.draws import in_short, python_states
-from lightning_autopar.strategies.staged.halves import splittable
 from lightning_autopar.strategies.staged.hole import hole_like, is_hole
 from lightning_autopar.strategies.staged.own import Owned, take_stages
 from lightning_autopar.strategies.staged.recording import Staging
@@ -95,8 +94,6 @@ class Together:
     ) -> None:
         #: What the last step of each hook logged, by name.
         self.logged: dict[str, Logged] = {}
-        #: Whether every later stage's backward could run in two halves, as far as its steps have shown.
-        self.in_halves = True
         self._batch: Any = None
         self._batch_idx = 0
         self._draws: rng.RngState = {}
@@ -172,10 +169,6 @@ class Together:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if loss is not None:
                 total = loss.detach() * weight + (0 if total is None else total)
-            if batch_idx == 0 and loss is not None:
-                for stage, (received, given) in zip(self.stages[1:], passed[1:], strict=True):
-                    own = [parameter for parameter in stage.module.parameters() if not is_hole(parameter)]
-                    self.in_halves &= splittable(given, received, own)
             _backward(passed, weight, goes_back=loss is not None)
         self._add_shared()
         for stage, before in zip(self.stages, earlier, strict=True):

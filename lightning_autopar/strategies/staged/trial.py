@@ -91,8 +91,6 @@ class Trial:
         self._after: LightningModule = module
         #: Buffers that a training step changes.
         self.counted: tuple[str, ...] = ()
-        #: Whether the backward of each stage that was tried could run in two halves.
-        self.in_halves = True
         self._double: Trial | None = None
 
     def run_whole(self) -> str | None:
@@ -241,7 +239,6 @@ class Trial:
                 self._collect(step, together, before, self._theirs[hook].steps[index])
                 outcome.steps.append(step)
             outcome.notes = tuple(dict.fromkeys(note for stage in together.stages for note in stage.rehearsal.notes))
-        self.in_halves &= together.in_halves
         return kept_apart(self._module, self._after, [stage.module for stage in together.stages]) or found
 
     def _collect(self, step: Step, together: Together, before: Sequence[Mapping[str, Tensor]], theirs: Step) -> None:

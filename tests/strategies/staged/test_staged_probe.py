@@ -102,26 +102,6 @@ def test_a_plain_module_is_cut_at_every_block() -> None:
     assert set(vars(module)) == attributes
 
 
-class Biased(Stack):
-    """Every block but the first adds what one parameter says, as T5's blocks do with a position bias."""
-
-    def __init__(self) -> None:
-        super().__init__(depth=8)
-        self.bias = nn.Parameter(torch.ones(8))
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.words(words)
-        for index, block in enumerate(self.blocks):
-            x = block(x + self.bias if index else x)
-        return self.head(x)
-
-
-def test_whether_backward_runs_in_halves() -> None:
-    torch.manual_seed(0)
-    assert probed(Stack()).in_halves
-    assert not probed(Biased()).in_halves
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_precisions(precision: str) -> None:
     finding = probed(Stack(dropout=0.1), precision=precision_of(precision))
