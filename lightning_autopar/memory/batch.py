@@ -139,14 +139,14 @@ def _together(loaders: list[Any], mode: str, steps: int) -> tuple[tuple[int, ...
     for loader in loaders:
         sampler = getattr(loader, "batch_sampler", None)
         plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and type(sampler) is BatchSampler
-        if not plain or isinstance(loader.dataset, IterableDataset):
+        if not plain or sampler is None or isinstance(loader.dataset, IterableDataset):
             return ()
         count, size = len(sampler.sampler), sampler.batch_size
         ragged = [count % size] if count % size and not sampler.drop_last else []
         sizes.append(([size] * (count // size) + ragged)[:_LISTED])
     if not all(sizes):
         return ()
-    found = {}
+    found: dict[tuple[int, ...], None] = {}
     for step in range(min(steps, _LISTED)):
         there = (each[step % len(each)] for each in sizes if mode != "max_size" or step < len(each))
         found[tuple(there)] = None

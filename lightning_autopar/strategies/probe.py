@@ -385,8 +385,8 @@ class _Probe:
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
         if self.written is not None:
             return SplitFinding(splittable=False, reason=f"the step writes to its own parameters: {self.written[1]}"), DrawPlan()
-        if self.drifting is not None and self._refuses("buffers", reason := f"the step writes to its own buffers: {self.drifting[1]}"):
-            return SplitFinding(splittable=False, reason=reason + overrule("buffers")), DrawPlan()
+        if self.drifting is not None and self._refuses("buffers", drift := f"the step writes to its own buffers: {self.drifting[1]}"):
+            return SplitFinding(splittable=False, reason=drift + overrule("buffers")), DrawPlan()
         if difference <= _EQUAL and not observed.draws.seeded:
             reason = self._kept(size, observed)
             if reason is not None:

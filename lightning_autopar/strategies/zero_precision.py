@@ -26,7 +26,7 @@ class _ByDeepSpeed(Precision):
 
     clipping: Clipping
 
-    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Any:
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Any:  # type: ignore[override]  # as Lightning's own
         """``on_after_backward``."""
         with refuse_looks(module, "on_after_backward"):
             return super().post_backward(tensor, module)
