@@ -87,6 +87,8 @@ lightning-suite: $(INSTALLED)
 check: $(INSTALLED)
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
+	$(RUN)/lint-imports --no-cache
+	$(RUN)/python tools/size.py
 	$(RUN)/mypy --strict
 
 # build/site; fails on a warning. The variable silences what mkdocs-material prints about mkdocs 2, which isn't used.

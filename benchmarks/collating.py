@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import machine
 
-from lightning_autopar.state.collate import CollateAll, CollateSamples
-from lightning_autopar.state.dealing import Dealing
+from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
+from lightning_autopar.exact.data.share import Dealing
 
 RESULTS = Path(__file__).resolve().parent / "results/collating.json"
 SAMPLES = 64

@@ -110,8 +110,8 @@ def make(size: str, steps: int, clock: Path, **options: Any) -> tuple[pl.Trainer
 def moves(size: str, folder: Path) -> dict[str, Any]:
     """The pauses of a run that changes its plan every few steps."""
     from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
-    from lightning_autopar.strategies.decide import decide_again
-    from lightning_autopar.strategies.watching import Wish
+    from lightning_autopar.strategies.elastic.watcher import Wish
+    from lightning_autopar.strategies.preparation.decide import decide_again
 
     both = ("cpu:0", "cpu:1")
     blocks = tuple(f"blocks.{index}" for index in range(int(SIZES[size]["depth"])))

@@ -146,7 +146,7 @@ def _strategy(**options: Any) -> Any:
 
 def _plan(**options: Any) -> Any:
     from lightning_autopar import Plan
-    from lightning_autopar.memory.inventory import probe
+    from lightning_autopar.devices.discover import probe
 
     return Plan(engine="single", devices=(probe().devices[0].id,), **options)
 
@@ -256,7 +256,7 @@ def beyond_the_lease() -> dict[str, Any]:
     """A step that takes far more than predicted ends in the run's own out-of-memory, although the GPU has that."""
     import torch
 
-    from lightning_autopar.memory.inventory import probe
+    from lightning_autopar.devices.discover import probe
 
     _leased()
     free_bytes = probe().devices[0].free_bytes
@@ -361,9 +361,9 @@ def profile() -> dict[str, Any]:
 def calibration() -> dict[str, Any]:
     """How long measuring this machine takes, and what it finds."""
     os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp()
-    from lightning_autopar.memory.inventory import probe
-    from lightning_autopar.planning.calibrate_words import speeds
-    from lightning_autopar.strategies.calibration import calibrate
+    from lightning_autopar.cli.devices import speeds
+    from lightning_autopar.devices.discover import probe
+    from lightning_autopar.strategies.calibration.calibration import calibrate
 
     inventory, begun = probe(), time.monotonic()
     found = calibrate(inventory, progress=False).calibration

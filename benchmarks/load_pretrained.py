@@ -69,7 +69,7 @@ def run(way: str, folder: Path, ranks: int, layers: int) -> None:
 
     import lightning_autopar
     from lightning_autopar.state import pretrained
-    from lightning_autopar.strategies import prospect
+    from lightning_autopar.strategies.preparation import prospect
 
     def load() -> Any:
         if way != "load_pretrained":

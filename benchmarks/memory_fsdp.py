@@ -46,7 +46,7 @@ def run(case: Any, engine: str, *, reshard: bool | None, recompute: bool, precis
     from torch.utils.data import DataLoader
 
     from lightning_autopar import AutoParallelStrategy
-    from lightning_autopar.memory.blocks import find_blocks
+    from lightning_autopar.memory.trace.blocks import find_blocks
     from lightning_autopar.plans import Plan
 
     class Recorder(pl.Callback):
@@ -101,9 +101,9 @@ def run_alone(case: Any, *, reshard: bool, recompute: bool, precision: str) -> l
     from benchmarks.memory.fake_world import measure_fsdp_rank
     from lightning_autopar._fork import run_forked
     from lightning_autopar.memory.moments import moments_of
-    from lightning_autopar.memory.sharded import fsdp_bytes
-    from lightning_autopar.memory.trace import trace
+    from lightning_autopar.memory.trace.trace import trace
     from lightning_autopar.plans import Plan
+    from lightning_autopar.strategies.fsdp.memory import fsdp_bytes
 
     batch = next(iter(DataLoader(case.data(), case.batch_size)))
     footprint = run_forked(lambda: trace(case.module(), None, batch, precision=precision), timeout_seconds=300)

@@ -235,12 +235,12 @@ class Benchmark:
 
 def device_spec() -> str:
     """The catalogue's word for this GPU."""
-    from lightning_autopar.memory.catalogue import find_by_device_name
+    from lightning_autopar.devices.catalogue import find_by_device_name
 
     name = torch.cuda.get_device_name(0)
     found = find_by_device_name(name)
     if found is None:
-        raise SystemExit(f"the catalogue doesn't know {name!r}; add it to lightning_autopar/memory/catalogue.py")
+        raise SystemExit(f"the catalogue doesn't know {name!r}; add it to lightning_autopar/devices/catalogue.py")
     return found.name
 
 

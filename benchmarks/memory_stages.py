@@ -42,7 +42,7 @@ from benchmarks.memory.job import Batches, Learner, adamw, hugging_face, own_los
 from benchmarks.memory.stage_rank import GPT, make_plan  # noqa: E402
 from lightning_autopar import AutoParallelStrategy, Plan  # noqa: E402
 from lightning_autopar.memory.footprint import Footprint  # noqa: E402
-from lightning_autopar.memory.trace import trace  # noqa: E402
+from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 
 RESULTS = HERE / "results" / "memory_stages.json"
 #: What a rank may differ from its prediction.

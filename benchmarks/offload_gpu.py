@@ -37,20 +37,21 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory, probe
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.appraisal import Appraiser
-from lightning_autopar.planning.blocks import shardable
+from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.planning.candidates import Constraints
-from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import OFFLOADS
+from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies import launcher
-from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.calibration import calibrate
-from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.units import format_bytes
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.calibration.calibration import calibrate
+from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.text import format_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 WAYS = ("deepspeed", "fsdp")
@@ -340,7 +341,7 @@ def main() -> None:
     on_cpu = inventory.devices[0].kind == "cpu"
     if on_cpu:
         with suppress(ImportError):
-            from lightning_autopar.strategies.zero_deepspeed import import_deepspeed
+            from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
 
             import_deepspeed("cpu")
     caps = [round(cap * (GIB if arguments.caps or not on_cpu else MIB)) for cap in arguments.caps or (16, 24, 40)]

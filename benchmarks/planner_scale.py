@@ -28,14 +28,14 @@ import torch  # noqa: E402
 
 from benchmarks.machine import machine  # noqa: E402
 from benchmarks.memory.stage_rank import GPT  # noqa: E402
+from lightning_autopar.constraints import Constraints  # noqa: E402
+from lightning_autopar.devices.inventory import Inventory  # noqa: E402
+from lightning_autopar.devices.spec import parse_spec  # noqa: E402
 from lightning_autopar.memory.footprint import Footprint  # noqa: E402
-from lightning_autopar.memory.inventory import Inventory  # noqa: E402
-from lightning_autopar.memory.spec import parse_spec  # noqa: E402
-from lightning_autopar.memory.trace import trace  # noqa: E402
-from lightning_autopar.planning.constraints import Constraints  # noqa: E402
+from lightning_autopar.memory.scaling import scaled  # noqa: E402
+from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
-from lightning_autopar.planning.report import NothingFits  # noqa: E402
-from lightning_autopar.planning.scaling import scaled  # noqa: E402
+from lightning_autopar.report.report import NothingFits  # noqa: E402
 
 RESULTS = HERE / "results" / "planner_scale.json"
 DEVICES, BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (12, 24, 48, 96, 192)

@@ -2,7 +2,7 @@
 
 What an engine costs the host is its calls times what a call costs on a machine, which calibration measures. The counts are the same on
 every machine: they belong to the versions of DeepSpeed, torch and Lightning. Steps of small modules of several shapes are counted under
-``sys.setprofile``, and the counts taken apart by least squares; ``lightning_autopar/planning/python_calls.py`` has what comes of it.
+``sys.setprofile``, and the counts taken apart by least squares; ``lightning_autopar/strategies/fsdp/timing.py`` has what comes of it.
 
     python benchmarks/python_calls.py
 """
@@ -120,7 +120,7 @@ def _answer(writer: Any, shape: tuple[int, int, bool, bool, bool], plan: Plan) -
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    from lightning_autopar.strategies.zero_deepspeed import import_deepspeed
+    from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
 
     import_deepspeed("cpu")
     alone = {shape: count(shape, plans(shape)["single"]) for shape in (*SHAPES, WIDE, FLAT)}

@@ -44,14 +44,16 @@ import torch  # noqa: E402
 from benchmarks.machine import machine  # noqa: E402
 from benchmarks.memory.stage_rank import GPT  # noqa: E402
 from benchmarks.sweep_exact import TooMany, best_schedule  # noqa: E402
-from lightning_autopar.memory.spec import parse_spec  # noqa: E402
-from lightning_autopar.memory.trace import trace  # noqa: E402
-from lightning_autopar.planning.constraints import Constraints  # noqa: E402
+from lightning_autopar.constraints import Constraints  # noqa: E402
+from lightning_autopar.devices.spec import parse_spec  # noqa: E402
+from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
-from lightning_autopar.planning.sweep import at_most, schedule  # noqa: E402
-from lightning_autopar.planning.sweep_jobs import Job, SweepDevice, Way  # noqa: E402
-from lightning_autopar.planning.sweep_listing import Listing  # noqa: E402
-from lightning_autopar.planning.sweep_ways import devices_of, scaled, ways_of  # noqa: E402
+from lightning_autopar.sharing.sweep.jobs import Job, SweepDevice, Way, devices_of, scaled, ways_of  # noqa: E402  # noqa: E402
+from lightning_autopar.sharing.sweep.scheduler import (  # noqa: E402
+    Listing,
+    at_most,
+    schedule,
+)
 
 RESULTS = HERE / "results" / "sweep.json"
 SPECS = ("4xH100-80GB", "4xRTX-4090")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_autopar.planning.sweep import schedule
-from lightning_autopar.planning.sweep_jobs import Job, Placed, Schedule, SweepDevice, seatings
-from lightning_autopar.planning.sweep_listing import Listing
+from lightning_autopar.sharing.sweep.jobs import Job, Placed, Schedule, SweepDevice, seatings
+from lightning_autopar.sharing.sweep.scheduler import Listing, schedule
 
 #: Numbers that differ by less are the same time.
 _DIGITS = 9

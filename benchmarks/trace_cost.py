@@ -27,7 +27,7 @@ from machine import machine  # noqa: E402  # from this folder
 from memory.job import Learner, adamw, hugging_face, own_loss  # noqa: E402
 
 from lightning_autopar._fork import run_forked  # noqa: E402
-from lightning_autopar.memory.trace import trace  # noqa: E402
+from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 
 RESULTS = HERE / "results" / "trace_cost.json"
 _LLAMA = {"vocab_size": 32000, "max_position_embeddings": 4096}

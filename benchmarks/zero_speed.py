@@ -37,11 +37,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.plans import OFFLOADS
-from lightning_autopar.strategies import decide
-from lightning_autopar.strategies.calibration import calibrate
+from lightning_autopar.strategies.calibration.calibration import calibrate
+from lightning_autopar.strategies.preparation import decide
 
 RESULTS = Path(__file__).resolve().parent / "results" / "zero_speed.json"
 #: Blocks, width, sequence length and batch size.
@@ -223,7 +223,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from machine import machine
 
-    from lightning_autopar.strategies.zero_deepspeed import import_deepspeed
+    from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
 
     begun = time.monotonic()
     import_deepspeed("cpu")  # once, for all children

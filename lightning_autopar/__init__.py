@@ -5,6 +5,7 @@ It does make the name ``"autopar"`` known to Lightning, for where ``TORCH_DEVICE
 """
 
 from lightning_autopar import _autoload
+from lightning_autopar._version import __version__
 
 TYPE_CHECKING = False  # typing's own, without the price of importing typing in every process that imports torch
 if TYPE_CHECKING:
@@ -14,15 +15,14 @@ if TYPE_CHECKING:
     from lightning_autopar.callbacks.elastic import ElasticReplan
     from lightning_autopar.callbacks.migrate import CheckpointMigrate
     from lightning_autopar.callbacks.monitor import PlanMonitor
-    from lightning_autopar.planning.report import NothingFits, Report
     from lightning_autopar.plans import Plan
+    from lightning_autopar.report.report import NothingFits, Report
+    from lightning_autopar.sharing.runs.requests import yield_run
+    from lightning_autopar.sharing.turn import Turn
     from lightning_autopar.state.pretrained import load_pretrained
     from lightning_autopar.strategies.auto import AutoParallelStrategy
-    from lightning_autopar.strategies.batch_rule import Batch
-    from lightning_autopar.strategies.run_requests import yield_run
-    from lightning_autopar.strategies.turns import Turn
+    from lightning_autopar.strategies.base.batch_rule import Batch
 
-__version__ = "0.1.0"
 __all__ = [
     "AutoParallelStrategy",
     "Batch",
@@ -33,6 +33,7 @@ __all__ = [
     "PlanMonitor",
     "Report",
     "Turn",
+    "__version__",
     "load_pretrained",
     "plan",
     "yield_run",
@@ -40,17 +41,17 @@ __all__ = [
 
 _HOMES = {
     "AutoParallelStrategy": "lightning_autopar.strategies.auto",
-    "Batch": "lightning_autopar.strategies.batch_rule",
+    "Batch": "lightning_autopar.strategies.base.batch_rule",
     "CheckpointMigrate": "lightning_autopar.callbacks.migrate",
     "ElasticReplan": "lightning_autopar.callbacks.elastic",
-    "NothingFits": "lightning_autopar.planning.report",
+    "NothingFits": "lightning_autopar.report.report",
     "Plan": "lightning_autopar.plans",
     "PlanMonitor": "lightning_autopar.callbacks.monitor",
-    "Report": "lightning_autopar.planning.report",
-    "Turn": "lightning_autopar.strategies.turns",
+    "Report": "lightning_autopar.report.report",
+    "Turn": "lightning_autopar.sharing.turn",
     "load_pretrained": "lightning_autopar.state.pretrained",
     "plan": "lightning_autopar.api",
-    "yield_run": "lightning_autopar.strategies.run_requests",
+    "yield_run": "lightning_autopar.sharing.runs.requests",
 }
 
 

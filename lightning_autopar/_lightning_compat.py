@@ -441,7 +441,7 @@ def arguments_from(snapshot: Path, function: Callable[..., Any], args: tuple[Any
     return {**run_arguments(function, args, kwargs), "ckpt_path": str(snapshot), "weights_only": False}
 
 
-# -- for memory/batch.py and memory/rehearsal.py ---------------------------------------------------------------------------------------
+# -- for memory/trace/first_batch.py and memory/trace/bare_step.py --------------------
 
 
 def loader_source(trainer: Trainer, stage: str) -> Any:
@@ -478,7 +478,7 @@ def parse_optimizers(conf: Any) -> tuple[list[Any], list[Any]]:
     return optimizers, schedulers
 
 
-# -- for strategies/pipeline.py --------------------------------------------------------------------------------------------------------
+# -- for strategies/pipeline/strategy.py --------------------
 
 
 class NoLoss:
@@ -508,7 +508,7 @@ def let_steps_be_skipped(trainer: Trainer) -> Callable[[], None]:
     return undo
 
 
-# -- for strategies/worker.py ----------------------------------------------------------------------------------------------------------
+# -- for strategies/processes/worker.py --------------------
 
 
 @contextmanager
@@ -526,7 +526,7 @@ def without_word_of_signals(trainer: Trainer) -> Iterator[None]:
         del loop.__dict__["_broadcast_sigterm_tensor"]
 
 
-# -- for strategies/boundary.py and strategies/resume.py ------------------------------------------------------------------------------
+# -- for strategies/processes/boundary.py and strategies/base/resume.py --------------------
 
 
 def mute_hooks(names: Collection[str], *, heard_by: type) -> Callable[[], None]:

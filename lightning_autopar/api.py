@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_autopar._fork import run_forked
-from lightning_autopar.memory.allocator_options import options_from_environment
-from lightning_autopar.memory.batch import FirstBatch, batch_size_of
+from lightning_autopar.constraints import Constraints, check_allow
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import probe
-from lightning_autopar.memory.residual_cache import load_residuals
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.learned.records import load_residuals
+from lightning_autopar.memory.trace.first_batch import FirstBatch, batch_size_of
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import Target, target_of
-from lightning_autopar.planning.constraints import Constraints, check_allow
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import missing_packages
-from lightning_autopar.planning.report import Report
 from lightning_autopar.plans import BUILT_ENGINES, Plan
-from lightning_autopar.strategies.calibration import calibrated
-from lightning_autopar.units import parse_memory
+from lightning_autopar.report.report import Report
+from lightning_autopar.strategies.calibration.calibration import calibrated
+from lightning_autopar.text import parse_memory
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import NothingFits, Report
+from lightning_autopar.report.report import NothingFits, Report
 from tests.browser import Browser, find_browser
 from tests.fakes.pages import HISTORY, pipelined
 from tests.fakes.values import GIB, MIB, footprint, gpu, inventory

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, NothingFits, _clean
 from lightning_autopar._fork import ChildFailed
-from lightning_autopar.strategies import findings
+from lightning_autopar.strategies.preparation import findings
 from tests.strategies.parity import BLOCKS, Fitted, numbers
 
 UNCLEAN = "this process has used a GPU already"

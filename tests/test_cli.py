@@ -13,12 +13,12 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_autopar.cli import main
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.calibrate import device_key
-from lightning_autopar.planning.calibrate_curves import Curve
-from lightning_autopar.strategies import calibration
-from lightning_autopar.strategies.calibration import Measurement
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.strategies.calibration import calibration
+from lightning_autopar.strategies.calibration.calibration import Measurement
 from lightning_autopar.strategies.launcher import AutoLauncher
+from lightning_autopar.timing.curves import Curve
+from lightning_autopar.timing.measured_rates import device_key
 
 # Lightning's own word on its default logger, once a process.
 pytestmark = pytest.mark.filterwarnings("ignore:.*tensorboardX:UserWarning")

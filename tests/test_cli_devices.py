@@ -11,14 +11,15 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_autopar.cli import devices, main, users
-from lightning_autopar.memory import promised
-from lightning_autopar.memory.driver_pids import is_drivers
-from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory
-from lightning_autopar.memory.lease_files import Lease
-from lightning_autopar.memory.ledger import Ledger
-from lightning_autopar.strategies.run_files import open_run
-from lightning_autopar.strategies.run_folders import user_name
+from lightning_autopar.cli import device_users as users
+from lightning_autopar.cli import devices, main
+from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory
+from lightning_autopar.sharing import ledger as promised
+from lightning_autopar.sharing.lease_files import Lease
+from lightning_autopar.sharing.ledger import Ledger
+from lightning_autopar.sharing.processes import is_drivers
+from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.status import open_run
 
 GIB = 1 << 30
 UUIDS = ("GPU-7c1e9b04-1111-2222-3333-444455556666", "GPU-90aa77b1-1111-2222-3333-444455556666")

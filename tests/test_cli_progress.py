@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_autopar._fork import run_forked
-from lightning_autopar.cli.progress import progress
+from lightning_autopar.cli.spinner import progress
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from lightning_autopar.cli import main
-from lightning_autopar.strategies.run_files import RunFiles, open_run
-from lightning_autopar.strategies.run_folders import user_name
+from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.status import RunFiles, open_run
 from tests.processes import python
 
 UUIDS = ("GPU-7c1e9b04-1111-2222-3333-444455556666", "GPU-90aa77b1-1111-2222-3333-444455556666")
@@ -30,7 +30,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def other(code: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """Another process, once it has said something."""
-    before = "import os, signal, sys; from lightning_autopar.strategies.run_files import open_run"
+    before = "import os, signal, sys; from lightning_autopar.sharing.runs.status import open_run"
     default = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # whatever this process ignores
     return python("\n".join((before, default, code)))
 

@@ -17,12 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_autopar.cli import main, status, users
-from lightning_autopar.memory import nvml
-from lightning_autopar.memory.inventory import Device, DeviceProcess
-from lightning_autopar.strategies import run_requests
-from lightning_autopar.strategies.run_files import RunFiles, RunStatus, open_run
-from lightning_autopar.strategies.run_folders import user_name
+from lightning_autopar.cli import device_users as users
+from lightning_autopar.cli import main, status
+from lightning_autopar.devices import nvml
+from lightning_autopar.devices.inventory import Device, DeviceProcess
+from lightning_autopar.sharing.runs import requests as run_requests
+from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.status import RunFiles, RunStatus, open_run
 
 GIB = 1 << 30
 UUIDS = ("GPU-7c1e9b04-1111-2222-3333-444455556666", "GPU-90aa77b1-1111-2222-3333-444455556666")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.planning.runnable import cannot_run
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 from tests.fakes.values import MIB, footprint
 

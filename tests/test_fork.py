@@ -19,7 +19,7 @@ import torch
 
 from lightning_autopar import _fork
 from lightning_autopar._fork import ChildFailed, run_forked, unforkable
-from lightning_autopar.memory.fake import fake_mode
+from lightning_autopar.memory.fakes.fakes import fake_mode
 
 
 def test_result_comes_back_and_the_parent_is_untouched() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.memory.inventory import probe
-from lightning_autopar.strategies.growth import CudaAllocator
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.strategies.base.gpu_limit import CudaAllocator
 from tests.fresh import fresh
 
 pytestmark = pytest.mark.gpu

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.memory.inventory import probe
-from lightning_autopar.memory.predict import communicators
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.planning.memory import communicators
 from tests.fresh import fresh
 from tests.nullgpu.control import on_stub
 

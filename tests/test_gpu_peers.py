@@ -21,7 +21,7 @@ import lightning.pytorch as pl, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.memory.inventory import probe
+from lightning_autopar.devices.discover import probe
 
 class Module(pl.LightningModule):
     def __init__(self):
@@ -60,7 +60,8 @@ for name in sys.argv[1:]:  # "free": what takes least of each device
 
 #: With it the GPU of rank 1 hangs from the second step on, and that is seen soon.
 HANG = """
-from lightning_autopar.strategies import peer_watch, stalls
+from lightning_autopar.strategies.processes import peer_watch
+from lightning_autopar.strategies.processes import stalls
 from tests.nullgpu import control
 stalls.STOOD_SECONDS, stalls._FIRST_SECONDS, stalls._PATIENCE, peer_watch._QUEUE_SECONDS = 2.0, 2.0, 0, 0.5
 def hang(module, batch, batch_idx):

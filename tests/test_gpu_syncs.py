@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.memory.inventory import probe
+from lightning_autopar.devices.discover import probe
 from tests.fresh import fresh
 from tests.syncs import HostSyncs, read
 

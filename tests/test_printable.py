@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_autopar.printable import printable
+from lightning_autopar.text import printable
 
 
 @pytest.mark.parametrize(

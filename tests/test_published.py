@@ -224,8 +224,8 @@ def test_only_what_a_trace_depends_on_is_in_its_key():
     from rows.tracing import sources
 
     names = set(sources())
-    assert {"lightning_autopar.memory.tracker", "lightning_autopar.memory.work", "rows.fused", "rows.transformer"} <= names
-    assert not {"lightning_autopar.memory.catalogue", "lightning_autopar.memory.predict", "rows.foretold", "rows.taller"} & names
+    assert {"lightning_autopar.memory.trace.tracker", "lightning_autopar.memory.work.work", "rows.fused", "rows.transformer"} <= names
+    assert not {"lightning_autopar.devices.catalogue", "lightning_autopar.planning.memory", "rows.foretold", "rows.taller"} & names
 
 
 def test_scores():

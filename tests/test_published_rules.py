@@ -18,7 +18,7 @@ from rows.layers import attend  # noqa: E402
 from rows.row import Fields  # noqa: E402
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment  # noqa: E402
-from lightning_autopar.memory.work import Work  # noqa: E402
+from lightning_autopar.memory.work.work import Work  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_autopar.units import format_bytes, format_seconds, parse_memory
+from lightning_autopar.text import format_bytes, format_seconds, parse_memory
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from decisions.models import MODELS
 from decisions.scenarios import Scenario
 from lightning_autopar import AutoParallelStrategy, NothingFits, Plan, Report
 from lightning_autopar._lightning_compat import attach_data, run_arguments
-from lightning_autopar.strategies import decide
-from lightning_autopar.strategies.calibration import calibrate
+from lightning_autopar.strategies.calibration.calibration import calibrate
 from lightning_autopar.strategies.launcher import AutoLauncher
+from lightning_autopar.strategies.preparation import decide
 
 #: The first two steps say nothing of time, the next two are recorded for their memory, and the one after that puts the record away.
 WARM_UP = 5

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.blocks import cuttable, recomputable_order, shardable
-from lightning_autopar.planning.runnable import cannot_run
+from lightning_autopar.planning.block_units import cuttable, recomputable_order, shardable
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 
 #: Into how many parts a batch is taken where it doesn't fit whole.

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
+from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.fsdp import shard
-from lightning_autopar.strategies.recompute import recomputed
+from lightning_autopar.strategies.fsdp.strategy import shard
 
 _HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -18,15 +18,16 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory, probe
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.candidates import Constraints, recomputable_order
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Candidate, NothingFits
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.recompute import recomputed
+from lightning_autopar.report.report import Candidate, NothingFits
 from memory.job import Batches, MakeOptimizer
 from memory.measure import RealPeak
 from memory.zoo_gpu import GpuModel, gpu_models

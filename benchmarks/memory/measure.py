@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_autopar.memory.inventory import probe
-from lightning_autopar.memory.predict import predict
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.plans import Plan
 from memory.job import Batches, Job
 

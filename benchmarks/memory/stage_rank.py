@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.plans import Plan, Schedule
-from lightning_autopar.strategies.staged.relay import Meta, Signature
-from lightning_autopar.strategies.staged.replicas import Replicas
-from lightning_autopar.strategies.staged.schedule import Stage, make_schedule
+from lightning_autopar.strategies.pipeline.run.replicas import Replicas
+from lightning_autopar.strategies.pipeline.run.shapes import Meta, Signature
+from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, make_schedule
 
 
 class Block(nn.Module):

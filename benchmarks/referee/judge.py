@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.predict import predict
-from lightning_autopar.planning.blocks import recomputable, shardable
-from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.block_units import recomputable, shardable
 from lightning_autopar.planning.host_memory import host_need
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.planning.planner import check_pinned, make_report
-from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import OFFLOADS, SCHEDULES, Plan, Schedule
+from lightning_autopar.report.report import NothingFits
 
 #: Of so many of the best plans every neighbour is looked at.
 _BEST = 20

@@ -6,21 +6,21 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.memory.allocator.replay import REPLAYED_ENGINES, replay
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
-from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.memory.predict import predict
-from lightning_autopar.memory.replay import REPLAYED_ENGINES, replay
-from lightning_autopar.memory.sharded import Widths
-from lightning_autopar.memory.work import Work
-from lightning_autopar.memory.zero_settings import ZeroSettings
-from lightning_autopar.planning.collectives import known_model
-from lightning_autopar.planning.data_sheet import DataSheet
-from lightning_autopar.planning.rates import Phase
-from lightning_autopar.planning.scaling import scaled
+from lightning_autopar.memory.scaling import scaled
+from lightning_autopar.memory.work.work import Work
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.planning.timing import Seconds, Wire, step_of
-from lightning_autopar.planning.timing_ranks import Run
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.fsdp.memory import Widths
+from lightning_autopar.strategies.zero.settings import ZeroSettings
+from lightning_autopar.timing.collectives import known_model
+from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.rank import Run
+from lightning_autopar.timing.rates import Phase
 from rows.kept_gradients import played
 from rows.planned import Layout
 from rows.question import Question

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
 
-from lightning_autopar.memory import catalogue
-from lightning_autopar.memory.inventory import Inventory, Link
-from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.devices import catalogue
+from lightning_autopar.devices.inventory import Inventory, Link
+from lightning_autopar.devices.spec import parse_spec
 from rows.row import Fields, NotBuilt
 
 #: Of another run's host nothing is known; it is taken to have room for what is offloaded.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from lightning_autopar.memory.allocator import CachingAllocator, OutOfDeviceMemory
+from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, OutOfDeviceMemory
+from lightning_autopar.memory.allocator.device import Machine
+from lightning_autopar.memory.allocator.play import Whole, parts_of
+from lightning_autopar.memory.allocator.tape_parts import Change, read_script
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.machine import Machine
-from lightning_autopar.memory.play import Whole, parts_of
-from lightning_autopar.memory.script import Change, read_script
 from lightning_autopar.plans import Plan
 
 _STEPS = 2

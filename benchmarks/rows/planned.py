@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from itertools import accumulate
 
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.plans import Offload, Plan, Schedule
 from rows.row import Fields, NotBuilt
 

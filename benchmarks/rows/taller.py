@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from lightning_autopar.memory.footprint import Footprint, Moment
 from lightning_autopar.memory.tape import Tape
-from lightning_autopar.memory.work import Work
+from lightning_autopar.memory.work.work import Work
 from rows.tapes import taller_tape
 
 #: How many blocks the two models have.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import lightning_autopar.memory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.trace import trace
 from rows.question import Question
 from rows.shape import Shape
 from rows.taller import FEW, FEWER, taller
@@ -19,7 +19,7 @@ from rows.taller import FEW, FEWER, taller
 #: Models of at most so many blocks are traced whole.
 _LOW = 8
 #: Where a footprint comes from: the trace, and the module that is traced.
-_ORIGINS = ("lightning_autopar.memory.trace", "rows.question")
+_ORIGINS = ("lightning_autopar.memory.trace.trace", "rows.question")
 _IMPORTED = re.compile(r"^\s*(?:from|import) ((?:lightning_autopar|rows)(?:\.\w+)*)(?: import \(?([\w, ]*))?", re.MULTILINE)
 
 

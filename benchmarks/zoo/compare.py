@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from benchmarks.zoo.member import ROWS, Member
-from lightning_autopar.memory.batch import FirstBatch
-from lightning_autopar.memory.blocks import find_blocks
-from lightning_autopar.memory.rehearsal import Rehearsal
-from lightning_autopar.strategies.micro import take_part
-from lightning_autopar.strategies.staged.finding import StagingFinding
-from lightning_autopar.strategies.staged.probe import probe_stages
-from lightning_autopar.strategies.staged.record import record
-from lightning_autopar.strategies.staged.recording import Staging
-from lightning_autopar.strategies.staged.together import Together
+from lightning_autopar.exact.step.micro_batches import take_part
+from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Together
+from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding, probe_stages
+from lightning_autopar.strategies.pipeline.stages.record import record
+from lightning_autopar.strategies.pipeline.stages.recording import Staging
 
 STEPS = 3
 MICRO_BATCHES = 4

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.zoo.compare import STEPS, Gradients
 from benchmarks.zoo.member import Member
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.exact.absent.tensor import is_hole
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.staged.hole import is_hole
 
 
 class Batches(Dataset[Any]):

@@ -1,1 +1,9 @@
-"""Callbacks that a user adds to a Trainer: what a run under autopar can tell, and be asked."""
+"""What a user adds to a Trainer.
+
+Modules, in reading order:
+
+    elastic       ElasticReplan
+    device_watch  what it makes of the devices
+    migrate       CheckpointMigrate
+    monitor       PlanMonitor
+"""

@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_autopar.callbacks.watch import Moment, Watch
-from lightning_autopar.planning.moving import Rules
-from lightning_autopar.strategies.engine import EngineMixin
-from lightning_autopar.strategies.watching import RunView, Wish
+from lightning_autopar.callbacks.device_watch import Moment, Watch
+from lightning_autopar.planning.moves import Rules
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.elastic.watcher import RunView, Wish
 
 
 class ElasticReplan(Callback):

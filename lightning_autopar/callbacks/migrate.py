@@ -1,14 +1,14 @@
 """CheckpointMigrate: makes a run movable and lets it survive its workers, by snapshots that the run's agent asks for.
 
-It only says how; the agent (``strategies/agent.py``) does it. No ``from __future__ import annotations`` here: jsonargparse reads the
-annotations as objects.
+It only says how; the agent (``strategies/elastic/agent.py``) does it. No ``from __future__ import annotations`` here: jsonargparse reads
+the annotations as objects.
 """
 
 from pathlib import Path
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_autopar.strategies.saving import Moving
+from lightning_autopar.strategies.elastic.saver import Moving
 
 
 class CheckpointMigrate(Callback):

@@ -10,10 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_autopar.planning.comparison import Comparison, compare, metrics, table, warnings
-from lightning_autopar.strategies.engine import EngineMixin
-from lightning_autopar.strategies.logged_plan import predictions
-from lightning_autopar.strategies.plan_changes import Arrival, PlanChanges
+from lightning_autopar.report.comparison import Comparison, compare, metrics, table, warnings
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.plan_log import Arrival, PlanChanges, predictions
 
 
 class PlanMonitor(Callback):

@@ -1,4 +1,20 @@
-"""The command line: one module a command, each of which parses, asks and prints; no more."""
+"""One module a command.
+
+Modules, in reading order:
+
+    program           the parser of all commands; shell completion
+    arguments         arguments that commands share
+    plan              `plan`: a script up to `fit`
+    run               `run`
+    replace_strategy  our strategy in place of the script's
+    devices           `devices`, `calibrate`
+    device_users      who is on a device
+    runs              `status`, `yield`, `pause`, `resume`, `cancel`
+    status            the table of runs
+    sweep             `sweep`
+    spinner           a spinner on a terminal
+    completion        ``lightning-autopar completion SHELL``
+"""
 
 from lightning_autopar.cli.program import main
 

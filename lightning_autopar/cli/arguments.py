@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning_autopar.memory.inventory import DEVICES_VARIABLE
-from lightning_autopar.strategies.script import Script
+from lightning_autopar.devices.discover import DEVICES_VARIABLE
+from lightning_autopar.strategies.processes.script import Script
 
 #: What Lightning's Trainer takes as devices, rather than a spec.
 _TRAINER_DEVICES = re.compile(r"auto|-1|\d+|\d+(,\d+)*,?")
@@ -82,7 +82,7 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.plan is not None:
         found["plan"] = _read_plan(options.plan)
     if (wait := getattr(options, "wait", None)) is not None or getattr(options, "priority", None) is not None:
-        from lightning_autopar.strategies.turns import Turn
+        from lightning_autopar.sharing.turn import Turn
 
         found["wait"] = Turn(wait=wait, priority=options.priority)
     return found
@@ -111,7 +111,7 @@ def check_picture(path: str | None) -> None:
         ValueError: if the file's ending names neither a picture nor a page.
     """
     if path is not None:
-        from lightning_autopar.planning.picture import is_page
+        from lightning_autopar.report.page.picture import is_page
 
         is_page(path)
 

@@ -1,4 +1,7 @@
-"""``lightning-autopar devices`` and ``calibrate``: what there is, who is on it, what a plan would see, how fast it is."""
+"""``lightning-autopar devices`` and ``calibrate``: what there is, who is on it, what a plan would see, how fast it is.
+
+Measured rates in a few words, for people: products, memory, collectives. It measures and predicts nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,100 @@ import ctypes.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightning_autopar.cli.arguments import add_devices
-from lightning_autopar.cli.progress import progress
-from lightning_autopar.cli.users import DeviceUser, users_of
-from lightning_autopar.memory.inventory import Device, Inventory, probe
-from lightning_autopar.memory.lease_files import Lease
-from lightning_autopar.memory.promised import is_leased, less_promised, live
-from lightning_autopar.planning.calibrate_cache import load_calibration
-from lightning_autopar.planning.calibrate_words import collective_lines, speeds
-from lightning_autopar.planning.changes import usable
-from lightning_autopar.planning.constraints import Constraints
-from lightning_autopar.planning.labels import device_label
-from lightning_autopar.planning.table import host_words
-from lightning_autopar.printable import printable
-from lightning_autopar.strategies.run_folders import user_name
-from lightning_autopar.strategies.run_requests import everyones_runs
-from lightning_autopar.units import format_bytes
+from lightning_autopar.cli.device_users import DeviceUser, users_of
+from lightning_autopar.cli.spinner import progress
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.changes import usable
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Device, Inventory, device_label
+from lightning_autopar.report.table import host_words
+from lightning_autopar.sharing.lease_files import Lease
+from lightning_autopar.sharing.ledger import is_leased, less_promised, live
+from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.requests import everyones_runs
+from lightning_autopar.text import format_bytes, format_seconds, printable
+from lightning_autopar.timing.curves import Calibration, Curve, load_calibration
+from lightning_autopar.timing.measured_rates import device_key, group_key
+from lightning_autopar.timing.rates import COLLECTIVES
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from lightning_autopar.planning.calibrate_curves import Calibration
+    from lightning_autopar.timing.curves import Calibration
+
+
+#: Of matrices with this smallest dimension; the widest that was measured.
+_SMALLEST = 512
+_LARGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What a device reaches; None where it wasn't measured.
+
+    Args:
+        flops_per_second: in large products of fp32 matrices.
+        bytes_per_second: in large additions.
+        issue_seconds: of one operation's issuing in a forward.
+    """
+
+    flops_per_second: float | None
+    bytes_per_second: float | None
+    issue_seconds: float | None
+
+    def to_dict(self) -> dict[str, float | None]:
+        """By name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        words = []
+        if self.flops_per_second is not None:
+            words.append(f"{self.flops_per_second / 1e9:.3g} GFLOP/s")
+        if self.bytes_per_second is not None:
+            words.append(f"{format_bytes(self.bytes_per_second)}/s")
+        if self.issue_seconds is not None:
+            words.append(f"{format_seconds(self.issue_seconds)} an operation")
+        return ", ".join(words)
+
+
+def speeds(calibration: Calibration, device: Device) -> Speeds:
+    """What a device was measured to reach."""
+    key = device_key(device)
+    product, added, issue = (
+        _curve(calibration, key, *which) for which in ((f"matmul/{_SMALLEST}", "fp32"), ("add", "fp32"), ("issue/forward", ""))
+    )
+    flops = None
+    if product is not None:
+        wide = product.sizes[-1]
+        flops = 2 * _SMALLEST * wide * wide / product.seconds[-1]
+    return Speeds(
+        flops_per_second=flops,
+        bytes_per_second=None if added is None else added.sizes[-1] / added.seconds[-1],
+        issue_seconds=None if issue is None else issue.seconds[0],
+    )
+
+
+def collective_lines(calibration: Calibration, inventory: Inventory) -> Iterator[str]:
+    """A line for each collective between devices of this host: its latency, and its rate in large messages."""
+    here = [device for device in inventory.devices if device.kind != "catalogue" and device.node == 0]
+    for count in range(2, len(here) + 1):
+        for collective in COLLECTIVES:
+            curve = calibration.curves.get((group_key(here[:count], inventory), collective, ""), {}).get(count)
+            if curve is not None:
+                large = max(curve.sizes[-1], _LARGE_BYTES)
+                rate = format_bytes(large / curve.at(large))
+                yield f"  {collective} of {count} ranks: {format_seconds(curve.seconds[0])}, {rate}/s in large messages"
+
+
+def _curve(calibration: Calibration, subject: str, thing: str, dtype: str) -> Curve | None:
+    by_ranks = calibration.curves.get((subject, thing, dtype), {})
+    return by_ranks[min(by_ranks)] if by_ranks else None
+
 
 _DONE, _FAILED = 0, 2
 _BAR = 20
@@ -106,7 +179,7 @@ def calibrate_devices(spec: str | None, *, as_json: bool) -> int:
     """
     with contextlib.redirect_stdout(sys.stderr), progress() as show:
         show("importing torch")
-        from lightning_autopar.strategies.calibration import calibrate
+        from lightning_autopar.strategies.calibration.calibration import calibrate
 
         inventory = probe(spec, accelerator=_accelerator())
         if all(device.kind == "catalogue" for device in inventory.devices):
@@ -122,7 +195,7 @@ def calibrate_devices(spec: str | None, *, as_json: bool) -> int:
 
 def _accelerator() -> Literal["cuda", "cpu"]:
     """Whether there is a GPU that torch can use; without NVML and a driver's library there is none, and torch needn't be imported."""
-    from lightning_autopar.memory import nvml
+    from lightning_autopar.devices import nvml
 
     try:
         return "cuda" if nvml.read_devices()[0] else "cpu"

@@ -23,11 +23,11 @@ from lightning_autopar.cli.arguments import (
     split_devices,
 )
 from lightning_autopar.cli.arguments import strategy_options as chosen_options
-from lightning_autopar.strategies.script import Script, own_traceback, started_by
+from lightning_autopar.strategies.processes.script import Script, own_traceback, started_by
 
 if TYPE_CHECKING:
-    from lightning_autopar.planning.run_history import RunHistory
-    from lightning_autopar.strategies.replacing import Replacement
+    from lightning_autopar.cli.replace_strategy import Replacement
+    from lightning_autopar.report.run_history import RunHistory
 
 _EXAMPLES = """\
 examples:
@@ -79,7 +79,7 @@ def run_script(options: argparse.Namespace) -> int:
     with ExitStack() as until_the_end:
 
         def replace_from_now_on(module: ModuleType) -> None:
-            from lightning_autopar.strategies.replacing import Wanted, strategies_replaced
+            from lightning_autopar.cli.replace_strategy import Wanted, strategies_replaced
 
             wanted = Wanted(devices=spec, trainer_devices=trainer_devices, options=wanted_options)
             until_the_end.enter_context(strategies_replaced(built, wanted, on_replace=_tell))

@@ -7,12 +7,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from lightning_autopar.cli.progress import progress
+from lightning_autopar.cli.spinner import progress
 from lightning_autopar.cli.status import WATCH_SECONDS, show_status
-from lightning_autopar.strategies.run_cancel import cancel
-from lightning_autopar.strategies.run_files import Ask, Request
-from lightning_autopar.strategies.run_folders import user_name
-from lightning_autopar.strategies.run_requests import ask
+from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.requests import ask, cancel
+from lightning_autopar.sharing.runs.status import Ask, Request
 
 _DONE, _NO_ANSWER = 0, 1
 _ASKS: dict[str, Ask] = {"yield": "yield", "pause": "park", "resume": "resume"}

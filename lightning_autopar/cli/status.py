@@ -15,20 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_autopar.cli.users import DeviceUser, users_of
-from lightning_autopar.memory import nvml
-from lightning_autopar.memory.processes import is_stopped
-from lightning_autopar.printable import printable
-from lightning_autopar.strategies.run_files import RunStatus
-from lightning_autopar.strategies.run_folders import user_name
-from lightning_autopar.strategies.run_requests import everyones_runs, is_here
-from lightning_autopar.units import format_bytes
+from lightning_autopar.cli.device_users import DeviceUser, users_of
+from lightning_autopar.devices import nvml
+from lightning_autopar.sharing.processes import is_stopped
+from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.requests import everyones_runs, is_here
+from lightning_autopar.sharing.runs.status import RunStatus
+from lightning_autopar.text import format_bytes, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from lightning_autopar.memory.inventory import Device
+    from lightning_autopar.devices.inventory import Device
 
 _DONE = 0
 #: A run shows itself every few seconds; silent for longer it is in a long step, hangs, or was stopped.

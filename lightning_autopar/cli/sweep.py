@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_autopar.cli.arguments import add_devices
-from lightning_autopar.cli.progress import progress
+from lightning_autopar.cli.spinner import progress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lightning_autopar.planning.sweep_jobs import Schedule, SweepDevice
-    from lightning_autopar.strategies.sweeping.controller import Controller, SweepRun
-    from lightning_autopar.strategies.sweeping.folder import SweepFolder
-    from lightning_autopar.strategies.sweeping.listed import ListedSweep
+    from lightning_autopar.sharing.sweep.controller import Controller, SweepRun
+    from lightning_autopar.sharing.sweep.folder import SweepFolder
+    from lightning_autopar.sharing.sweep.jobs import Schedule, SweepDevice
+    from lightning_autopar.sharing.sweep.runs_file import ListedSweep
 
 _DONE, _FAILED = 0, 1
 _EXAMPLES = """\
@@ -66,10 +66,10 @@ def sweep_scripts(options: argparse.Namespace) -> int:
     Raises:
         ValueError: if the sweep says what can't be, or runs already.
     """
-    from lightning_autopar.strategies.sweeping.children import Children, noted_signals
-    from lightning_autopar.strategies.sweeping.controller import Controller, first_schedule, prospects
-    from lightning_autopar.strategies.sweeping.folder import sweep_folder
-    from lightning_autopar.strategies.sweeping.looking import Stopped, look_at
+    from lightning_autopar.sharing.sweep.children import Children, noted_signals
+    from lightning_autopar.sharing.sweep.controller import Controller, first_schedule, prospects
+    from lightning_autopar.sharing.sweep.dry_runs import Stopped, look_at
+    from lightning_autopar.sharing.sweep.folder import sweep_folder
 
     sweep = _listed(options)
     with sweep_folder(sweep) as folder, noted_signals() as signals, Children() as children:
@@ -105,7 +105,7 @@ def sweep_scripts(options: argparse.Namespace) -> int:
 
 
 def _listed(options: argparse.Namespace) -> ListedSweep:
-    from lightning_autopar.strategies.sweeping.listed import named, read_sweep, sweep_of
+    from lightning_autopar.sharing.sweep.runs_file import named, read_sweep, sweep_of
 
     words: Sequence[str] = options.sweep
     is_file = len(words) == 1 and not words[0].endswith(".py") and (Path(words[0]).is_file() or len(words[0].split()) == 1)
@@ -120,7 +120,7 @@ def _listed(options: argparse.Namespace) -> ListedSweep:
 
 
 def _at_once() -> int:
-    from lightning_autopar.memory.host import host_cores
+    from lightning_autopar.devices.host import host_cores
 
     return max(1, host_cores())
 
@@ -252,7 +252,7 @@ def _write(path: str | None, sweep: ListedSweep, runs: Sequence[SweepRun], first
     """
     if path is None:
         return
-    from lightning_autopar.strategies.sweeping.folder import write
+    from lightning_autopar.sharing.sweep.folder import write
 
     placed = [
         {"run": place.job, "plan": place.way.title, "devices": list(place.devices), "from": place.start_seconds, "to": place.end_seconds}

@@ -1,1 +1,22 @@
-"""What is there (inventory) and what is needed (footprint). Knows nothing of planning, strategies or callbacks."""
+"""What a training step needs. Knows no engine, no device set, no strategy.
+
+Modules, in reading order:
+
+    footprint            what one step needs, as data; results that are kept by footprint
+    tape                 the allocations of a traced step, in order
+    parts                what each part of a step takes by itself
+    moments              the fullest moments of a step for a share of the batch
+    device_bytes         bytes on a device and on the host, by category
+    workspace            CUDA context, cuBLAS, NCCL
+    scaling              the footprint at another batch size
+    allocation_recorder  allocations of this process while it is open
+    storages             storages of tensors and their bytes
+    play_stages          a rank of a pipeline plays its stages' parts of the tape, micro-batch by micro-batch, in the order of the
+                         schedule. Knows no planner
+    allocator/           torch's caching allocator, and a step played on it
+    fakes/               fake tensors, as CUDA would treat them
+    kernels/             what an operation takes inside
+    learned/             what earlier runs took
+    trace/               the user's step under fake tensors
+    work/                FLOPs and bytes of operations
+"""

@@ -1,8 +1,8 @@
 """A rank of a pipeline plays its stages' parts of the tape, micro-batch by micro-batch, in the order of the schedule. Knows no planner.
 
-As ``torch.distributed.pipelining`` runs them (torch 2.13, ``schedules.py``; ``strategies/staged/schedule.py``): what a stage receives is
-allocated when it is asked for; until its backward, a micro-batch keeps what it received, what forward saved and its output; what was
-sent back stays until the schedule's end, under 1F1B until the next is sent. No old gradients are there when the schedule begins.
+As ``torch.distributed.pipelining`` runs them (torch 2.13, ``schedules.py``; ``strategies/pipeline/run/torch_schedules.py``): what a stage
+receives is allocated when it is asked for; until its backward, a micro-batch keeps what it received, what forward saved and its output;
+what was sent back stays until the schedule's end, under 1F1B until the next is sent. No old gradients are there when the schedule begins.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from lightning_autopar.memory.allocator.device import Machine
+from lightning_autopar.memory.allocator.play import Whole
+from lightning_autopar.memory.allocator.tape_parts import Change, Part, Script
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.machine import Machine
 from lightning_autopar.memory.parts import Size, parts_of
-from lightning_autopar.memory.play import Whole
-from lightning_autopar.memory.schedules import Action
-from lightning_autopar.memory.script import Change, Part, Script
 from lightning_autopar.plans import Schedule
+from lightning_autopar.strategies.pipeline.schedules import Action
 
 #: What an optimizer keeps of this size or less isn't of a parameter's shape, but a number (of steps).
 _SCALAR_BYTES = 8

@@ -12,18 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Device, Inventory, device_label
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.memory.scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.planning import what_if
-from lightning_autopar.planning.blocks import recomputable_order
-from lightning_autopar.planning.constraints import Constraints
-from lightning_autopar.planning.labels import device_label
-from lightning_autopar.planning.refusals import PACKAGES, lacks_package_alone
-from lightning_autopar.planning.report import Advice, Candidate
-from lightning_autopar.planning.runnable import ASKED_ENGINES
-from lightning_autopar.planning.scaling import drawn_by_rank, draws_whole, scaled
+from lightning_autopar.planning.block_units import recomputable_order
+from lightning_autopar.planning.refusals import ASKED_ENGINES, PACKAGES, lacks_package_alone
 from lightning_autopar.plans import BUILT_ENGINES, Plan
-from lightning_autopar.units import format_bytes, format_seconds
+from lightning_autopar.report.report import Advice, Candidate
+from lightning_autopar.text import format_bytes, format_seconds
 
 #: How much faster a sample must be done for a change to be worth a sentence.
 _LEAST_SPEEDUP = 1.2

@@ -7,22 +7,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Inventory, busy_share, device_label
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.step_times import TimeFactors
+from lightning_autopar.memory.learned.step_times import TimeFactors
+from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.planning.candidates import notes_of
-from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.host_memory import HostNeed, host_need
-from lightning_autopar.planning.labels import device_label
-from lightning_autopar.planning.rates import Rates
-from lightning_autopar.planning.report import Candidate, DeviceNeed
-from lightning_autopar.planning.roofline import busy_share
-from lightning_autopar.planning.runnable import cannot_run
-from lightning_autopar.planning.scaling import scaled
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.planning.timing import Seconds, predict_seconds
 from lightning_autopar.plans import ENGINES, Plan
-from lightning_autopar.units import format_bytes, format_seconds
+from lightning_autopar.report.report import Candidate, DeviceNeed
+from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.timing.rates import Rates
 
 #: What a plan must be faster by than a simpler one to be taken instead of it: less is within what predictions miss from run to run.
 WORTHWHILE = 0.01
@@ -47,7 +45,7 @@ class Predict(Protocol):
 
 def _predict_bytes(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision: str) -> Mapping[str, DeviceNeed]:
     """The default: what memory/ predicts."""
-    from lightning_autopar.memory.predict import predict
+    from lightning_autopar.planning.memory import predict
 
     return predict(footprint, plan, inventory, precision=precision)
 
@@ -68,7 +66,7 @@ class Appraiser:
         footprint: what one step needs.
         inventory: the devices.
         constraints: what a plan must keep to.
-        predict: bytes of a plan; :func:`lightning_autopar.memory.predict.predict` unless given.
+        predict: bytes of a plan; :func:`lightning_autopar.planning.memory.predict` unless given.
         rates: rates of devices, for the seconds; data sheets' unless given.
     """
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_autopar.constraints import Constraints, Objective, SplitFinding, check_allow
+from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.planning import runnable
-from lightning_autopar.planning.blocks import recomputable_order, shardable, with_recompute
-from lightning_autopar.planning.constraints import Constraints, Objective, SplitFinding, check_allow
+from lightning_autopar.planning import refusals as runnable
+from lightning_autopar.planning.block_units import recomputable_order, shardable, with_recompute
 from lightning_autopar.planning.device_sets import device_sets, freest_first, islands, one_of_each_gpu, single_sets
 from lightning_autopar.planning.refusals import (
+    Feature,
     engine_refusal,
     feature_refusal,
     multi_refusal,
@@ -25,7 +26,6 @@ from lightning_autopar.planning.refusals import (
     split_refusal,
     world_notes,
 )
-from lightning_autopar.planning.runnable import Feature
 from lightning_autopar.plans import BUILT_ENGINES, ENGINES, OFFLOADS, ZERO_STAGES, Engine, Offload, Plan
 
 __all__ = [

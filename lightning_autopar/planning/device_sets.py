@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from lightning_autopar.memory.inventory import Device, Inventory, Link
-from lightning_autopar.planning.constraints import Constraints
-from lightning_autopar.planning.roofline import busy_share
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Device, Inventory, Link, busy_share
 
 #: Up to which every number of devices is tried.
 _EVERY_SIZE = 32

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.memory.allocator.replay import Replayed, replay
+from lightning_autopar.memory.allocator.tape_parts import script_of
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.replay import Replayed, replay
-from lightning_autopar.memory.script import script_of
 from lightning_autopar.memory.workspace import workspaces
-from lightning_autopar.planning.constraints import Constraints
-from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Engine, Plan
-from lightning_autopar.units import format_bytes
+from lightning_autopar.report.report import Candidate
+from lightning_autopar.text import format_bytes
 
 #: How many events may be replayed in one search, counted as two steps each: some tenths of a second. The best candidate is replayed in
 #: any case.

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.occasions import host_bytes
+from lightning_autopar.planning.memory import host_bytes
 from lightning_autopar.plans import Plan
-from lightning_autopar.units import format_bytes, format_of
+from lightning_autopar.text import format_bytes, format_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def host_need(
 ) -> HostNeed | None:
     """What a plan takes of the host that has least to spare; None where nothing is offloaded, or it isn't known what the host has.
 
-    The free memory is what the tightest cgroup leaves (``memory/host.py``): the kernel kills a job that goes beyond it. The module of the
+    The free memory is what the tightest cgroup leaves (``devices/host.py``): the kernel kills a job that goes beyond it. The module of the
     process that plans is there already, and forked ranks share its pages. A host that is only planned for has to hold that, too.
 
     Args:

@@ -15,22 +15,21 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Literal
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Device, Inventory, busy_share
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.planning.appraisal import WORTH_DISTURBING, WORTHWHILE, Appraiser, Predict, alike_first, configuration
-from lightning_autopar.planning.blocks import recomputable, with_recompute
+from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.candidates import Variant, enumerate_candidates, ruled_out, variant_runs
-from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.device_sets import device_sets, largest_size, single_sets, sizes_between
 from lightning_autopar.planning.finalists import Finalists
-from lightning_autopar.planning.part_seconds import block_seconds, busy_seconds, device_speeds
-from lightning_autopar.planning.pipelines import pipeline_plans, with_better_cuts
-from lightning_autopar.planning.rates import Rates
 from lightning_autopar.planning.refusals import engine_refusal
 from lightning_autopar.planning.remedies import Remedies, in_parts, without_recompute
-from lightning_autopar.planning.report import Candidate
-from lightning_autopar.planning.roofline import busy_share
+from lightning_autopar.planning.timing import block_seconds, busy_seconds, device_speeds
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import Candidate
+from lightning_autopar.strategies.pipeline.plans import pipeline_plans, with_better_cuts
+from lightning_autopar.timing.rates import Rates
 
 #: Of each engine's plans that can't be the best so many are predicted all the same.
 _MOST_SHOWN = 12

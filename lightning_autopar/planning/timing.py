@@ -3,6 +3,8 @@
 The seam is :func:`predict_seconds`. Behind it ``timing_ranks`` says what a rank computes, ``timing_replicas`` what of its collectives hides
 behind that, ``timing_pipeline`` in which order a pipeline does it. It must not know how memory is predicted or how plans are found, and it
 measures nothing.
+
+Seconds of the step's parts on one device: what the search weighs, while :func:`timing.predict_seconds` judges whole plans.
 """
 
 from __future__ import annotations
@@ -10,19 +12,17 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
+from lightning_autopar.devices.inventory import Device, Inventory, idle_share
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.memory.work import Work
-from lightning_autopar.memory.zero_settings import ZeroSettings
-from lightning_autopar.planning.collectives import group_bandwidth, pair_bandwidths
-from lightning_autopar.planning.data_sheet import DataSheet
-from lightning_autopar.planning.rates import Rates
-from lightning_autopar.planning.roofline import computing_dtype, idle_share
-from lightning_autopar.planning.slowed import slowed
-from lightning_autopar.planning.timing_seconds import Seconds, Wire
-from lightning_autopar.planning.timing_stages import PipelineStep
-from lightning_autopar.planning.timing_step import Step
+from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.pipeline.timing import PipelineStep
+from lightning_autopar.strategies.zero.settings import ZeroSettings
+from lightning_autopar.timing.collectives import group_bandwidth, pair_bandwidths
+from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.rates import Phase, Rates, slowed
+from lightning_autopar.timing.roofline import computing_dtype, layout_of, part_load
+from lightning_autopar.timing.step import Seconds, Step, Wire
 
 __all__ = ["Seconds", "Wire", "device_speed", "group_bandwidth", "idle_share", "pair_bandwidths", "predict_seconds", "step_of"]
 
@@ -95,3 +95,67 @@ def _speed_of(dtype: str, rates: Rates, device: Device) -> float:
 
 
 _SPEEDS: dict[tuple[Hashable, ...], float] = {}
+
+
+def part_seconds(
+    footprint: Footprint, device: Device, share: float, *, precision: str = "32-true", rates: Rates | None = None
+) -> list[tuple[str | None, float, float]]:
+    """Of each part in running order the block's FQN, None of what lies between blocks, and the seconds of its forward and its backward.
+
+    Args:
+        footprint: at the whole batch.
+        device: on which.
+        share: of the batch that it works off at a time.
+        precision: Lightning's name of it.
+        rates: of single operations; data sheets' unless given.
+    """
+    source = slowed(rates or _DATA_SHEET, (device,))
+    layout = layout_of(footprint, precision)
+    idle = idle_share(device)
+
+    known: dict[tuple[int, Phase], float] = {}  # most parts are alike
+
+    def seconds(index: int, phase: Phase) -> float:
+        found = known.get((index, phase))
+        if found is None:
+            load = part_load(layout, index, share, device, source, phase)
+            found = load.stream / idle + load.issue if device.kind == "cpu" else max(load.stream / idle, load.issue)
+            known[index, phase] = found
+        return found
+
+    return [(layer.fqn, seconds(layer.forward, "forward"), seconds(layer.backward, "backward")) for layer in layout.layers]
+
+
+def block_seconds(
+    footprint: Footprint, device: Device, share: float, *, precision: str = "32-true", rates: Rates | None = None
+) -> dict[str, float]:
+    """Seconds of each block's forward, by FQN. Arguments as :func:`part_seconds`'s."""
+    parts = part_seconds(footprint, device, share, precision=precision, rates=rates)
+    return {fqn: forward for fqn, forward, _ in parts if fqn is not None}
+
+
+def busy_seconds(footprint: Footprint, device: Device, *, precision: str = "32-true", rates: Rates | None = None) -> float:
+    """Seconds for which a device runs operations of the whole batch, the host's part not counted. Arguments as :func:`part_seconds`'s."""
+    source = slowed(rates or _DATA_SHEET, (device,))
+    layout = layout_of(footprint, precision)
+    found = 0.0
+    for layer in layout.layers:
+        found += part_load(layout, layer.forward, 1.0, device, source, "forward").stream
+        found += part_load(layout, layer.backward, 1.0, device, source, "backward").stream
+    return found / idle_share(device)
+
+
+def device_speeds(
+    footprint: Footprint, inventory: Inventory, *, precision: str = "32-true", rates: Rates | None = None
+) -> dict[str, float]:
+    """Steps per second of the whole batch on each device, by id; to nine digits, as sums in another order differ in the last ones."""
+    known: dict[tuple[object, ...], float] = {}
+    found: dict[str, float] = {}
+    for device in inventory.devices:
+        key = (device.kind, device.name, device.threads, idle_share(device), device.slowdown)
+        if key not in known:
+            parts = part_seconds(footprint, device, 1.0, precision=precision, rates=rates)
+            total = sum(forward + backward for _, forward, backward in parts)
+            known[key] = float(f"{1 / max(total, 1e-12):.9g}")
+        found[device.id] = known[key]
+    return found

@@ -10,11 +10,11 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.devices.spec import assumed_host_bytes, catalogue_link
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.memory.spec import assumed_host_bytes, catalogue_link
 from lightning_autopar.memory.tape import Tape
-from lightning_autopar.memory.work import Work, moved_bytes
+from lightning_autopar.memory.work.work import Work, moved_bytes
 
 #: Torch's optimizers that have a fused kernel, and those that bitsandbytes has with a state of 8 bits.
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})

@@ -1,1 +1,13 @@
-"""What must survive a change of plan: the order of the data, the random draws, the training state."""
+"""What survives a change of plan.
+
+Modules, in reading order:
+
+    snapshot        the state at a step boundary, for any plan
+    snapshot_files  its tensors in files
+    checkpoint      Lightning's `.ckpt` under any plan
+    fragments       a rank's flat part of a tensor
+    scratch_files   tensors whose pages belong to a file
+    pretrained      Hugging Face weights without copies; tensors without values
+    placed          pickles GPU tensors by what their device is to the process
+    objects/        Python objects from process to process
+"""

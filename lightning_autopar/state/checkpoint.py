@@ -3,6 +3,10 @@
 The file is an ordinary ``.ckpt``: plain Lightning reads it without this package. What the package adds (the loaders' positions and RNG
 states, for a resume in the middle of an epoch) lies under a key of its own, which plain Lightning passes over. Knows tensors and files, no
 plan.
+
+Checkpoints of a module whose ranks each have a part: one ordinary file, written by rank 0 and read by each rank no more than it needs.
+
+A mixin for what a Lightning strategy does about files; what a rank's part is, and how parts come together, is its subclasses' matter.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_autopar.state.loader import is_loader_state
-from lightning_autopar.strategies.staged.hole import is_hole
+from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.data.loader import is_loader_state
+from lightning_autopar.state import scratch_files as scratch
 
 #: The checkpoint's key for what plain Lightning has no place for.
 KEY = "lightning_autopar"
@@ -177,3 +183,30 @@ def like(whole: Tensor, target: Tensor) -> Tensor:
 def _cpu_mesh(target: DTensor) -> Any:
     """The mesh to cut on; the tensor's own serves, since cutting without a source rank doesn't communicate."""
     return target.device_mesh
+
+
+class OneFile(Strategy):
+    """Writes and reads one ordinary ``.ckpt``."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Once each rank has its part of the module, so that none reads more than that."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands the optimizers' plain states to :meth:`load_optimizer_state_dict`."""
+        return True
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Rank 0 writes one ordinary ``.ckpt``: without a copy of it in memory, where Lightning's own plugin would write a local file."""
+        if not self.is_global_zero:
+            return
+        if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and "://" not in str(filepath):
+            scratch.save_lean(checkpoint, Path(str(filepath)))
+        else:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Map the file, so that a rank reads no more of it than its part; by the user's own CheckpointIO, if there is one."""
+        return read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)

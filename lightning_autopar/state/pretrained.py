@@ -3,6 +3,8 @@
 Where a file has the wanted dtype, ``from_pretrained`` maps it: pages come as they are read, are the same for all processes, and go when
 memory is short. What is left to do is done here: what a load has to compute (another dtype, weights that the files lack) may be larger
 than memory, and a process that is to know the shapes alone must not be given weights. Knows transformers' loading; no plan, no ranks.
+
+Tensors without values in the places of a module's own, where another process or a file is to give them. Knows modules alone.
 """
 
 from __future__ import annotations
@@ -21,9 +23,31 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_autopar.memory.replaced import replaced
-from lightning_autopar.state.blank import move_tensors
-from lightning_autopar.state.scratch import SMALL_BYTES, Scratch, hand_back_freed, hand_back_pages
+from lightning_autopar._temporary import replaced
+from lightning_autopar.state.scratch_files import SMALL_BYTES, Scratch, hand_back_freed, hand_back_pages
+
+
+def move_tensors(module: nn.Module, device: str, which: Callable[[Tensor], bool]) -> None:
+    """Put tensors without values into the places of some of a module's, on another device; those that are tied stay so.
+
+    Args:
+        module: whose parameters and buffers.
+        device: of what takes their place.
+        which: tells the ones.
+    """
+    fresh: dict[int, Any] = {}
+    for child in module.modules():
+        slots: dict[str, Any]
+        for slots in (child._parameters, child._buffers):
+            for name, tensor in slots.items():
+                if tensor is None or not which(tensor):
+                    continue
+                if id(tensor) not in fresh:
+                    empty = torch.empty_like(tensor.detach(), device=device)
+                    parameter = isinstance(tensor, nn.Parameter)
+                    fresh[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
+                slots[name] = fresh[id(tensor)]
+
 
 _CPU = torch.device("cpu")
 #: What a load computes stays in ordinary memory up to this share of what is free.

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning_compat import bare_optimizer
+from lightning_autopar.exact.absent.tensor import is_hole
 from lightning_autopar.state import placed
 from lightning_autopar.state.fragments import Fragment, Part
 from lightning_autopar.state.snapshot_files import SPARE, PlainReader, PlainWriter
-from lightning_autopar.strategies.staged.hole import is_hole
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

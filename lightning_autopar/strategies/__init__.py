@@ -1,1 +1,18 @@
-"""How a plan is executed: engines, their launcher, and what keeps a split batch the batch of one device."""
+"""How a plan runs. Here the entrance, in folders the rest.
+
+Modules, in reading order:
+
+    auto          AutoParallelStrategy
+    launcher      from `fit` to a running plan
+    engines       which class executes the plans of which engine. Knows the classes and the plan's engine, nothing else of a plan
+    base/         What every engine shares; knows no engine
+    calibration/  measuring this machine
+    ddp/          engine: DDP and single
+    elastic/      the agent and its snapshots
+    fsdp/         engine: FSDP2
+    parity/       the first batch, probed; engines rehearsed
+    pipeline/     engine: stages
+    preparation/  from a call of the trainer to a plan
+    processes/    workers, and what passes between processes
+    zero/         engine: DeepSpeed's ZeRO
+"""

@@ -10,32 +10,33 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders
-from lightning_autopar.memory.inventory import Inventory, probe
-from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.planning.candidates import check_allow
-from lightning_autopar.planning.report import Report
-from lightning_autopar.planning.run_history import RunHistory
 from lightning_autopar.plans import BUILT_ENGINES, Plan
-from lightning_autopar.state.loader import unwrapped
-from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.batch_rule import Batch
-from lightning_autopar.strategies.decide import CalibrationRule, Settings
-from lightning_autopar.strategies.engine import EngineMixin
+from lightning_autopar.report.report import Report
+from lightning_autopar.report.run_history import RunHistory
+from lightning_autopar.sharing.leases import Leases
+from lightning_autopar.sharing.turn import Turn
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.batch_rule import Batch
+from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.engines import build_engine
-from lightning_autopar.strategies.external import is_alone
 from lightning_autopar.strategies.launcher import AutoLauncher
-from lightning_autopar.strategies.leasing import Leases
-from lightning_autopar.strategies.turns import Turn
-from lightning_autopar.units import parse_memory
+from lightning_autopar.strategies.preparation.decide import CalibrationRule, Settings
+from lightning_autopar.strategies.processes.external import is_alone
+from lightning_autopar.text import parse_memory
 
 
 class AutoParallelStrategy(ParallelStrategy):
     """Chooses how to run a module on the devices that are free now, and runs it: one device, DDP, FSDP2, a pipeline, ZeRO.
 
     Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used:
-    for each device id what :class:`lightning_autopar.strategies.measure.Measured` says, such as ``peak_bytes`` and ``step_seconds``. What a
-    training run took corrects the next prediction for the same module; the variable AUTOPAR_CACHE is the folder that this is kept in, or
-    "off". After an elastic run ``history`` is what happened to it, which its ``save_picture`` draws.
+    for each device id what :class:`lightning_autopar.strategies.base.measure.Measured` says, such as ``peak_bytes`` and ``step_seconds``.
+    What a training run took corrects the next prediction for the same module; the variable AUTOPAR_CACHE is the folder that this is kept
+    in, or "off". After an elastic run ``history`` is what happened to it, which its ``save_picture`` draws.
 
     Args:
         allow: The engines to choose from: "single", "ddp", "fsdp" and "pipeline" by default; "zero" is one where it is named.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.ddp import DDPEngine
-from lightning_autopar.strategies.engine import EngineMixin
-from lightning_autopar.strategies.fsdp import FSDPEngine
-from lightning_autopar.strategies.pipeline import PipelineEngine
-from lightning_autopar.strategies.single import SingleEngine
-from lightning_autopar.strategies.zero import ZeroEngine
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.ddp.strategy import DDPEngine, SingleEngine
+from lightning_autopar.strategies.fsdp.strategy import FSDPEngine
+from lightning_autopar.strategies.pipeline.strategy import PipelineEngine
+from lightning_autopar.strategies.zero.strategy import ZeroEngine
 
 
 def build_engine(assignment: Assignment, *, forked: bool = True) -> EngineMixin:

@@ -27,34 +27,34 @@ from lightning_autopar._lightning_compat import (
     requested_nodes,
     run_arguments,
 )
-from lightning_autopar.strategies import results as handover
-from lightning_autopar.strategies.account import announce_measured, learn, learn_shortage
-from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.decide import consider, decide, decide_again
-from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.strategies.elastic import ElasticRun, moving
-from lightning_autopar.strategies.engine import EngineMixin
-from lightning_autopar.strategies.external import Peers, rerun_script, under_external_launcher
-from lightning_autopar.strategies.external_elastic import RestartableRun, leaving
-from lightning_autopar.strategies.fsdp import FSDPEngine
-from lightning_autopar.strategies.generation import Outcome, run_folder, run_generation
-from lightning_autopar.strategies.growth import growth_for
-from lightning_autopar.strategies.leasing import words
-from lightning_autopar.strategies.pipeline import PipelineEngine
-from lightning_autopar.strategies.predictions import put_together
-from lightning_autopar.strategies.progress import Progress
-from lightning_autopar.strategies.saving import Moving
-from lightning_autopar.strategies.showing import Showing, showing
-from lightning_autopar.strategies.trial import tried
-from lightning_autopar.strategies.waiting import Waiting
-from lightning_autopar.strategies.worker import Job, make_job
-from lightning_autopar.strategies.zero import ZeroEngine
-from lightning_autopar.strategies.zero_deepspeed import import_deepspeed
+from lightning_autopar.sharing.leases import words
+from lightning_autopar.sharing.runs.display import Showing, showing
+from lightning_autopar.sharing.runs.progress import Progress
+from lightning_autopar.sharing.waiting import Waiting
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.gpu_limit import growth_for
+from lightning_autopar.strategies.base.loaders import put_together
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, moving
+from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
+from lightning_autopar.strategies.elastic.saver import Moving
+from lightning_autopar.strategies.fsdp.strategy import FSDPEngine
+from lightning_autopar.strategies.pipeline.strategy import PipelineEngine
+from lightning_autopar.strategies.preparation.decide import consider, decide, decide_again
+from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.learning import announce_measured, learn, learn_shortage
+from lightning_autopar.strategies.preparation.trial import tried
+from lightning_autopar.strategies.processes.external import Peers, rerun_script, under_external_launcher
+from lightning_autopar.strategies.processes.generation import Outcome, run_folder, run_generation
+from lightning_autopar.strategies.processes.handover import results as handover
+from lightning_autopar.strategies.processes.worker import Job, make_job
+from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
+from lightning_autopar.strategies.zero.strategy import ZeroEngine
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_autopar.memory.inventory import Inventory
+    from lightning_autopar.devices.inventory import Inventory
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
 

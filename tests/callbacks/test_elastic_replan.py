@@ -15,13 +15,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_autopar.callbacks import watch as watching
+from lightning_autopar.callbacks import device_watch as watching
 from lightning_autopar.callbacks.elastic import ElasticReplan
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.planning.moving import fits, must_leave
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.planning.moves import fits, must_leave
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.strategies.watching import Wish
+from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.preparation.decision import Decision
 from tests.fakes.runs import FakeRun
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, MIB, cpu, gpu, inventory

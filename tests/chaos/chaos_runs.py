@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.callbacks.migrate import CheckpointMigrate
 from lightning_autopar.plans import ENGINES, Plan
-from lightning_autopar.strategies.decision import Decision
+from lightning_autopar.strategies.preparation.decision import Decision
 
 #: How far a run whose plan changes may be from a plain one, in any loss.
 LOSSES = 1e-5

@@ -24,14 +24,14 @@ import torch
 
 from lightning_autopar.plans import Plan
 from lightning_autopar.state import snapshot
-from lightning_autopar.strategies import boundary
-from lightning_autopar.strategies.decide import decide_again
-from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.strategies.engine import EngineMixin
-from lightning_autopar.strategies.gate import Gate
-from lightning_autopar.strategies.group import RENDEZVOUS_FILE
-from lightning_autopar.strategies.shelf import Shelf
-from lightning_autopar.strategies.watching import Wish
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
+from lightning_autopar.strategies.elastic.snapshot_store import Shelf
+from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.preparation.decide import decide_again
+from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.processes import boundary
+from lightning_autopar.strategies.processes.protocol import Gate
 
 #: Where a worker may be killed. ``outside``: by its agent's process, some time after the batch.
 KILLED = (

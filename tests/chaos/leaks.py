@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.callbacks.migrate import CheckpointMigrate
-from lightning_autopar.memory.inventory import probe
+from lightning_autopar.devices.discover import probe
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.decide import decide_again
-from lightning_autopar.strategies.watching import Wish
+from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.preparation.decide import decide_again
 
 #: Moves that say nothing yet: the first ones import and open what all others use.
 _WARM_UP = 6

@@ -13,7 +13,7 @@ from chaos_runs import Run, compare, fit_plainly, fit_with
 from chaos_schedules import ddp, single
 from chaos_stage import Action
 
-from lightning_autopar.strategies import shelf
+from lightning_autopar.strategies.elastic import snapshot_store as shelf
 
 VARIANT = Variant(seed=6)
 

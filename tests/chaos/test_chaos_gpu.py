@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
-from lightning_autopar.memory.inventory import probe
+from lightning_autopar.devices.discover import probe
 from tests.fresh import fresh
 from tests.nullgpu import control
 

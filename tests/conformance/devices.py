@@ -31,7 +31,7 @@ class Devices:
 
 
 def _gpus(count: int) -> tuple[str, ...]:
-    from lightning_autopar.memory.inventory import probe
+    from lightning_autopar.devices.discover import probe
 
     return tuple(device.id for device in probe(accelerator="cuda").devices[:count])
 

@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 import torch
 
 from benchmarks.memory.stage_rank import GPT, make_plan
-from lightning_autopar.memory.batch import FirstBatch
-from lightning_autopar.memory.trace import trace
-from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Report
-from lightning_autopar.planning.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory
+from lightning_autopar.report.report import Report
+from lightning_autopar.report.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory
 from tests.fakes.values import GIB, cpu, inventory
 from tests.memory.stages import ROWS
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.memory.work import Work
-from lightning_autopar.planning.rates import Collective, Phase, Rates
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Engine
+from lightning_autopar.timing.rates import Collective, Phase, Rates
 
 
 @dataclass(frozen=True, kw_only=True)

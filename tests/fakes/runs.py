@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.strategies.watching import Wish
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.preparation.decision import Decision
 from tests.fakes.rates import PlainRates
 from tests.fakes.values import inventory as make_inventory
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.work import Work
+from lightning_autopar.memory.work.work import Work
 from tests.fakes.values import MIB, block, cpu, footprint, gpu, inventory
 
 HERE = inventory(cpu(0), cpu(1), cpu(2, threads=2), *(gpu(index) for index in range(4)), gpu(4, utilization=0.5), gpu(5, node=1))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_autopar.devices.inventory import Device, Inventory, Link
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.inventory import Device, Inventory, Link
 
 MIB = 1024**2
 GIB = 1024**3

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_autopar.memory import lease_files, ledger, live_files
-from lightning_autopar.memory.ledger import Held, Ledger, Room
+from lightning_autopar.sharing import lease_files, ledger, live_files
+from lightning_autopar.sharing.ledger import Held, Ledger, Room
 
 RUNS, TOTAL, DEVICES = 16, 80, ("gpu:0", "gpu:1", "gpu:2")
 FILES = {live_files.__file__, lease_files.__file__, ledger.__file__}

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from benchmarks.machine import machine
-from lightning_autopar.memory import ledger
-from lightning_autopar.memory.lease_files import LeaseFile, live_leases
-from lightning_autopar.memory.ledger import Held, Ledger, Room, Shortage, ledger_folder
+from lightning_autopar.sharing import ledger
+from lightning_autopar.sharing.lease_files import LeaseFile, live_leases
+from lightning_autopar.sharing.ledger import Held, Ledger, Room, Shortage, ledger_folder
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE.parents[1] / "benchmarks" / "results" / "ledger.json"

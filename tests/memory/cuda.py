@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_autopar.memory.as_cuda import as_cuda
+from lightning_autopar.memory.fakes.as_cuda import as_cuda
 
 aten = torch.ops.aten
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.memory.lease_files import Lease
-from lightning_autopar.memory.queue_files import Place
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.sharing.lease_files import Lease
+from lightning_autopar.sharing.queue import Place
 
 SECOND = 1_000_000_000
 TOTAL = 10

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.memory.stage_rank import GPT
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.trace import trace
 
 MODELS: dict[str, dict[str, Any]] = {
     "narrow": {"width": 64, "depth": 8, "words": 512, "length": 64},

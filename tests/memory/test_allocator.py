@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.allocator import CachingAllocator, OutOfDeviceMemory
-from lightning_autopar.memory.allocator_options import AllocatorOptions, options_from_environment, parse_options
+from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, OutOfDeviceMemory
+from lightning_autopar.memory.allocator.options import AllocatorOptions, options_from_environment, parse_options
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autopar.memory.allowed import ALLOWED_VARIABLE, with_allowed, write_allowed
-from lightning_autopar.memory.inventory import probe
-from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.devices.allowed import ALLOWED_VARIABLE, with_allowed, write_allowed
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.spec import parse_spec
 
 
 @pytest.fixture

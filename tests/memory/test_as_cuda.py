@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_autopar.memory.rehearsal import default_dtype
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.bare_step import default_dtype
+from lightning_autopar.memory.trace.trace import trace
 from tests.memory.cuda import (
     BF16,
     FLOAT,

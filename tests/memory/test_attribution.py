@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_autopar.memory.attribution import Places, account
 from lightning_autopar.memory.footprint import Moment
 from lightning_autopar.memory.tape import Event, Tape
+from lightning_autopar.memory.trace.attribution import Places, account
 from tests.memory.tapes import marks
 
 #: Two candidates; all sizes differ, so that every sum tells what is in it.

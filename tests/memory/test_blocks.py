@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.memory.blocks import BlockWatcher, batch_norms, find_blocks, tied_groups
-from lightning_autopar.memory.tracker import MemoryTracker
+from lightning_autopar.memory.trace.blocks import BlockWatcher, batch_norms, find_blocks, tied_groups
+from lightning_autopar.memory.trace.tracker import MemoryTracker
 from tests.memory.tapes import marks
 
 

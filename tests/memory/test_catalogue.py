@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_autopar.memory.catalogue import KNOWN_DEVICES, KnownDevice, find, find_by_device_name, sustained_share
+from lightning_autopar.devices.catalogue import KNOWN_DEVICES, KnownDevice, find, find_by_device_name, sustained_share
 
 GIB = 2**30
 

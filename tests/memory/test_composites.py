@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_autopar.memory.composites import attention_unfused, composites_as_real
-from lightning_autopar.memory.tracker import MemoryTracker
+from lightning_autopar.memory.fakes.composites import attention_unfused, composites_as_real
+from lightning_autopar.memory.trace.tracker import MemoryTracker
 
 aten = torch.ops.aten
 

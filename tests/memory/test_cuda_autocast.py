@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.memory import cuda_autocast
-from lightning_autopar.memory.as_cuda import as_cuda
+from lightning_autopar.memory.fakes import cuda_autocast
+from lightning_autopar.memory.fakes.as_cuda import as_cuda
 from tests.memory.cuda import (
     BF16,
     DOUBLE,

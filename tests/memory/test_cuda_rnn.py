@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_autopar.memory.as_cuda import as_cuda
-from lightning_autopar.memory.cuda_rnn import reserve_elements
-from lightning_autopar.memory.fake import ShadowValues, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.as_cuda import as_cuda
+from lightning_autopar.memory.fakes.cuda_rnn import reserve_elements
+from lightning_autopar.memory.fakes.fakes import ShadowValues, fake_copy, fake_mode
 from tests.memory.cuda import (
     BF16,
     FLOAT,

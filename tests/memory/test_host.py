@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_autopar.memory.host import host_cores, host_memory
+from lightning_autopar.devices.host import host_cores, host_memory
 
 PHYSICAL = (64_000, 48_000)
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory, Link, probe
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory, Link
 
 GIB = 2**30
 
@@ -195,7 +196,7 @@ def test_an_error_in_the_variable_names_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_the_caller_holds_of_the_host_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_autopar.memory.host.host_memory", lambda: (16 * GIB, 4 * GIB))
+    monkeypatch.setattr("lightning_autopar.devices.host.host_memory", lambda: (16 * GIB, 4 * GIB))
     assert [device.free_bytes for device in probe("2xcpu").devices] == [2 * GIB, 2 * GIB]
     own = probe("2xcpu", own_host_bytes=2 * GIB)
     assert [device.free_bytes for device in own.devices] == [3 * GIB, 3 * GIB]

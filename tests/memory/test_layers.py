@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.trace import trace
 from tests.memory.tapes import levels, marks
 from tests.memory.test_trace import GPT, Block, Module, images, make_trainer, mlp, resnet, tokens, vectors
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.memory.lean import LeanFakeMode, in_place
-from lightning_autopar.memory.tracker import MemoryTracker
+from lightning_autopar.memory.fakes.fake_mode import LeanFakeMode, in_place
+from lightning_autopar.memory.trace.tracker import MemoryTracker
 from tests.memory.test_tracker import NETS, record
 
 aten = torch.ops.aten

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory.inventory import Device, Inventory, probe
-from lightning_autopar.memory.neighbours import NEIGHBOURS_VARIABLE, Neighbour, read_neighbours, with_neighbours, write_neighbours
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.devices.neighbours import NEIGHBOURS_VARIABLE, Neighbour, read_neighbours, with_neighbours, write_neighbours
 
 GIB = 1024**3
 

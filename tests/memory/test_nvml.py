@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory import torchcuda
-from lightning_autopar.memory.inventory import DeviceProcess, Inventory, Link, probe
-from lightning_autopar.memory.nvml import NvmlUnavailable, read_devices, read_links
+from lightning_autopar.devices import torch_cuda as torchcuda
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import DeviceProcess, Inventory, Link
+from lightning_autopar.devices.nvml import NvmlUnavailable, read_devices, read_links
 from tests.fakes import nvml as fake
 from tests.fakes.nvml import GIB, FakeGpu, FakeInstance, FakeNvml
 

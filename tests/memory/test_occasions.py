@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.occasions import checkpoint_bytes, host_bytes, start_bytes, validation_bytes
-from lightning_autopar.memory.predict import predict
+from lightning_autopar.planning.memory import checkpoint_bytes, host_bytes, predict, start_bytes, validation_bytes
 from lightning_autopar.plans import Plan
 from tests.memory.test_predict import FOOTPRINT, INVENTORY, moment, one
 from tests.memory.test_sharded import NAMES

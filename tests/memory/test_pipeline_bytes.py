@@ -15,9 +15,9 @@ from benchmarks.memory.stage_rank import GPT, make_plan, measure_stage, rank_of_
 from lightning_autopar._fork import run_forked
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.parts import Size, parts_of
-from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
 from tests.memory.stages import MODELS, ROWS, footprint_of
 from tests.ranks import run_ranks
 

@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_autopar.memory.fake import as_if_real, fake_copy, fake_mode
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.fakes.fakes import as_if_real, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.predict import predict
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.memory.trace import trace
-from lightning_autopar.memory.values import ShadowValues
+from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.plans import Engine, Plan
 from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes
 from tests.memory.test_trace import GPT, Module, mlp, tokens, vectors

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_autopar.memory import pipeline_bytes, zero_bytes
-from lightning_autopar.memory import predict as prediction
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
-from lightning_autopar.memory.inventory import Device, Inventory
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
-from lightning_autopar.memory.predict import DeviceBytes, communicators, predict
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
+from lightning_autopar.planning import memory as prediction
+from lightning_autopar.planning.memory import DeviceBytes, communicators, predict
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.recompute import recomputed
+from lightning_autopar.strategies.pipeline import memory as pipeline_bytes
+from lightning_autopar.strategies.zero import memory as zero_bytes
 from tests.memory.test_trace import GPT, Module, make_trainer, real_peak_bytes, tokens
 
 INVENTORY = Inventory(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autopar.memory import promised
-from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory
-from lightning_autopar.memory.lease_files import Lease
-from lightning_autopar.memory.promised import is_leased, less_promised, open_ledger, promised_bytes, room_bytes
+from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory
+from lightning_autopar.sharing import ledger as promised
+from lightning_autopar.sharing.lease_files import Lease
+from lightning_autopar.sharing.ledger import is_leased, less_promised, open_ledger, promised_bytes, room_bytes
 
 
 def gpu(*processes: DeviceProcess, free_bytes: int = 80, **options: object) -> Device:

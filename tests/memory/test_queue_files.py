@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autopar.memory import queue_files
-from lightning_autopar.memory.queue_files import PlaceFile, live_places
+from lightning_autopar.sharing import queue as queue_files
+from lightning_autopar.sharing.queue import PlaceFile, live_places
 
 HERE = os.getpid()
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
-from lightning_autopar.memory.noise import without_noise
-from lightning_autopar.memory.recorder import Recorder
+from lightning_autopar._temporary import without_noise
+from lightning_autopar.memory.allocation_recorder import Recorder
 from lightning_autopar.memory.storages import storage_sizes
 
 CPU = torch.device("cpu")

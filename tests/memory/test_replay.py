@@ -17,22 +17,21 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.profiler import profile
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar.memory.allocator import CachingAllocator
-from lightning_autopar.memory.allocator_options import AllocatorOptions
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.exact.step.recompute import recomputed
+from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
+from lightning_autopar.memory.allocator.options import AllocatorOptions
+from lightning_autopar.memory.allocator.play import BUCKET_BYTES, FIRST_BUCKET_BYTES, bucket_sizes, parts_of
+from lightning_autopar.memory.allocator.replay import Replayed, replay
+from lightning_autopar.memory.allocator.tape_parts import read_script
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.free_blocks import Block
-from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
-from lightning_autopar.memory.play import BUCKET_BYTES, FIRST_BUCKET_BYTES, bucket_sizes, parts_of
-from lightning_autopar.memory.play_shards import split_parameter
-from lightning_autopar.memory.predict import predict
-from lightning_autopar.memory.replay import Replayed, replay
-from lightning_autopar.memory.script import read_script
-from lightning_autopar.memory.sharded import Widths
 from lightning_autopar.memory.tape import Action, Kind, Tape
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.recompute import recomputed
+from lightning_autopar.strategies.fsdp.memory import Widths
+from lightning_autopar.strategies.fsdp.replay import split_parameter
+from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
 from tests.memory.measured import make_trainer, real_peak_bytes
 from tests.memory.test_trace import GPT, Module, images, mlp, resnet, tokens, vectors
 
@@ -585,7 +584,7 @@ def test_activations_come_and_go_in_the_order_of_the_real_step(count: int, monke
             said.append(-asked.pop(id(block)))
             super().free(block)
 
-    monkeypatch.setattr("lightning_autopar.memory.replay.CachingAllocator", Watched)
+    monkeypatch.setattr("lightning_autopar.memory.allocator.replay.CachingAllocator", Watched)
     replay(footprint, plan(recompute=names), 0)
 
     def step() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.lease_files import Lease
-from lightning_autopar.memory.reservation import Asking, Need, least, may_ask, quantum_seconds, reserve
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.sharing.lease_files import Lease
+from lightning_autopar.sharing.reservation import Asking, Need, least, may_ask, quantum_seconds, reserve
 from tests.memory.hosts import SECOND, inventory, lease, place
 
 

@@ -13,16 +13,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lightning_autopar
+from lightning_autopar import _version
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.module_hash import module_hash
-from lightning_autopar.memory.residual_cache import add_record, cache_folder, load_records, load_residuals
-from lightning_autopar.memory.residuals import MOST, MOST_BY_OTHERS, RankRecord, Record, Residuals, make_record, make_shortage, plan_shape
+from lightning_autopar.memory.learned.corrections import (
+    MOST,
+    MOST_BY_OTHERS,
+    RankRecord,
+    Record,
+    Residuals,
+    make_record,
+    make_shortage,
+    plan_shape,
+)
+from lightning_autopar.memory.learned.records import add_record, cache_folder, load_records, load_residuals, module_hash
 from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import decide
+from lightning_autopar.report.report import NothingFits
+from lightning_autopar.strategies.preparation import decide
 from tests.fakes.values import MIB, cpu, footprint, inventory
 from tests.strategies.modules import Regression, loader, trainer
 
@@ -315,7 +323,7 @@ def test_residuals_are_of_one_module_precision_and_version(cache: Path, monkeypa
     assert len(load_residuals(Net(), "32-true", here).records) == 1
     assert load_residuals(Net(16), "32-true", here).records == ()
     assert load_residuals(Net(), "bf16-mixed", here).records == ()
-    monkeypatch.setattr(lightning_autopar, "__version__", "0.0.0")
+    monkeypatch.setattr(_version, "__version__", "0.0.0")
     assert load_residuals(Net(), "32-true", here).records == ()
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_autopar.memory.as_cuda import as_cuda
-from lightning_autopar.memory.fake import fake_copy, fake_mode
-from lightning_autopar.memory.rehearsal import default_dtype
+from lightning_autopar.memory.fakes.as_cuda import as_cuda
+from lightning_autopar.memory.fakes.fakes import fake_copy, fake_mode
+from lightning_autopar.memory.trace.bare_step import default_dtype
 from tests.memory.cuda import BF16, FLOAT, saved_bytes
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

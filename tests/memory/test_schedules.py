@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, _ComputationType
 
-from lightning_autopar.memory.schedules import Action, rank_actions
+from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
 
 WORK = {
     _ComputationType.FORWARD: "forward",

@@ -16,8 +16,8 @@ from benchmarks.live_bytes import compiler
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.moments import moments_of
-from lightning_autopar.memory.sharded import Widths, evaluation_communication, fsdp_bytes, sharding_of, unit_of
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.fsdp.memory import Widths, evaluation_communication, fsdp_bytes, sharding_of, unit_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("blocks.0", "blocks.1")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.catalogue import KNOWN_DEVICES
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.devices.catalogue import KNOWN_DEVICES
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.spec import parse_spec
 
 GIB = 2**30
 HOST = (64 * GIB, 48 * GIB)
@@ -189,7 +189,7 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
 
 def test_a_users_bound_on_threads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """``OMP_NUM_THREADS`` is the user's setting: a device doesn't get more threads for there being more cores."""
-    monkeypatch.setattr("lightning_autopar.memory.spec.host_cores", lambda: 8)
+    monkeypatch.setattr("lightning_autopar.devices.spec.host_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [device.threads for device in parse_spec("2xcpu").devices] == [4, 4]
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")

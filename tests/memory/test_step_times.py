@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.step_time_cache import add_step_time, load_step_times
-from lightning_autopar.memory.step_times import StepTime, StepTimes, TimeFactors, disturbance
+from lightning_autopar.memory.learned.step_times import StepTime, StepTimes, TimeFactors, add_step_time, disturbance, load_step_times
 
 CPU2 = ("cpu: CPU", "cpu: CPU")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_autopar.memory.dependence import Input
-from lightning_autopar.memory.operations import operation
-from lightning_autopar.memory.tally import OPTIMIZER, Tally, collected
-from lightning_autopar.memory.work import Work
+from lightning_autopar.memory.work.batch_dependence import Input
+from lightning_autopar.memory.work.operations import operation
+from lightning_autopar.memory.work.tally import OPTIMIZER, Tally, collected
+from lightning_autopar.memory.work.work import Work
 
 aten = torch.ops.aten
 

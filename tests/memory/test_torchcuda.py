@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory import torchcuda
-from lightning_autopar.memory.torchcuda import read_devices
+from lightning_autopar.devices import torch_cuda as torchcuda
+from lightning_autopar.devices.torch_cuda import read_devices
 
 GIB = 2**30
 Run = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
@@ -92,7 +92,7 @@ def test_the_childs_program(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def test_nvml_and_cuda_agree_on_this_machine() -> None:
     import torch
 
-    from lightning_autopar.memory import nvml
+    from lightning_autopar.devices import nvml
 
     before = torch.cuda.is_initialized()
     by_nvml = {each.index: each for each in nvml.read_devices()[0]}

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_autopar.memory.blocks import find_blocks
-from lightning_autopar.memory.trace import FirstBatch, first_batch, trace
+from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.trace import FirstBatch, first_batch, trace
 from lightning_autopar.memory.workspace import Target
 from tests.memory.measured import attached, make_trainer, peak_bytes, real_peak_bytes
 

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from lightning_autopar import plan
 from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import TrainerFn, attach_data
-from lightning_autopar.memory import trace as tracing
-from lightning_autopar.memory.guess import guess
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.memory.trace import FirstBatch, first_batch, trace
-from lightning_autopar.strategies.decide import Settings, decide
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.trace import trace as tracing
+from lightning_autopar.memory.trace.guess import guess
+from lightning_autopar.memory.trace.trace import FirstBatch, first_batch, trace
+from lightning_autopar.strategies.preparation.decide import Settings, decide
 from tests.conformance.zoo import ZOO
 from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes
 from tests.memory.test_trace import GPT, Module, images, mlp, resnet, tokens, vectors

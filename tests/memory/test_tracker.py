@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_autopar.memory.as_cuda import as_cuda
-from lightning_autopar.memory.attribution import Places
-from lightning_autopar.memory.lean import LeanFakeMode
-from lightning_autopar.memory.scratch import Scratch
-from lightning_autopar.memory.tally import collected
+from lightning_autopar.memory.fakes.as_cuda import as_cuda
+from lightning_autopar.memory.fakes.fake_mode import LeanFakeMode
+from lightning_autopar.memory.kernels.cpu import Scratch
 from lightning_autopar.memory.tape import KINDS, Tape
-from lightning_autopar.memory.tracker import MemoryTracker
-from lightning_autopar.memory.work import flops, moved_bytes
+from lightning_autopar.memory.trace.attribution import Places
+from lightning_autopar.memory.trace.tracker import MemoryTracker
+from lightning_autopar.memory.work.tally import collected
+from lightning_autopar.memory.work.work import flops, moved_bytes
 from tests.memory.tapes import levels, marks
 
 aten = torch.ops.aten

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.inventory import Device, DeviceProcess, Inventory
-from lightning_autopar.memory.lease_files import Lease
-from lightning_autopar.memory.queue_files import Place
-from lightning_autopar.memory.turn import SILENT_SECONDS, ahead, idle, left_behind, moments, without
+from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory
+from lightning_autopar.sharing.lease_files import Lease
+from lightning_autopar.sharing.queue import Place
+from lightning_autopar.sharing.reservation import SILENT_SECONDS, ahead, idle, left_behind, moments, without
 from tests.memory.hosts import DEVICES, SECOND, TOTAL, inventory, lease, place
 
 

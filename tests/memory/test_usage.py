@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 import tests.memory.usage_parts
 import tests.memory.usage_steps  # noqa: F401
-from lightning_autopar.memory.batch import tensors_of
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.first_batch import tensors_of
+from lightning_autopar.memory.trace.trace import trace
 from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes
 from tests.memory.usage import USAGES
 

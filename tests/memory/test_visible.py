@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_autopar.memory.visible import cuda_order, visible_uuids
+from lightning_autopar.devices.nvml import cuda_order, visible_uuids
 
 GPUS = ["GPU-aa1", "GPU-aa2", "GPU-b3"]
 INSTANCES = ["MIG-aa1", "MIG-c2"]

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.operations import operation
-from lightning_autopar.memory.trace import trace
-from lightning_autopar.memory.work import Work, flops, moved_bytes
-from lightning_autopar.planning.scaling import scaled
+from lightning_autopar.memory.scaling import scaled
+from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.memory.work.operations import operation
+from lightning_autopar.memory.work.work import Work, flops, moved_bytes
 from tests.memory.test_trace import GPT, Block, Module, make_trainer, mlp, resnet
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from lightning_autopar.memory.catalogue import KNOWN_DEVICES
+from lightning_autopar.devices.catalogue import KNOWN_DEVICES
+from lightning_autopar.devices.discover import probe
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import probe
 from lightning_autopar.memory.workspace import (
     KIB,
     MIB,

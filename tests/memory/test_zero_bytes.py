@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.memory_zero import GOAL, MODELS, RESULTS, ROWS, Case, cases
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.trace import trace
-from lightning_autopar.memory.zero_bytes import ZeroSettings, zero_bytes, zero_host_bytes
-from lightning_autopar.memory.zero_layers import course_of, layers_of
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.plans import OFFLOADS, Plan
+from lightning_autopar.strategies.zero.gather_groups import course_of, layers_of
+from lightning_autopar.strategies.zero.memory import ZeroSettings, zero_bytes, zero_host_bytes
 from tests.memory.test_pipeline_bytes import hand_made
 
 #: A bucket of nothing to speak of: what is left are states and activations.

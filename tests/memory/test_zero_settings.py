@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_autopar.memory.zero_settings import ZeroSettings, settings_of, zero_settings
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.zero.settings import ZeroSettings, settings_of, zero_settings
 from tests.fakes.values import footprint
 
 LIGHTNINGS = ZeroSettings()

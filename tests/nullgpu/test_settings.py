@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 DEVICES = """
 import json
-from lightning_autopar.memory import nvml
+from lightning_autopar.devices import nvml
 devices, links, notes = nvml.read_devices()
 print(json.dumps({
     "devices": [[d.id, d.index, d.name, d.total_bytes, d.free_bytes, [[p.pid, p.used_bytes] for p in d.processes], d.utilization, d.error]

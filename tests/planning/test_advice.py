@@ -3,17 +3,17 @@ from typing import Any
 
 import pytest
 
+from lightning_autopar.constraints import Constraints, SplitFinding
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint, Moment
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.memory.work import Work
+from lightning_autopar.memory.scaling import drawn_by_rank, scaled
+from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning import advice as subject
 from lightning_autopar.planning import refusals
-from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Advice, NothingFits, Report
-from lightning_autopar.planning.scaling import drawn_by_rank, scaled
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import Advice, NothingFits, Report
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
 #: Without what would help by itself wherever a little memory is missing.

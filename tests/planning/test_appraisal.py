@@ -2,16 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_autopar.memory.occasions import host_bytes
-from lightning_autopar.memory.residuals import Residuals, plan_shape
-from lightning_autopar.memory.step_times import StepTime, StepTimes
-from lightning_autopar.planning import runnable
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.memory.learned.corrections import Residuals, plan_shape
+from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
+from lightning_autopar.planning import refusals as runnable
 from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, alike_first, links_seconds, simplicity
-from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.planning.memory import host_bytes
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import OFFLOADS, Plan
-from lightning_autopar.units import format_bytes
+from lightning_autopar.report.report import Candidate
+from lightning_autopar.text import format_bytes
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
 SINGLE = Plan(engine="single", devices=("cpu:0",))

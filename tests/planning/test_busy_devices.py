@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Inventory, busy_share
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory
 from lightning_autopar.planning.appraisal import WORTH_DISTURBING
-from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Report
-from lightning_autopar.planning.roofline import busy_share
+from lightning_autopar.report.report import Report
 from tests.fakes.values import GIB, MIB, footprint, gpu, inventory
 
 

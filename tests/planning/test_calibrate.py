@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.inventory import Device, Inventory, Link
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.memory.work import Work, WorkKind
-from lightning_autopar.planning.calibrate import HOST, Calibrated, device_key, group_key
-from lightning_autopar.planning.calibrate_curves import Calibration, Curve
-from lightning_autopar.planning.calibrate_words import collective_lines, speeds
-from lightning_autopar.planning.data_sheet import DataSheet
-from lightning_autopar.planning.rates import Collective, Phase, Rates
+from lightning_autopar.cli.devices import collective_lines, speeds
+from lightning_autopar.devices.inventory import Device, Inventory, Link
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.work.work import Work, WorkKind
 from lightning_autopar.plans import Engine
+from lightning_autopar.timing.curves import Calibration, Curve
+from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_rates import HOST, Calibrated, device_key, group_key
+from lightning_autopar.timing.rates import Collective, Phase, Rates
 from tests.fakes.values import gpu, inventory
 
 GIB = 2**30

@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Link
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.inventory import Link
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.blocks import recomputable_order, with_recompute
+from lightning_autopar.planning.block_units import recomputable_order, with_recompute
 from lightning_autopar.planning.candidates import Option, enumerate_candidates, micro_batch_counts, variant_runs
-from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.plans import Plan
 from tests.fakes.values import GIB, block, cpu, footprint, gpu, inventory
 

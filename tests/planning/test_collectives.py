@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.inventory import Device, Inventory, Link
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.collectives import collective_seconds, group_bandwidth, pair_bandwidths, topology
-from lightning_autopar.planning.rates import COLLECTIVES, Collective
+from lightning_autopar.devices.inventory import Device, Inventory, Link
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.timing.collectives import collective_seconds, group_bandwidth, pair_bandwidths, topology
+from lightning_autopar.timing.rates import COLLECTIVES, Collective
 from tests.fakes.values import GIB, MIB, cpu, gpu, inventory
 
 HOST = (64 * GIB, 64 * GIB)

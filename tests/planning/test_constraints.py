@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.planning.constraints import Constraints, check_allow
+from lightning_autopar.constraints import Constraints, check_allow
 from tests.fakes.values import GIB, cpu
 
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.catalogue import KNOWN_DEVICES, find
-from lightning_autopar.memory.work import Work
-from lightning_autopar.planning.data_sheet import DataSheet
-from lightning_autopar.planning.timing_kernels import KERNEL_SECONDS, kernel_seconds
+from lightning_autopar.devices.catalogue import KNOWN_DEVICES, find
+from lightning_autopar.memory.work.work import Work
+from lightning_autopar.timing.data_sheet import KERNEL_SECONDS, DataSheet, kernel_seconds
 from tests.fakes.values import GIB, cpu, gpu, inventory
 
 SHEET = DataSheet()

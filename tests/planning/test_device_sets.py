@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory.inventory import Inventory, Link
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Inventory, Link
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.planning.device_sets import coarse_sizes, device_sets, islands, largest_size, single_sets, sizes_between
 from tests.fakes.values import GIB, cpu, gpu, inventory
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_autopar.memory.allocator_options import AllocatorOptions
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.memory.allocator.options import AllocatorOptions
+from lightning_autopar.memory.allocator.replay import replay
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, Moment
-from lightning_autopar.memory.inventory import Device, Inventory
-from lightning_autopar.memory.predict import predict
-from lightning_autopar.memory.replay import replay
 from lightning_autopar.memory.tape import Tape
-from lightning_autopar.memory.trace import trace
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.candidates import Constraints
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Candidate, NothingFits, Report
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import Candidate, NothingFits, Report
 from tests.memory.test_trace import GPT, Module, tokens
 
 MIB, GIB = 1 << 20, 1 << 30

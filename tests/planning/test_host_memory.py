@@ -2,15 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_autopar.memory.occasions import host_bytes
-from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.planning.appraisal import Appraiser
-from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.host_memory import HostNeed, host_need
+from lightning_autopar.planning.memory import host_bytes
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import NothingFits
 from lightning_autopar.plans import OFFLOADS, Plan
-from lightning_autopar.units import format_bytes
+from lightning_autopar.report.report import NothingFits
+from lightning_autopar.text import format_bytes
 from tests.fakes.values import GIB, MIB, footprint, gpu, inventory
 
 #: 8 GiB of parameters, 16 GiB of optimizer state: more than a card of 24 GB has, for a plan without offload.

@@ -11,11 +11,11 @@ from hypothesis import Phase, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.changes import changes, usable
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.planning.changes import changes, usable
-from lightning_autopar.planning.constraints import Constraints
-from lightning_autopar.planning.moving import (
+from lightning_autopar.planning.moves import (
     LONGEST_WAIT_SECONDS,
     History,
     Pace,
@@ -31,10 +31,10 @@ from lightning_autopar.planning.moving import (
     same_plan,
 )
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Candidate, Report
 from lightning_autopar.planning.timing import predict_seconds
-from lightning_autopar.planning.timing_seconds import Seconds
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import Candidate, Report
+from lightning_autopar.timing.step import Seconds
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, MIB, cpu, gpu, inventory

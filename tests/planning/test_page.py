@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.constraints import Constraints
-from lightning_autopar.planning.page_figure import ticks
-from lightning_autopar.planning.page_markup import element, fragment, percent, share
-from lightning_autopar.planning.page_style import contrast, on_color
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import NothingFits, Report
-from lightning_autopar.planning.timeline import timeline
-from lightning_autopar.units import format_bytes
+from lightning_autopar.report.page.figure import ticks
+from lightning_autopar.report.page.markup import element, fragment, percent, share
+from lightning_autopar.report.page.step import timeline
+from lightning_autopar.report.page.style import contrast, on_color
+from lightning_autopar.report.report import NothingFits, Report
+from lightning_autopar.text import format_bytes
 from tests.fakes.pages import NASTY, Parsed, pipelined
 from tests.fakes.values import GIB, MIB, footprint, gpu, inventory
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from lightning_autopar.planning.partition import Table, partition
+from lightning_autopar.strategies.pipeline.partition import Table, partition
 
 
 def by_hand(seconds: list[Table], cuttable: list[bool]) -> tuple[float, float] | None:

@@ -12,15 +12,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.constraints import Constraints
-from lightning_autopar.planning.page_figure import Figure, Row
-from lightning_autopar.planning.page_markup import rect
-from lightning_autopar.planning.picture import Picture, picture_of
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Candidate, NothingFits, Report
-from lightning_autopar.planning.run_history import Mark, RunHistory
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.page.figure import Figure, Row
+from lightning_autopar.report.page.markup import rect
+from lightning_autopar.report.page.picture import Picture, picture_of
+from lightning_autopar.report.report import Candidate, NothingFits, Report
+from lightning_autopar.report.run_history import Mark, RunHistory
 from tests.fakes.pages import HISTORY, NASTY, pipelined
 from tests.fakes.values import GIB, footprint, gpu, inventory
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.stage_rank import GPT, make_plan
-from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.predict import predict
-from lightning_autopar.memory.trace import trace
-from lightning_autopar.planning.constraints import Constraints, SplitFinding
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Report
 from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import Report
 from tests.fakes.values import cpu, inventory
 from tests.memory.stages import ROWS
 

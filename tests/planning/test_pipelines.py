@@ -10,19 +10,19 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.memory.stage_rank import make_plan
+from lightning_autopar.constraints import Constraints, SplitFinding
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.pipeline_bytes import pipeline_bytes
 from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser
-from lightning_autopar.planning.blocks import cuttable
-from lightning_autopar.planning.constraints import Constraints, SplitFinding
-from lightning_autopar.planning.part_seconds import device_speeds, part_seconds
-from lightning_autopar.planning.pipelines import pipeline_plans
+from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import NothingFits, Report
-from lightning_autopar.planning.runnable import cannot_run
-from lightning_autopar.planning.stages import in_flight, stage_seconds, stage_tables
+from lightning_autopar.planning.refusals import cannot_run
+from lightning_autopar.planning.timing import device_speeds, part_seconds
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import NothingFits, Report
+from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
+from lightning_autopar.strategies.pipeline.partition import in_flight, stage_seconds, stage_tables
+from lightning_autopar.strategies.pipeline.plans import pipeline_plans
 from tests.fakes.values import MIB, cpu, footprint, inventory
 from tests.memory.stages import MODELS, footprint_of
 

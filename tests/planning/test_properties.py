@@ -12,16 +12,16 @@ from hypothesis import Phase, assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Device, Inventory, Link
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.inventory import Device, Inventory, Link
 from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser
-from lightning_autopar.planning.blocks import recomputable
+from lightning_autopar.planning.block_units import recomputable
 from lightning_autopar.planning.candidates import build_plan, micro_batch_counts, variants
-from lightning_autopar.planning.constraints import Constraints
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import NothingFits, Report
-from lightning_autopar.planning.runnable import cannot_run
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import NothingFits, Report
 from tests.fakes.values import GIB, MIB, block, cpu, footprint, gpu, inventory
 
 #: Nothing is shrunk: on a busy machine that takes minutes, and these examples are small.

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from lightning_autopar.constraints import Constraints, SplitFinding
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import LayerFootprint
-from lightning_autopar.memory.spec import parse_spec
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.planning import refusals
 from lightning_autopar.planning.candidates import Option, enumerate_candidates, notes_of, ruled_out
-from lightning_autopar.planning.constraints import Constraints, SplitFinding
 from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal
 from lightning_autopar.plans import Plan
 from tests.fakes.values import cpu, footprint, gpu, inventory

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning import runnable
-from lightning_autopar.planning.breakdown import by_category, by_part
-from lightning_autopar.planning.constraints import Constraints, SplitFinding
+from lightning_autopar.constraints import Constraints, SplitFinding
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.planning import refusals as runnable
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.report import Candidate, NothingFits, Report, Seconds, devices_label
-from lightning_autopar.planning.table import time_words
 from lightning_autopar.plans import BUILT_ENGINES, Engine, Plan
+from lightning_autopar.report.report import Candidate, NothingFits, Report, Seconds, devices_label
+from lightning_autopar.report.table import by_category, by_part, time_words
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from lightning_autopar.memory.inventory import Device
-from lightning_autopar.memory.work import Work
-from lightning_autopar.planning.data_sheet import DataSheet
-from lightning_autopar.planning.python_calls import DRAW
-from lightning_autopar.planning.roofline import computing_dtype, idle_share, layout_of, part_load, update_load
-from lightning_autopar.planning.scaling import drawn_by_rank
+from lightning_autopar.devices.inventory import Device, idle_share
+from lightning_autopar.memory.scaling import drawn_by_rank
+from lightning_autopar.memory.work.work import Work
+from lightning_autopar.strategies.fsdp.timing import DRAW
+from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.roofline import computing_dtype, layout_of, part_load, update_load
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu

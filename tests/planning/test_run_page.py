@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_autopar.planning.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory, mark_levels
+from lightning_autopar.report.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory, mark_levels
 from tests.fakes.pages import HISTORY, LOSSES, NASTY, Parsed
 from tests.fakes.values import GIB
 

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.planning import runnable
-from lightning_autopar.planning.runnable import cannot_run
+from lightning_autopar.planning import refusals as runnable
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 
 TWO = ("cpu:0", "cpu:1")

@@ -1,8 +1,8 @@
 from dataclasses import replace
 
 from lightning_autopar.memory.footprint import LayerFootprint, Moment
+from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.tape import Tape
-from lightning_autopar.planning.scaling import scaled
 from tests.fakes.values import MIB, footprint
 
 

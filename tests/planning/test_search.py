@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.memory.stage_rank import GPT
 from benchmarks.referee.judge import Referee
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.memory.trace import trace
-from lightning_autopar.planning.constraints import Constraints
+from lightning_autopar.memory.scaling import scaled
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.scaling import scaled
 from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import Plan
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.sweep_exact import TooMany, best_schedule
-from lightning_autopar.planning.sweep import at_most, schedule
-from lightning_autopar.planning.sweep_jobs import Job, Placed, Schedule, Seat, SweepDevice, Way, check_schedule
-from lightning_autopar.planning.sweep_listing import Listing
+from lightning_autopar.sharing.sweep.jobs import Job, Placed, Schedule, Seat, SweepDevice, Way, check_schedule
+from lightning_autopar.sharing.sweep.scheduler import Listing, at_most, schedule
 
 
 def devices_of(*kinds: str, free_bytes: int = 16) -> list[SweepDevice]:
@@ -91,7 +90,7 @@ def test_small_sweeps_come_close_to_the_best_schedule() -> None:
 
 def brute_force(jobs: list[Job], devices: list[SweepDevice]) -> float:
     """Every order, way and set of devices, each job as early as these are free."""
-    from lightning_autopar.planning.sweep_jobs import seatings
+    from lightning_autopar.sharing.sweep.jobs import seatings
 
     def go(left: frozenset[int], free_at: tuple[float, ...]) -> float:
         if not left:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_autopar.planning.sweep_jobs import Job, Seat, SweepDevice, Way
-from lightning_autopar.planning.sweep_tail import Underway, widened
+from lightning_autopar.sharing.sweep.jobs import Job, Seat, SweepDevice, Way
+from lightning_autopar.sharing.sweep.sweep_tail import Underway, widened
 
 DEVICES = [SweepDevice(id=f"d{index}", kind="a", free_bytes=10) for index in range(4)]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_autopar.planning.sweep_jobs import SweepDevice
-from lightning_autopar.planning.sweep_ways import devices_of, scaled, ways_of
+from lightning_autopar.sharing.sweep.jobs import SweepDevice, devices_of, scaled, ways_of
 
 GiB = 2**30
 

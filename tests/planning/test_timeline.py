@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.planning.timeline import Span, timeline
 from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.page.step import Span, timeline
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import BLOCKS, GPUS, HERE, traced
 from tests.fakes.values import MIB

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.inventory import Link
-from lightning_autopar.memory.zero_settings import ZeroSettings
-from lightning_autopar.planning.python_calls import SHARDED_OPERATION
+from lightning_autopar.devices.inventory import Link
 from lightning_autopar.planning.timing import Seconds, Wire, device_speed, predict_seconds
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.fsdp.timing import SHARDED_OPERATION
+from lightning_autopar.strategies.zero.settings import ZeroSettings
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import BLOCKS, GPUS, HERE, traced
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.schedules import Action
-from lightning_autopar.planning.timing_pipeline import Stages, pipeline_ends, play
 from lightning_autopar.plans import Schedule
+from lightning_autopar.strategies.pipeline.schedules import Action
+from lightning_autopar.strategies.pipeline.timing import Stages, pipeline_ends, play
 
 
 def stages(

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.predict import predict
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.memory.work import moved_bytes
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.work.work import moved_bytes
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.planning.what_if import eight_bit, fused, one_more, unbounded_host, validated
 from lightning_autopar.plans import Plan
@@ -46,7 +46,7 @@ class Layers(L.LightningModule):
 
 @cache
 def traced(optimizer: str = "AdamW", clip: bool = False, **arguments: Any) -> Footprint:
-    from lightning_autopar.memory.trace import trace
+    from lightning_autopar.memory.trace.trace import trace
 
     with torch.device("meta"):
         module = Layers(optimizer, clip, arguments)

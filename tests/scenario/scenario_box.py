@@ -24,10 +24,10 @@ from typing import Any
 
 from scenario_runs import DEVICE_BYTES, DEVICES, SPECS, Spec, train
 
-from lightning_autopar.memory.lease_files import live_leases
-from lightning_autopar.memory.neighbours import Neighbour, write_neighbours
-from lightning_autopar.memory.queue_files import live_places
-from lightning_autopar.strategies.run_requests import runs
+from lightning_autopar.devices.neighbours import Neighbour, write_neighbours
+from lightning_autopar.sharing.lease_files import live_leases
+from lightning_autopar.sharing.queue import live_places
+from lightning_autopar.sharing.runs.requests import runs
 
 #: When the stranger comes, when it goes, to which device, and for which share of what is left of it then.
 STRANGER = ((9.0, 20.0, "cpu:1", 0.9), (24.0, 30.0, "cpu:0", 0.5))

@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib import style
 from matplotlib.figure import Figure
 
-from lightning_autopar.planning.page_style import ALARM, FAINT, INK, OTHERS, PAPER, PLANS
+from lightning_autopar.report.page.style import ALARM, FAINT, INK, OTHERS, PAPER, PLANS
 
 _MIB = 1 << 20
 _STATES = {"queued": ("#ffffff", "//"), "parked": ("#e4e5e8", ".."), "moving": (ALARM, None), "planning": (FAINT, None)}

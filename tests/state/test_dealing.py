@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_autopar.exact.data.share import Dealing
 from lightning_autopar.plans import deal
-from lightning_autopar.state.dealing import Dealing
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
 

@@ -27,11 +27,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lightning_autopar.exact.data import order as order_module
+from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
+from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.data.track import Progress
 from lightning_autopar.plans import deal
-from lightning_autopar.state import order as order_module
-from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.loader import BatchShare, ExactLoader, is_loader_state
-from lightning_autopar.state.track import Progress
 
 
 class Numbers(Dataset):

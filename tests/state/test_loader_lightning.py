@@ -7,8 +7,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_autopar.state.loader import ExactLoader
-from lightning_autopar.state.track import fit_progress
+from lightning_autopar.exact.data.loader import ExactLoader
+from lightning_autopar.exact.data.track import fit_progress
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.memory.inventory import probe
+from lightning_autopar.devices.discover import probe
 from lightning_autopar.state import placed
 from tests.fresh import fresh
 

@@ -25,7 +25,7 @@ from transformers import (
 from lightning_autopar import AutoParallelStrategy, Plan, load_pretrained
 from lightning_autopar.state import pretrained
 from lightning_autopar.state.pretrained import shapes_only, without_values
-from lightning_autopar.strategies import prospect
+from lightning_autopar.strategies.preparation import prospect
 
 MIB = 1024**2
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_autopar.state import scratch
-from lightning_autopar.state.scratch import Scratch, hand_back_pages, parameters_in, save_lean
+from lightning_autopar.state import scratch_files as scratch
+from lightning_autopar.state.scratch_files import Scratch, hand_back_pages, parameters_in, save_lean
 
 SHAPE = (1024, 1024)  # 4 MiB
 

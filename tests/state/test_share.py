@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
+from lightning_autopar.exact.data.rows import take_rows
+from lightning_autopar.exact.data.share import BatchShare, Dealing, cut, share_of
 from lightning_autopar.plans import deal
-from lightning_autopar.state.collate import CollateAll, CollateRows, CollateSamples
-from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.rows import take_rows
-from lightning_autopar.state.share import BatchShare, cut, share_of
 
 UNEVEN = Dealing(deal((1, 2)))
 Pair = namedtuple("Pair", "x y")

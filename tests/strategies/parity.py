@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar.memory.residuals import Residuals
-from lightning_autopar.planning.report import Candidate
+from lightning_autopar.exact.step.draws import DrawPlan
+from lightning_autopar.memory.learned.corrections import Residuals
 from lightning_autopar.plans import Engine, Plan
+from lightning_autopar.report.report import Candidate
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies import launcher
-from lightning_autopar.strategies.assignment import Assignment
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.strategies.draws import DrawPlan
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.preparation.decision import Decision
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 

@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 from parity import QUIET, _decided
 from torch.utils.data import DataLoader
 
+from lightning_autopar.exact import random_state as rng
 from lightning_autopar.plans import Plan, Schedule
-from lightning_autopar.state import rng
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.staged.record import record
-from lightning_autopar.strategies.staged.recording import Staging
+from lightning_autopar.strategies.pipeline.stages.record import record
+from lightning_autopar.strategies.pipeline.stages.recording import Staging
 
 
 def pipeline(cuts: Sequence[str], *, schedule: Schedule = "gpipe", micro_batches: int = 4, ranks: int | None = None, **more: Any) -> Plan:

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar.memory.step_time_cache import load_step_times
-from lightning_autopar.memory.step_times import LEAST, MOST
-from lightning_autopar.strategies import account
+from lightning_autopar.memory.learned.step_times import LEAST, MOST, load_step_times
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.engine import EngineMixin
-from lightning_autopar.strategies.failure import LACKED
+from lightning_autopar.strategies.base.failure import LACKED
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.preparation import learning as account
 
 
 class Module(L.LightningModule):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.strategies import generation
+from lightning_autopar.strategies.processes import generation
 
 
 class Net(pl.LightningModule):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, Batch
-from lightning_autopar.strategies import random_ops
+from lightning_autopar.exact.step import random_operators as random_ops
 
 
 @pytest.mark.parametrize(

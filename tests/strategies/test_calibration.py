@@ -19,17 +19,20 @@ import torch
 
 from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import TrainerFn
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.memory.work import Work
-from lightning_autopar.planning.calibrate import HOST, Calibrated
-from lightning_autopar.planning.calibrate_cache import keep_calibration, load_calibration
-from lightning_autopar.planning.calibrate_curves import Calibration, Curve
-from lightning_autopar.planning.data_sheet import DataSheet
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import calibration, calibration_cases, calibration_ranks, calibration_steps, decide
-from lightning_autopar.strategies.calibration import Measurement
-from lightning_autopar.strategies.decide import Settings
+from lightning_autopar.strategies.calibration import calibration
+from lightning_autopar.strategies.calibration import device_curves as calibration_cases
+from lightning_autopar.strategies.calibration import ranks as calibration_ranks
+from lightning_autopar.strategies.calibration import steps as calibration_steps
+from lightning_autopar.strategies.calibration.calibration import Measurement
+from lightning_autopar.strategies.preparation import decide
+from lightning_autopar.strategies.preparation.decide import Settings
+from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
+from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_rates import HOST, Calibrated
 
 ADD = Curve(subject="cpu/1", thing="add", dtype="fp32", sizes=(1.0,), seconds=(0.5,))
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory.inventory import Inventory, probe
-from lightning_autopar.memory.promised import open_ledger
-from lightning_autopar.planning.calibrate import device_key, group_key
-from lightning_autopar.planning.calibrate_cache import load_calibration
-from lightning_autopar.planning.calibrate_curves import Calibration, Curve
-from lightning_autopar.strategies import calibration, calibration_devices
-from lightning_autopar.strategies.calibration import Measurement
-from lightning_autopar.strategies.calibration_devices import ROOM_BYTES
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.sharing.ledger import open_ledger
+from lightning_autopar.strategies.calibration import calibration
+from lightning_autopar.strategies.calibration import devices as calibration_devices
+from lightning_autopar.strategies.calibration.calibration import Measurement
+from lightning_autopar.strategies.calibration.devices import ROOM_BYTES
+from lightning_autopar.timing.curves import Calibration, Curve, load_calibration
+from lightning_autopar.timing.measured_rates import device_key, group_key
 from tests.fakes.nvml import GIB, FakeGpu, FakeInstance, FakeNvml
 
 H100 = "cuda/NVIDIA H100 80GB HBM3"
@@ -154,7 +155,7 @@ def test_what_others_were_promised_is_not_taken(host: Callable[..., FakeNvml], m
     ledger, inventory = open_ledger(), probe()
     assert ledger is not None
     held = ledger.claim({"GPU-1": 78 * GIB}, lambda: lambda leases: {device.id: device.free_bytes for device in inventory.devices}, run="b")
-    monkeypatch.setattr("lightning_autopar.strategies.leasing._is_own", lambda lease: False)  # it is another process's
+    monkeypatch.setattr("lightning_autopar.sharing.leases._is_own", lambda lease: False)  # it is another process's
     seen = stand_in(monkeypatch)
     calibration.calibrate(inventory)
     assert seen == [["GPU-0"], ["GPU-0", "GPU-2"]]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_autopar.memory.inventory import probe
-from lightning_autopar.planning.calibrate import HOST, device_key, group_key
-from lightning_autopar.strategies import calibration
-from lightning_autopar.strategies.calibration_devices import may_be_measured
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.strategies.calibration import calibration
+from lightning_autopar.strategies.calibration.devices import may_be_measured
+from lightning_autopar.timing.measured_rates import HOST, device_key, group_key
 from tests.nullgpu.control import on_stub
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -33,10 +33,11 @@ from torchmetrics import MeanMetric
 
 from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import mute_hooks
-from lightning_autopar.strategies import carried_files, pickling, results
-from lightning_autopar.strategies.carried import carry, take_over
-from lightning_autopar.strategies.carried_loggers import carry_loggers_in
-from lightning_autopar.strategies.staged.hole import hole_like
+from lightning_autopar.exact.absent.tensor import hole_like
+from lightning_autopar.state.objects import pickles as pickling
+from lightning_autopar.strategies.processes.handover import carried_files, results
+from lightning_autopar.strategies.processes.handover.carry import carry, take_over
+from lightning_autopar.strategies.processes.handover.loggers import carry_loggers_in
 
 
 class Note:

@@ -12,9 +12,9 @@ from torch.nn.functional import mse_loss
 from written import Averaged, Exchanging, FollowedByHook, InPlace, Normed, Penalised, Sharing, Spectral, Tying
 
 from lightning_autopar.memory.footprint import Conduct
-from lightning_autopar.memory.trace import FirstBatch, trace
-from lightning_autopar.planning.blocks import shardable
-from lightning_autopar.strategies.confirm import unstaged
+from lightning_autopar.memory.trace.trace import FirstBatch, trace
+from lightning_autopar.planning.block_units import shardable
+from lightning_autopar.strategies.preparation.prospect import unstaged
 
 
 def seen(module: Any) -> Conduct:

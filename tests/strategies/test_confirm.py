@@ -13,9 +13,10 @@ from test_decide import Stack, pinned, plan, staged, trainer_for
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import NothingFits
-from lightning_autopar.strategies import confirm, findings
-from lightning_autopar.strategies.staged.finding import StagingFinding
-from lightning_autopar.strategies.staged.recording import Staging
+from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding
+from lightning_autopar.strategies.pipeline.stages.recording import Staging
+from lightning_autopar.strategies.preparation import findings
+from lightning_autopar.strategies.preparation import prospect as confirm
 
 
 @pytest.mark.parametrize("found", ["right", "wrong", "unknown"])

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.lease_files import Lease
-from lightning_autopar.memory.queue_files import Place
-from lightning_autopar.strategies import courtesy
-from lightning_autopar.strategies.courtesy import Courtesy
-from lightning_autopar.strategies.watching import Wish
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.sharing.lease_files import Lease
+from lightning_autopar.sharing.queue import Place
+from lightning_autopar.strategies.elastic import preemption as courtesy
+from lightning_autopar.strategies.elastic.preemption import Courtesy
+from lightning_autopar.strategies.elastic.watcher import Wish
 from tests.fakes.runs import FakeRun
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, cpu, inventory

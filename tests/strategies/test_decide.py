@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, NothingFits
 from lightning_autopar._lightning_compat import TrainerFn, attach_data
-from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import decide as deciding
-from lightning_autopar.strategies import findings
-from lightning_autopar.strategies.decide import Settings, decide
-from lightning_autopar.strategies.decision import Decision
+from lightning_autopar.strategies.preparation import decide as deciding
+from lightning_autopar.strategies.preparation import findings
+from lightning_autopar.strategies.preparation.decide import Settings, decide
+from lightning_autopar.strategies.preparation.decision import Decision
 
 
 class Custom(Exception):

@@ -6,9 +6,9 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_autopar.memory.inventory import Device, Inventory
+from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.diary import PARKED, Diary
+from lightning_autopar.strategies.elastic.history import PARKED, Diary
 
 
 def _decision(device: str) -> Any:

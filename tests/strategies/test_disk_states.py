@@ -16,9 +16,9 @@ from test_host_optimizers import CASES, groups, parameters, tensors, train
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_autopar.strategies import disk_states
-from lightning_autopar.strategies.disk_states import DiskStates, disk_folder, no_disk
-from lightning_autopar.strategies.host_optimizers import on_host
+from lightning_autopar.strategies.base.host_optimizers import on_host
+from lightning_autopar.strategies.zero import disk as disk_states
+from lightning_autopar.strategies.zero.disk import DiskStates, disk_folder, no_disk
 
 PAGE = os.sysconf("SC_PAGESIZE")
 _open: list[DiskStates] = []

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_autopar.exact.data.share import BatchShare, Dealing, cut, share_of
+from lightning_autopar.exact.step.draws import Draw, DrawPlan, GlobalDraws, Rows, guess, memory_order
+from lightning_autopar.exact.step.random_operators import _native_dropout
 from lightning_autopar.plans import deal
-from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.share import BatchShare, cut, share_of
-from lightning_autopar.strategies.draws import Draw, DrawPlan, GlobalDraws, Rows, guess, memory_order
-from lightning_autopar.strategies.observe import observe
-from lightning_autopar.strategies.random_ops import _native_dropout
+from lightning_autopar.strategies.parity.draw_probe import observe
 
 Step = Callable[[Tensor], Tensor]
 

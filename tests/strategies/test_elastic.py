@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, ElasticReplan, Plan
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.memory.neighbours import Neighbour, write_neighbours
-from lightning_autopar.strategies import elastic
-from lightning_autopar.strategies.agent import Agent
-from lightning_autopar.strategies.run_files import Request, RunStatus
-from lightning_autopar.strategies.run_requests import ask, runs, yield_run
-from lightning_autopar.strategies.watching import Wish
+from lightning_autopar.devices.neighbours import Neighbour, write_neighbours
+from lightning_autopar.sharing.runs.requests import ask, runs, yield_run
+from lightning_autopar.sharing.runs.status import Request, RunStatus
+from lightning_autopar.strategies.elastic import elastic_run as elastic
+from lightning_autopar.strategies.elastic.agent import Agent
+from lightning_autopar.strategies.elastic.watcher import Wish
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 BUDGET_BYTES = 1024**3

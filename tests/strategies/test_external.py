@@ -18,9 +18,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from lightning_autopar.memory.inventory import Inventory, probe
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.external import Peers
+from lightning_autopar.strategies.processes.external import Peers
 from tests.fakes.nvml import FakeGpu, FakeNvml
 from tests.processes import ForkedScript, lean_path
 
@@ -32,7 +33,7 @@ warnings.simplefilter("ignore")
 import lightning.pytorch as pl, torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
-from lightning_autopar.strategies import peer_watch
+from lightning_autopar.strategies.processes import peer_watch
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 
 peer_watch.STOPPED_SECONDS = 2.0

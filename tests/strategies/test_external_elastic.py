@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from lightning_autopar.strategies.store_gate import StoreGate
+from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreGate
 from tests.processes import ForkedScript
 
 SCRIPT = """

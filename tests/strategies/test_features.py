@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from modules import Regression, trainer
 
-from lightning_autopar.strategies.features import exclusions
+from lightning_autopar.strategies.preparation.trainer_options import exclusions
 
 
 class Iterates(Regression):

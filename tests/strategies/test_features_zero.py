@@ -14,11 +14,11 @@ from modules import Regression
 from torch import nn
 
 from lightning_autopar._lightning_compat import TrainerFn
-from lightning_autopar.memory.conduct import GRADIENT_HOOKS
 from lightning_autopar.memory.footprint import Conduct
-from lightning_autopar.strategies.features import exclusions
-from lightning_autopar.strategies.features_zero import unpartitioned_module, unpartitioned_optimizer, unseen_gradients
-from lightning_autopar.strategies.host_optimizers import ELEMENTWISE
+from lightning_autopar.memory.trace.parameter_use import GRADIENT_HOOKS
+from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
+from lightning_autopar.strategies.preparation.trainer_options import exclusions
+from lightning_autopar.strategies.zero.refusals import unpartitioned_module, unpartitioned_optimizer, unseen_gradients
 
 
 def sentence(module: LightningModule | None = None, **arguments: Any) -> str | None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.strategies.decide import consider
-from lightning_autopar.strategies.findings import Findings, Questions, find_out
-from lightning_autopar.strategies.prospect import Prospect
+from lightning_autopar.strategies.preparation.decide import consider
+from lightning_autopar.strategies.preparation.findings import Findings, Questions, find_out
+from lightning_autopar.strategies.preparation.prospect import Prospect
 from tests.strategies.modules import QUIET
 
 QUICK = {"accelerator": "cpu", "enable_checkpointing": False, **QUIET}

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.nn.utils import parametrizations
 
-from lightning_autopar.strategies import fsdp, gathered
-from lightning_autopar.strategies.fsdp import shard, unshard
-from lightning_autopar.strategies.gathered import Gathered
+from lightning_autopar.strategies.fsdp import strategy as fsdp
+from lightning_autopar.strategies.fsdp import whole_parameters as gathered
+from lightning_autopar.strategies.fsdp.strategy import shard, unshard
+from lightning_autopar.strategies.fsdp.whole_parameters import Gathered
 
 pytestmark = pytest.mark.timeout(60)
 LAYERS = ("layers.0", "layers.1", "layers.2")

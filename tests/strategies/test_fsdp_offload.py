@@ -26,9 +26,8 @@ from torchmetrics import MeanMetric
 
 from lightning_autopar.plans import OFFLOADS
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.fsdp import shard
-from lightning_autopar.strategies.host_optimizers import on_host
-from lightning_autopar.strategies.sharded_updates import fused_on_shards
+from lightning_autopar.strategies.base.host_optimizers import on_host
+from lightning_autopar.strategies.fsdp.strategy import fused_on_shards, shard
 
 pytestmark = pytest.mark.timeout(90)
 offloaded = partial(plan, "fsdp", offload=OFFLOADS)

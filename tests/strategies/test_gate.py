@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.strategies.gate import Ask, Brake, Gate
+from lightning_autopar.strategies.processes.protocol import Ask, Brake, Gate
 
 
 def _arrive(gate: Gate, rank: int, *, step: int = 0, in_window: bool = False) -> Ask | None:

@@ -22,10 +22,11 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from modules import HookCounter, Regression, loader, on_rank, trainer, weights
 
-from lightning_autopar.strategies import generation, launcher, worker
+from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.failure import RemoteTraceback, WorkerFailed
-from lightning_autopar.strategies.generation import run_folder
+from lightning_autopar.strategies.base.failure import RemoteTraceback, WorkerFailed
+from lightning_autopar.strategies.processes import generation, worker
+from lightning_autopar.strategies.processes.generation import run_folder
 from tests.processes import descendants, left_since
 
 pytestmark = [

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_autopar.devices.inventory import Device, DeviceProcess
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.inventory import Device, DeviceProcess
-from lightning_autopar.memory.ledger import Held, Ledger, Shortage
-from lightning_autopar.planning.report import Candidate
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.assignment import Assignment
-from lightning_autopar.strategies.growth import (
+from lightning_autopar.report.report import Candidate
+from lightning_autopar.sharing.ledger import Held, Ledger, Shortage
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.gpu_limit import (
     CudaAllocator,
     Growth,
     Lease,
@@ -30,7 +30,7 @@ from lightning_autopar.strategies.growth import (
     shortage_words,
     target_bytes,
 )
-from lightning_autopar.strategies.running import own_bytes
+from lightning_autopar.strategies.elastic.running import own_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -314,7 +314,7 @@ def test_a_full_disk_under_the_ledger_leaves_the_cap_where_it_is(ledger: Ledger,
         def full(*_: Any, **__: Any) -> Any:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("lightning_autopar.memory.ledger.LeaseFile", full)
+        monkeypatch.setattr("lightning_autopar.sharing.ledger.LeaseFile", full)
         growth = growth_for(assigned(), 0, allocator=(allocator := Allocator()))
         assert growth is not None
         assert allocator.caps == [9 * GIB]
@@ -384,7 +384,7 @@ def test_torchs_cap_is_a_share_of_what_cuda_counts(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_run_holds_itself_is_what_the_driver_shows_before_its_workers_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_autopar.strategies.running.is_drivers", lambda pid: True)
+    monkeypatch.setattr("lightning_autopar.strategies.elastic.running.is_drivers", lambda pid: True)
     said = [0]
     gate, generation = SimpleNamespace(used_bytes=lambda: said), SimpleNamespace(pids=lambda: [7])
     running: Any = SimpleNamespace(

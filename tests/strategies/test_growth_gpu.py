@@ -14,7 +14,7 @@ import torch
 from modules import QUIET, Regression, loader
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.memory.inventory import probe
+from lightning_autopar.devices.discover import probe
 from tests.fresh import fresh
 from tests.processes import python
 
@@ -24,7 +24,7 @@ GIB = 1 << 30
 _SOMEBODY = """
 import sys
 from pathlib import Path
-from lightning_autopar.memory.ledger import Ledger
+from lightning_autopar.sharing.ledger import Ledger
 wants = dict.fromkeys(sys.argv[2:], 1 << 30)
 with Ledger(Path(sys.argv[1])).claim(wants, lambda: lambda leases: dict.fromkeys(wants, 64 << 30), run="somebody"):
     print("there", flush=True)
@@ -68,8 +68,8 @@ def test_beside_others_a_run_stays_within_what_it_was_promised(tmp_path: Path, m
 #: Another run of this host's, at this moment: what it sees of each device, with what it was promised to others and without, and the leases.
 _LOOK = """
 import json
-from lightning_autopar.memory.inventory import probe
-from lightning_autopar.memory.promised import less_promised, live
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.sharing.ledger import less_promised, live
 inventory, leases = probe(accelerator="cuda"), live()
 left = {device.id: device.free_bytes for device in less_promised(inventory, leases).devices}
 print(json.dumps({device.id: {

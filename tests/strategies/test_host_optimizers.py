@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_autopar.strategies.host_optimizers import ELEMENTWISE, FUSED, by_what, on_host, why_not
+from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE, FUSED, by_what, on_host, why_not
 
 CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (Adam, {}),

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_autopar.state.snapshot import save_snapshot
-from lightning_autopar.strategies.fsdp import shard, unshard
+from lightning_autopar.strategies.fsdp.strategy import shard, unshard
 
 pytestmark = pytest.mark.timeout(120)
 HYBRID = plan("fsdp", ranks=4, replicas=2, shard=BLOCKS)

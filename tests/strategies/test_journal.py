@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_autopar.strategies.journal import Journal
+from lightning_autopar.strategies.processes.boundary import Journal
 
 
 def _write(journal: Journal, path: Path) -> None:

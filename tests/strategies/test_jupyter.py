@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.strategies import jupyter
+from lightning_autopar.strategies.processes import jupyter
 
 
 class Pipe:

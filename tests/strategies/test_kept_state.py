@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, Batch, NothingFits
-from lightning_autopar.strategies.probe import probe_split
+from lightning_autopar.strategies.parity.probe import probe_split
 from tests.strategies.test_probe import Base, first_of, samples
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.strategies.probe import probe_split
+from lightning_autopar.strategies.parity.probe import probe_split
 from tests.strategies.test_kept_state import Listening
 from tests.strategies.test_probe import Base, first_of, samples
 

@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, NothingFits, Plan
-from lightning_autopar.memory import promised
-from lightning_autopar.memory.ledger import Held, Ledger
-from lightning_autopar.strategies.decide import decide_again
-from lightning_autopar.strategies.watching import Wish
+from lightning_autopar.sharing import ledger as promised
+from lightning_autopar.sharing.ledger import Held, Ledger
+from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.preparation.decide import decide_again
 from tests.processes import ledger_folder
 from tests.strategies.modules import QUIET, Regression, loader, on_rank
 
@@ -96,7 +96,7 @@ def test_who_is_slower_plans_again(folder: Path, tmp_path: Path, monkeypatch: py
             looks.append(leases)
             return see(inventory, leases if len(looks) > 2 else [])
 
-        monkeypatch.setattr("lightning_autopar.strategies.leasing.less_promised", late)
+        monkeypatch.setattr("lightning_autopar.sharing.leases.less_promised", late)
         with caplog.at_level("INFO"):
             trainer = fit(tmp_path, allow=["single"])
         assert trainer.strategy.plan.devices == ("cpu:1",)
@@ -124,7 +124,7 @@ def test_a_full_disk_under_the_ledger_ends_no_run(folder: Path, tmp_path: Path, 
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_autopar.memory.ledger.LeaseFile", full)
+    monkeypatch.setattr("lightning_autopar.sharing.ledger.LeaseFile", full)
     with pytest.warns(UserWarning, match="goes by what the driver says alone: OSError: .*No space left"):
         trainer = fit(tmp_path, allow=["single"])
     assert trainer.global_step > 0

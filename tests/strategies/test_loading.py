@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from lightning_autopar.memory.batch import some_batches
-from lightning_autopar.strategies import loading
-from lightning_autopar.strategies.loading import collation_of, loader_key, look_at
+from lightning_autopar.exact.data import batch_making as loading
+from lightning_autopar.exact.data.batch_making import collation_of, loader_key, look_at
+from lightning_autopar.memory.trace.first_batch import some_batches
 
 
 class Lengths(Dataset[tuple[Tensor, Tensor]]):

@@ -19,11 +19,10 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassPrecision
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.rows import take_rows
-from lightning_autopar.state.share import BatchShare, share_of
-from lightning_autopar.strategies.logged import GlobalLogging
-from lightning_autopar.strategies.metrics import hold_metrics
+from lightning_autopar.exact.data.rows import take_rows
+from lightning_autopar.exact.data.share import BatchShare, Dealing, share_of
+from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.logs.metrics import hold_metrics
 from tests.ranks import run_ranks
 
 

@@ -14,14 +14,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.rows import take_rows
-from lightning_autopar.state.share import BatchShare, share_of
-from lightning_autopar.strategies.exchange import Exchange
-from lightning_autopar.strategies.logentries import OPTIONS, Combiner, Entry
-from lightning_autopar.strategies.logged import GlobalLogging
-from lightning_autopar.strategies.micro import take_part
-from lightning_autopar.strategies.staged.hole import hole_of
+from lightning_autopar.exact.absent.tensor import hole_of
+from lightning_autopar.exact.data.rows import take_rows
+from lightning_autopar.exact.data.share import BatchShare, Dealing, share_of
+from lightning_autopar.exact.logs.entries import OPTIONS, Combiner, Entry
+from lightning_autopar.exact.logs.exchange import Exchange
+from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.step.micro_batches import take_part
 from tests.ranks import run_ranks
 from tests.strategies.test_logged import MemoryLogger, Module, Recorder, assert_same, loader
 

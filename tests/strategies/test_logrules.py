@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.strategies.logrules import Logged, compare_logs, recorded_logs
+from lightning_autopar.exact.logs.log_rules import Logged, compare_logs, recorded_logs
 
 
 def logged(*values: float, reduce_fx: str = "mean") -> list[dict[str, Logged]]:

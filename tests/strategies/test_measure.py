@@ -16,10 +16,10 @@ from modules import Regression, loader, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar.memory.host import host_cores
-from lightning_autopar.memory.noise import without_noise
-from lightning_autopar.memory.step_times import disturbance
-from lightning_autopar.strategies.measure import GpuSteps, Point, StepClock
+from lightning_autopar._temporary import without_noise
+from lightning_autopar.devices.host import host_cores
+from lightning_autopar.memory.learned.step_times import disturbance
+from lightning_autopar.strategies.base.measure import GpuSteps, Point, StepClock
 
 
 class Wide(Regression):

@@ -14,9 +14,9 @@ from pipelines import run as run_stages
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_autopar.memory.batch import FirstBatch
-from lightning_autopar.strategies.metrics import metrics_of
-from lightning_autopar.strategies.probe import probe_split
+from lightning_autopar.exact.logs.metrics import metrics_of
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.parity.probe import probe_split
 
 
 class Squares(torchmetrics.Metric):

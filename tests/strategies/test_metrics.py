@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
-from lightning_autopar.strategies.metric_parts import _without
-from lightning_autopar.strategies.metrics import States, adopt, sync_states, value_of
+from lightning_autopar.exact.logs.metric_parts import _without
+from lightning_autopar.exact.logs.metrics import States, adopt, sync_states, value_of
 from tests.blocking import Blocking
 from tests.ranks import run_ranks
 

@@ -18,9 +18,9 @@ from torchmetrics.classification import BinaryF1Score
 from written import InPlace, Twin
 
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.exact.step.draws import DrawPlan
+from lightning_autopar.exact.step.micro_batches import take_part, why_whole
 from lightning_autopar.plans import Engine, Plan
-from lightning_autopar.strategies.draws import DrawPlan
-from lightning_autopar.strategies.micro import take_part, why_whole
 
 ENGINES: tuple[Engine, ...] = ("single", "ddp", "fsdp")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.planning.report import NothingFits
+from lightning_autopar.report.report import NothingFits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_autopar.exact.data.share import Dealing, cut, index_of, share_of
+from lightning_autopar.exact.logs.entries import OPTIONS, Combiner, Entry
+from lightning_autopar.exact.step.draws import GlobalDraws, Rows, put, take
+from lightning_autopar.exact.step.micro_batches import joined
 from lightning_autopar.plans import deal
-from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.share import cut, index_of, share_of
-from lightning_autopar.strategies.draws import GlobalDraws, Rows, put, take
-from lightning_autopar.strategies.logentries import OPTIONS, Combiner, Entry
-from lightning_autopar.strategies.micro import joined
 from tests.blocking import Blocking
 
 UNEVEN = Dealing(deal((3, 1)))

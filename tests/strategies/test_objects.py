@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_autopar.strategies.objects import Changes, Survey, merged
-from lightning_autopar.strategies.staged.hole import hole_of
+from lightning_autopar.exact.absent.tensor import hole_of
+from lightning_autopar.state.objects.survey import Changes, Survey, merged
 
 
 def survey_of(module: Any, other: Any) -> Survey:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lightning_autopar.strategies.peer_watch import Standstill, Watch, _Process
+from lightning_autopar.strategies.processes.peer_watch import Standstill, Watch, _Process
 
 
 class Clock:

@@ -13,8 +13,8 @@ from pipelines import pipeline, run
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
+from lightning_autopar.exact.absent.tensor import is_hole
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.staged.hole import is_hole
 
 pytestmark = pytest.mark.timeout(180)
 

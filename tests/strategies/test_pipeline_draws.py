@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_autopar.exact.data.share import cut
+from lightning_autopar.exact.step.draws import DrawPlan
 from lightning_autopar.plans import Plan
-from lightning_autopar.state.share import cut
-from lightning_autopar.strategies.draws import DrawPlan
-from lightning_autopar.strategies.observe import observe, shares_of
+from lightning_autopar.strategies.parity.draw_probe import observe, shares_of
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

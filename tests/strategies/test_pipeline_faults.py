@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.failure import RemoteTraceback, WorkerFailed
+from lightning_autopar.strategies.base.failure import RemoteTraceback, WorkerFailed
 from tests.processes import descendants, left_since
 
 pytestmark = pytest.mark.timeout(60)

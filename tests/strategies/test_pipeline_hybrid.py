@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_autopar.exact.absent.tensor import is_hole
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.staged.hole import is_hole
 
 pytestmark = pytest.mark.timeout(120)
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))

@@ -11,10 +11,10 @@ from test_decide import Dataset, Net, trainer_for
 from torch.utils.data import DataLoader
 
 from lightning_autopar import NothingFits
-from lightning_autopar.memory.spec import parse_spec
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import prospect
-from lightning_autopar.strategies.decide import Settings, consider
+from lightning_autopar.strategies.preparation import prospect
+from lightning_autopar.strategies.preparation.decide import Settings, consider
 
 
 def test_what_failed_its_trial_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

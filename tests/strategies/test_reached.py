@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate
 from lightning_autopar._fork import run_forked
-from lightning_autopar.strategies import results
-from lightning_autopar.strategies.carried import carry, take_over
-from lightning_autopar.strategies.carried_loggers import carry_loggers_in
+from lightning_autopar.strategies.processes.handover import results
+from lightning_autopar.strategies.processes.handover.carry import carry, take_over
+from lightning_autopar.strategies.processes.handover.loggers import carry_loggers_in
 
 LOSSES: list[torch.Tensor] = []
 COUNT = 0

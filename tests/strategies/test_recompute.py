@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.strategies.recompute import recomputed
+from lightning_autopar.exact.step.recompute import recomputed
 
 
 class Counts(nn.Module):

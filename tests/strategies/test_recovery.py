@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from test_growth import GIB, assigned
 
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.strategies.recovery import is_still_there, with_more
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.strategies.elastic.agent import is_still_there, with_more
+from lightning_autopar.strategies.preparation.decision import Decision
 
 
 class Promised:

@@ -20,14 +20,14 @@ from torch.utils.data import DataLoader
 from written import Averaged, Exchanging, FollowedByHook, Held, InPlace, Normed, Penalised, Sharing, Tying
 
 from lightning_autopar._fork import run_forked
-from lightning_autopar.memory.batch import FirstBatch
-from lightning_autopar.memory.trace import trace
-from lightning_autopar.planning.blocks import shardable
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import rehearse
-from lightning_autopar.strategies.check import PASSED, Check
-from lightning_autopar.strategies.rehearse_fsdp import held, rehearse_fsdp, unshardable
-from lightning_autopar.strategies.rehearse_zero import rehearse_zero
+from lightning_autopar.strategies.fsdp.rehearsal import held, rehearse_fsdp, unshardable
+from lightning_autopar.strategies.parity import rehearsal as rehearse
+from lightning_autopar.strategies.parity.check import PASSED, Check
+from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 
 TWINS = (*BLOCKS, *(name.replace("net", "target") for name in BLOCKS))
 

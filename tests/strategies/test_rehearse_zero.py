@@ -10,9 +10,9 @@ from parity import Fitted
 from torch import Tensor, nn
 from written import Exchanging, Normed, Sharing
 
-from lightning_autopar.memory.batch import FirstBatch
+from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.rehearse_zero import rehearse_zero
+from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("deepspeed")

@@ -11,9 +11,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import FSDPPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 
+from lightning_autopar.cli.replace_strategy import Replaced, Replacement, Wanted, strategies_replaced
+from lightning_autopar.sharing.turn import Turn
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.replacing import Replaced, Replacement, Wanted, strategies_replaced
-from lightning_autopar.strategies.turns import Turn
 
 
 class Own(DDPStrategy):

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory.processes import is_stopped
-from lightning_autopar.strategies.run_cancel import cancel
-from lightning_autopar.strategies.run_files import open_run
-from lightning_autopar.strategies.run_requests import runs
+from lightning_autopar.sharing.processes import is_stopped
+from lightning_autopar.sharing.runs.requests import cancel, runs
+from lightning_autopar.sharing.runs.status import open_run
 from tests.processes import python
 
 #: A run that says when it is shown, and waits for a signal.
 RUN = """
 import os, signal, sys
 from dataclasses import replace
-from lightning_autopar.strategies.run_files import open_run
+from lightning_autopar.sharing.runs.status import open_run
 
 for number in (signal.SIGINT, signal.SIGTERM):
     handler = signal.SIG_IGN if number.name in sys.argv[2] else signal.default_int_handler

@@ -23,16 +23,17 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_autopar.strategies import run_files, run_folders
-from lightning_autopar.strategies.run_files import Request, RunFiles, RunStatus, open_run
-from lightning_autopar.strategies.run_folders import is_abandoned, is_alive
-from lightning_autopar.strategies.run_requests import ask, runs, yield_run
+from lightning_autopar.sharing.runs import folders as run_folders
+from lightning_autopar.sharing.runs import status as run_files
+from lightning_autopar.sharing.runs.folders import is_abandoned, is_alive
+from lightning_autopar.sharing.runs.requests import ask, runs, yield_run
+from lightning_autopar.sharing.runs.status import Request, RunFiles, RunStatus, open_run
 
 #: An agent: shows itself, and for each line that it is given takes its requests and answers them. Its child must not keep its lock.
 AGENT = """
 import json, os, signal, sys
 from dataclasses import replace
-from lightning_autopar.strategies.run_files import open_run
+from lightning_autopar.sharing.runs.status import open_run
 
 with open_run("train_gpt.py") as files:
     files.show(replace(files.status, state="running", elastic=True, devices=("cpu:0", "cpu:1"), step=3))
@@ -325,7 +326,7 @@ def test_a_run_whose_status_is_garbage_is_passed_over(caplog: pytest.LogCaptureF
 
 def test_simultaneous_asks_are_each_taken_once() -> None:
     askers, each = 6, 20
-    script = "import sys; from lightning_autopar.strategies.run_requests import *; [yield_run(sys.argv[1]) for _ in range(20)]"
+    script = "import sys; from lightning_autopar.sharing.runs.requests import *; [yield_run(sys.argv[1]) for _ in range(20)]"
     taken: list[Request] = []
     with elastic("a.py") as files:
         over = threading.Event()

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.memory.processes import pid_namespace, started_ticks
-from lightning_autopar.strategies import run_files, run_folders
-from lightning_autopar.strategies.run_cancel import cancel
-from lightning_autopar.strategies.run_files import RunFiles, RunStatus, open_run
-from lightning_autopar.strategies.run_requests import everyones_runs, runs, yield_run
+from lightning_autopar.sharing.processes import pid_namespace, started_ticks
+from lightning_autopar.sharing.runs import folders as run_folders
+from lightning_autopar.sharing.runs import status as run_files
+from lightning_autopar.sharing.runs.requests import cancel, everyones_runs, runs, yield_run
+from lightning_autopar.sharing.runs.status import RunFiles, RunStatus, open_run
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")

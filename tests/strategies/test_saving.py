@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.strategies.gate import Gate
-from lightning_autopar.strategies.saving import Moving, Saver
+from lightning_autopar.strategies.elastic.saver import Moving, Saver
+from lightning_autopar.strategies.processes.protocol import Gate
 
 
 class Clock:
@@ -68,7 +68,7 @@ class Run:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("lightning_autopar.strategies.saving.time", clock)
+    monkeypatch.setattr("lightning_autopar.strategies.elastic.saver.time", clock)
     return clock
 
 

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.exact.data.loader import ExactLoader
+from lightning_autopar.exact.data.share import Dealing
 from lightning_autopar.plans import Engine, Plan
-from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.loader import ExactLoader
 from lightning_autopar.state.snapshot import save_snapshot
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*does not have many workers")]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autopar.strategies.generation import run_folder
-from lightning_autopar.strategies.shelf import Shelf, run_key
+from lightning_autopar.strategies.elastic.snapshot_store import Shelf, run_key
+from lightning_autopar.strategies.processes.generation import run_folder
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
@@ -166,7 +166,9 @@ def test_a_shared_one_is_one_runs_unless_the_same_job_comes_again(key: str, tmp_
         _write(dead, 3)
         memory = tmp_path / "another machine's memory"
         memory.mkdir()
-        monkeypatch.setattr("lightning_autopar.strategies.shelf.Path", lambda *parts: memory if parts == ("/dev/shm",) else Path(*parts))
+        monkeypatch.setattr(
+            "lightning_autopar.strategies.elastic.snapshot_store.Path", lambda *parts: memory if parts == ("/dev/shm",) else Path(*parts)
+        )
         with Shelf(key, tmp_path, 1000, shared=True, job="8") as other:
             assert other.latest() is None
         again = Shelf(key, tmp_path, 1000, shared=True, job="7")

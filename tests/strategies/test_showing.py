@@ -17,13 +17,14 @@ import torch
 from modules import Regression, loader, trainer
 
 from lightning_autopar._lightning_compat import TrainerFn
-from lightning_autopar.memory.processes import pid_namespace, started_ticks
-from lightning_autopar.strategies import progress, run_files, showing
-from lightning_autopar.strategies.progress import Note, Pace, Progress
-from lightning_autopar.strategies.run_cancel import cancel
-from lightning_autopar.strategies.run_files import RunStatus
-from lightning_autopar.strategies.run_requests import runs
-from lightning_autopar.strategies.showing import Showing
+from lightning_autopar.sharing.processes import pid_namespace, started_ticks
+from lightning_autopar.sharing.runs import display as showing
+from lightning_autopar.sharing.runs import progress
+from lightning_autopar.sharing.runs import status as run_files
+from lightning_autopar.sharing.runs.display import Showing
+from lightning_autopar.sharing.runs.progress import Note, Pace, Progress
+from lightning_autopar.sharing.runs.requests import cancel, runs
+from lightning_autopar.sharing.runs.status import RunStatus
 
 SECOND = 1_000_000_000
 

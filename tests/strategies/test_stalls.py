@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
-from lightning_autopar.strategies import whereabouts
-from lightning_autopar.strategies.stalls import STOPPED_SECONDS, Stalls
+from lightning_autopar.strategies.processes import whereabouts
+from lightning_autopar.strategies.processes.stalls import STOPPED_SECONDS, Stalls
 from tests.fresh import fresh
 
 

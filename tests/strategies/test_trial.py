@@ -13,19 +13,19 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.planning.calibrate import Calibrated
-from lightning_autopar.planning.calibrate_curves import Calibration
-from lightning_autopar.planning.data_sheet import DataSheet
-from lightning_autopar.planning.report import Candidate, Report, Seconds
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import decide as deciding
-from lightning_autopar.strategies import trial
-from lightning_autopar.strategies.assignment import Assignment
+from lightning_autopar.report.report import Candidate, Report, Seconds
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.decision import Decision
-from lightning_autopar.strategies.trial import Outcome, choose
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.preparation import decide as deciding
+from lightning_autopar.strategies.preparation import trial
+from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.trial import Outcome, choose
+from lightning_autopar.timing.curves import Calibration
+from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_rates import Calibrated
 
 INVENTORY = parse_spec("2xcpu:64MiB", cores=2)
 PLANS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_autopar import AutoParallelStrategy, Turn
-from lightning_autopar.units import parse_seconds
+from lightning_autopar.text import parse_seconds
 
 
 @pytest.fixture(autouse=True)

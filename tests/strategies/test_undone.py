@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autopar.memory.batch import FirstBatch
-from lightning_autopar.strategies.probe import probe_split
-from lightning_autopar.strategies.undone import undone
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.parity.probe import probe_split
+from lightning_autopar.strategies.parity.undo import undone
 from tests.strategies.test_probe import Base, first_of, samples
 
 

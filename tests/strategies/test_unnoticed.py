@@ -20,7 +20,7 @@ from modules import QUIET, TWO, Regression, loader
 from torch import Tensor
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.strategies.progress import batches_left
+from lightning_autopar.sharing.runs.progress import batches_left
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
 

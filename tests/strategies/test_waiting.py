@@ -21,16 +21,15 @@ import pytest
 from rich.console import Console
 
 from lightning_autopar import AutoParallelStrategy, NothingFits, Turn
-from lightning_autopar.memory import turn as turns
-from lightning_autopar.memory.inventory import Inventory
-from lightning_autopar.memory.ledger import Held, Ledger
-from lightning_autopar.memory.promised import less_promised
-from lightning_autopar.memory.queue_files import Place, live_places
-from lightning_autopar.memory.reservation import Need
-from lightning_autopar.memory.spec import parse_spec
-from lightning_autopar.strategies.leasing import Leases
-from lightning_autopar.strategies.showing import Showing
-from lightning_autopar.strategies.waiting import Waiting, _amounts, _ordinal
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.sharing import reservation as turns
+from lightning_autopar.sharing.leases import Leases
+from lightning_autopar.sharing.ledger import Held, Ledger, less_promised
+from lightning_autopar.sharing.queue import Place, live_places
+from lightning_autopar.sharing.reservation import Need
+from lightning_autopar.sharing.runs.display import Showing
+from lightning_autopar.sharing.waiting import Waiting, _amounts, _ordinal
 from tests.processes import ledger_folder
 from tests.strategies.modules import QUIET, Regression, loader
 
@@ -378,7 +377,7 @@ def test_without_a_ledger_it_waits_by_what_the_driver_says(monkeypatch: pytest.M
 def test_on_a_terminal_it_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     has = holder(folder, {"cpu:0": GIB, "cpu:1": GIB}, ends_in=900)
     out = io.StringIO()
-    monkeypatch.setattr("lightning_autopar.strategies.waiting.Console", lambda **_: Console(file=out, force_terminal=True, width=200))
+    monkeypatch.setattr("lightning_autopar.sharing.waiting.Console", lambda **_: Console(file=out, force_terminal=True, width=200))
     made, _ = waiting(Some(GIB), wait_seconds=1.0)
     with caplog.at_level("INFO"), pytest.raises(NothingFits, match=r"it waited .*s for 1 GiB on cpu:0, which holder of .* has"):
         made.start()

@@ -17,10 +17,10 @@ from collectives import Strikes
 from modules import QUIET, Regression, loader, on_rank
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.memory.inventory import probe
+from lightning_autopar.devices.discover import probe
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies import stalls
-from lightning_autopar.strategies.failure import WorkerFailed
+from lightning_autopar.strategies.base.failure import WorkerFailed
+from lightning_autopar.strategies.processes import stalls
 from tests.fresh import fresh
 from tests.nullgpu import control
 from tests.processes import descendants, left_since

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.failure import RemoteTraceback, WorkerFailed
+from lightning_autopar.strategies.base.failure import RemoteTraceback, WorkerFailed
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(120)

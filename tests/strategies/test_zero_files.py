@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.state.checkpoint import KEY
 from lightning_autopar.state.snapshot import is_snapshot, save_snapshot
-from lightning_autopar.strategies import zero_deepspeed as doorway
+from lightning_autopar.strategies.zero import deepspeed as doorway
 from tests.state import test_checkpoint as files
 
 pytest.importorskip("deepspeed")

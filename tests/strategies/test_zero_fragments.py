@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar.state.fragments import NUMBERS
-from lightning_autopar.strategies.host_optimizers import ELEMENTWISE
-from lightning_autopar.strategies.zero_fragments import Edits, Relay
+from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
+from lightning_autopar.strategies.zero.partitions.pieces import Edits, Relay
 
 #: Where this rank's part begins and ends, in the flat tensor of all parameters.
 PART = slice(5, 17)

@@ -10,10 +10,9 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from lightning_autopar.memory.zero_settings import ZeroSettings
 from lightning_autopar.plans import OFFLOADS, Plan
-from lightning_autopar.strategies.zero_config import deepspeed_config
-from lightning_autopar.strategies.zero_gradients import Clipping, Reduction
+from lightning_autopar.strategies.zero.gradient_reduction import Clipping, Reduction
+from lightning_autopar.strategies.zero.settings import ZeroSettings, deepspeed_config
 
 
 def _order(rank: int, world_size: int) -> list[Any]:

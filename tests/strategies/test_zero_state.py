@@ -14,16 +14,16 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
-from lightning_autopar.memory.zero_settings import zero_settings
 from lightning_autopar.plans import Plan
 from lightning_autopar.state.fragments import Part
-from lightning_autopar.state.scratch import Scratch
-from lightning_autopar.strategies import gathered, zero_state
-from lightning_autopar.strategies import zero_deepspeed as doorway
-from lightning_autopar.strategies.zero_config import deepspeed_config
-from lightning_autopar.strategies.zero_fragments import Relay, fragment_parts
-from lightning_autopar.strategies.zero_module import Traces, gather_again, is_whole, make_whole, parts
-from lightning_autopar.strategies.zero_watch import Watch
+from lightning_autopar.state.scratch_files import Scratch
+from lightning_autopar.strategies.fsdp import whole_parameters as gathered
+from lightning_autopar.strategies.zero import deepspeed as doorway
+from lightning_autopar.strategies.zero.partitions import state as zero_state
+from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, is_whole, make_whole, parts
+from lightning_autopar.strategies.zero.partitions.pieces import Relay, fragment_parts
+from lightning_autopar.strategies.zero.partitions.views import Watch
+from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
 
 pytest.importorskip("deepspeed")
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.strategies.staged.hole import hole_parameter
-from lightning_autopar.strategies.staged.travel import Pipeline
+from lightning_autopar.exact.absent.tensor import hole_parameter
+from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_autopar.memory.blocks import find_blocks
-from lightning_autopar.strategies.staged.own import Owned, take_stages
-from lightning_autopar.strategies.staged.record import record
-from lightning_autopar.strategies.staged.recording import Staging, StepRecording
-from lightning_autopar.strategies.staged.replay import StageModule
+from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.strategies.pipeline.stages.module_state import Owned, take_stages
+from lightning_autopar.strategies.pipeline.stages.record import record
+from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from lightning_autopar.strategies.logrules import Logged
-from lightning_autopar.strategies.staged.difference import EQUAL, Outcome, Step, difference, number_distance, tensor_distance
+from lightning_autopar.exact.logs.log_rules import Logged
+from lightning_autopar.strategies.pipeline.rehearsal.difference import EQUAL, Outcome, Step, difference, number_distance, tensor_distance
 
 
 def step(**values: object) -> Step:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autopar.strategies.staged.hole import AsHoles, MissingValue, fill, hole_like, hole_of, hole_parameter, is_hole
-from lightning_autopar.strategies.staged.hole_rules import hollowing, set_strict
+from lightning_autopar.exact.absent.rules import hollowing, set_strict
+from lightning_autopar.exact.absent.tensor import AsHoles, MissingValue, fill, hole_like, hole_of, hole_parameter, is_hole
 
 CPU = torch.device("cpu")
 

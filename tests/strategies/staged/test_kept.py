@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_autopar.strategies.staged.hole import hole_like
-from lightning_autopar.strategies.staged.kept import kept_apart
+from lightning_autopar.exact.absent.tensor import hole_like
+from lightning_autopar.strategies.pipeline.rehearsal.difference import kept_apart
 
 
 class Keeps(pl.LightningModule):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.strategies.staged.hole import is_hole
-from lightning_autopar.strategies.staged.own import assign, take_stages
-from lightning_autopar.strategies.staged.recording import Staging
+from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.strategies.pipeline.stages.module_state import assign, take_stages
+from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from tests.strategies.staged.chained import CPU, Block, Chained, Stacked, numbers, recorded
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autopar.memory.fake import as_if_real, drawing_nothing, fake_copy, fake_mode
-from lightning_autopar.memory.values import ShadowValues
-from lightning_autopar.strategies.staged.record import record
+from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.shadow_values import ShadowValues
+from lightning_autopar.strategies.pipeline.stages.record import record
 from tests.strategies.staged.chained import Block, Stacked, blocks_of, numbers, recorded
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_autopar.plans import SCHEDULES, Plan, Schedule
-from lightning_autopar.strategies.staged import replicas
-from lightning_autopar.strategies.staged.relay import Signature
-from lightning_autopar.strategies.staged.replicas import Replicas
-from lightning_autopar.strategies.staged.schedule import Stage, make_schedule
+from lightning_autopar.strategies.pipeline.run import replicas
+from lightning_autopar.strategies.pipeline.run.replicas import Replicas
+from lightning_autopar.strategies.pipeline.run.shapes import Signature
+from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, make_schedule
 from tests.ranks import run_ranks
 
 BLOCKS, WIDTH, ROWS, MICRO_BATCHES = 4, 6, 16, 4

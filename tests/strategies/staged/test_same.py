@@ -11,7 +11,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from lightning_autopar.strategies.staged.same import SameBatch, fingerprint
+from lightning_autopar.exact.data.fingerprint import fingerprint
+from lightning_autopar.strategies.pipeline.run.agreement import SameBatch
 
 
 @dataclass

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from lightning_autopar.plans import SCHEDULES, Schedule
-from lightning_autopar.strategies.staged.relay import Signature
-from lightning_autopar.strategies.staged.schedule import Stage, count_parts, make_schedule
+from lightning_autopar.strategies.pipeline.run.shapes import Signature
+from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, count_parts, make_schedule
 
 WIDTH = 6
 #: Sequence lengths of the micro-batches, two of them alike.

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.state import rng
-from lightning_autopar.state.dealing import Dealing
-from lightning_autopar.state.share import BatchShare, cut, share_of
-from lightning_autopar.strategies.draws import DrawPlan, GlobalDraws
-from lightning_autopar.strategies.observe import observe, shares_of
-from lightning_autopar.strategies.staged.draws import StageDraws
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.share import BatchShare, Dealing, cut, share_of
+from lightning_autopar.exact.step.draws import DrawPlan, GlobalDraws
+from lightning_autopar.strategies.parity.draw_probe import observe, shares_of
+from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
 from tests.ranks import run_ranks
 
 Step = Callable[["Stages", Tensor, Any], Tensor]

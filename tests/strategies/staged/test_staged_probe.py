@@ -12,14 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.memory.batch import FirstBatch
-from lightning_autopar.strategies.staged import probe as probing
-from lightning_autopar.strategies.staged import trial
-from lightning_autopar.strategies.staged.finding import StagingFinding
-from lightning_autopar.strategies.staged.probe import confirm_stages, merged, nowhere, precision_of, probe_stages
-from lightning_autopar.strategies.staged.recording import StepRecording
-from lightning_autopar.strategies.staged.together import Precision, Together
-from lightning_autopar.strategies.staged.trial import ways_to_cut
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.pipeline.rehearsal import side_by_side as trial
+from lightning_autopar.strategies.pipeline.rehearsal import stage_probe as probing
+from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together
+from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import ways_to_cut
+from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import (
+    StagingFinding,
+    confirm_stages,
+    merged,
+    nowhere,
+    precision_of,
+    probe_stages,
+)
+from lightning_autopar.strategies.pipeline.stages.recording import StepRecording
 
 
 class Block(nn.Module):

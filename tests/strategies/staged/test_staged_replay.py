@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.strategies.staged.hole import MissingValue, is_hole
-from lightning_autopar.strategies.staged.own import take_stages
-from lightning_autopar.strategies.staged.recording import Staging
-from lightning_autopar.strategies.staged.replay import StageModule
+from lightning_autopar.exact.absent.tensor import MissingValue, is_hole
+from lightning_autopar.strategies.pipeline.stages.module_state import take_stages
+from lightning_autopar.strategies.pipeline.stages.recording import Staging
+from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 from tests.strategies.staged.chained import CPU, Block, Chained, Stacked, assert_parity, cuts_of, numbers, recorded
 
 
@@ -700,7 +700,7 @@ def test_except_clauses_of_the_user_dont_catch_a_stages_end() -> None:
 
 
 def test_recomputed_blocks_are_the_same() -> None:
-    from lightning_autopar.strategies.recompute import recomputed
+    from lightning_autopar.exact.step.recompute import recomputed
 
     module = Skips()
     staging = Staging(hooks={"training_step": recorded(module)})

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_autopar.strategies.staged.hole import is_hole
-from lightning_autopar.strategies.staged.tied import SharedParameters
-from lightning_autopar.strategies.staged.travel import Pipeline
+from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.strategies.pipeline.weights.gradient_norms import SharedParameters
+from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline
 from tests.ranks import run_ranks
 from tests.strategies.staged.by_hand import CPU, hollow
 

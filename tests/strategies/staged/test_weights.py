@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_autopar.state import scratch
-from lightning_autopar.state.scratch import Scratch
-from lightning_autopar.strategies.staged import building, weights
-from lightning_autopar.strategies.staged.hole import is_hole
+from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.state import scratch_files as scratch
+from lightning_autopar.state.scratch_files import Scratch
+from lightning_autopar.strategies.pipeline.weights import building
+from lightning_autopar.strategies.pipeline.weights import gathered as weights
 from tests.ranks import run_ranks
 from tests.strategies.staged.by_hand import KEPT, hollow, net, pipeline
 
@@ -89,7 +90,7 @@ def gathered(rank: int, world_size: int, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["adamw", "adagrad"])
 def test_what_three_ranks_have_is_gathered_as_one_has_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "SMALL_BYTES", 64)  # all but the smallest lie in the scratch
-    monkeypatch.setattr("lightning_autopar.strategies.staged.travel._PIECE_BYTES", 100)
+    monkeypatch.setattr("lightning_autopar.strategies.pipeline.weights.transfers._PIECE_BYTES", 100)
     assert run_ranks(gathered, 3, kind) == [len(net().state_dict()), _elsewhere(1), _elsewhere(2)]
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_autopar.strategies.sweeping.children import Children, noted_signals
-from lightning_autopar.strategies.sweeping.controller import Controller, prospects
-from lightning_autopar.strategies.sweeping.folder import sweep_folder
-from lightning_autopar.strategies.sweeping.listed import ListedSweep
-from lightning_autopar.strategies.sweeping.looking import Looked
+from lightning_autopar.sharing.sweep.children import Children, noted_signals
+from lightning_autopar.sharing.sweep.controller import Controller, prospects
+from lightning_autopar.sharing.sweep.dry_runs import Looked
+from lightning_autopar.sharing.sweep.folder import sweep_folder
+from lightning_autopar.sharing.sweep.runs_file import ListedSweep
 
 
 def report(*seconds: float | None, elastic: bool = False, devices: int = 2) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def swept(
 
 
 if __name__ == "__main__":  # a sweep that somebody kills
-    from lightning_autopar.strategies.sweeping.listed import sweep_of
+    from lightning_autopar.sharing.sweep.runs_file import sweep_of
 
     commands = sys.argv[1:]
     swept(sweep_of(commands, name="plain"), [100.0] * len(commands), Path.cwd())

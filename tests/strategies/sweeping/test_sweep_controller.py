@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_autopar.strategies.sweeping.folder import sweep_folder
-from lightning_autopar.strategies.sweeping.listed import ListedRun, ListedSweep, sweep_of
+from lightning_autopar.sharing.sweep.folder import sweep_folder
+from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep, sweep_of
 from tests.strategies.sweeping.plain import report, swept
 
 ROOT = Path(__file__).parents[3]
@@ -136,7 +136,7 @@ GROWS = """
     import os, sys, time
     from dataclasses import replace
     from pathlib import Path
-    from lightning_autopar.strategies.run_files import open_run
+    from lightning_autopar.sharing.runs.status import open_run
     with open_run(sys.argv[0]) as files:
         end = time.monotonic() + 30
         while len(Path(os.environ["AUTOPAR_DEVICES_FILE"]).read_text().split()) < 2:

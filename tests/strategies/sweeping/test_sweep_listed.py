@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autopar.strategies.sweeping.listed import named, read_sweep, sweep_of
+from lightning_autopar.sharing.sweep.runs_file import named, read_sweep, sweep_of
 
 
 def listed(tmp_path: Path, text: str, name: str = "grid.yaml") -> Path:

@@ -1,0 +1,54 @@
+"""Lines that libraries write to stderr from C++, and that nobody can turn off: they are kept from people. Knows file descriptors alone.
+
+An attribute of somebody else's module or class, replaced for a while. Knows nothing of what is replaced, or why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+#: What the profiler and the allocator write to stderr whenever memory is profiled, and nobody can turn off (torch 2.13, kineto).
+_NOISE = (
+    b"USDT:",
+    b"External init callback must run in same thread",
+    b"Memory block of unknown size was allocated before the profiling started",
+)
+
+
+@contextmanager
+def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
+    """While open, stderr goes to a file; what it holds then is passed on, without the lines that hold any of these words."""
+    sys.stderr.flush()
+    real = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)
+            file.seek(0)
+            kept = b"".join(line for line in file if not any(noise in line for noise in lines))
+            if kept:
+                os.write(real, kept)
+            os.close(real)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute, and put back or remove it on leaving."""
+    own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,156 @@
+"""What a plan must keep to: the user's settings, and what was found out about the module and its batch.
+
+Must not know which plans there are.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning_autopar.devices.inventory import Device
+from lightning_autopar.memory.allocator.options import AllocatorOptions
+from lightning_autopar.memory.learned.corrections import Residuals
+from lightning_autopar.plans import BUILT_ENGINES, ENGINES, Engine, Plan
+
+Objective = Literal["speed", "memory"]
+#: Refusals that a user may overrule, as nothing but the promise speaks against such plans.
+REFUSALS = ("batch_norm", "buffers", "kept")
+#: A relative difference of losses up to this is floating-point reassociation.
+SPLIT_TOLERANCE = 1e-5
+_BESIDES = ("micro_batches", "pipeline_parts", "shares", "replicas", "recompute", "offload", "disk")
+#: What a run can rule out: an engine; stage 3 of ZeRO; every plan with several devices; what plans of any engine may do besides.
+EXCLUDABLE: tuple[str, ...] = (*ENGINES, "zero_3", "multi", *_BESIDES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitFinding:
+    """What was found out about splitting the first batch over ranks.
+
+    Args:
+        difference: by how much the loss of the split batch differs from the whole batch's, relative to it; NaN where
+            either isn't finite.
+        reason: why it can't be split, or couldn't be probed, or differs: one sentence.
+        splittable: whether the batch can be taken apart into samples.
+        probed: whether the losses were compared. If not, the difference is unknown where there is a reason, and of no
+            interest where there is none: the step has no loss to compare.
+        part_reason: why a batch can't be worked off in parts one after the other, though ranks may have one each; None where it can.
+        counted: FQNs of the buffers that the step changes whatever the batch, which each part of a batch would change once more.
+        log_rules: how ranks' logged values may make the whole batch's, by hook and name, likelier ways first; none for a value that is
+            nothing of the kind.
+        kept_rules: how what parts of a batch leave on the module makes what the whole batch would, by step and path.
+        notes: further sentences for whoever reads of a plan that splits the batch.
+        uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
+        drawn_apart: names of the step's operations that draw random numbers inside of their kernels, so that each rank, and each part
+            of a batch, draws its own: as many and as random, but not one device's.
+    """
+
+    difference: float = 0.0
+    reason: str | None = None
+    splittable: bool = True
+    probed: bool = True
+    log_rules: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    kept_rules: Mapping[str, Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    uneven_calls: tuple[str, ...] = ()
+    part_reason: str | None = None
+    counted: tuple[str, ...] = ()
+    drawn_apart: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """What a plan must keep to.
+
+    Args:
+        allow: engines that may be chosen.
+        max_devices: at most so many devices at once; None for all there are.
+        min_devices: at least so many, where so many processes were started already.
+        memory_limit_bytes: at most so much of each device; None for all that is free.
+        memory_margin: share of each device's free memory (or of the limit) that is left alone, 0 to below 1.
+        objective: ``"speed"``: fewest seconds a step; ``"memory"``: fewest bytes on the fullest device.
+        exact: whether a plan may be chosen that is not known to compute the whole batch's loss.
+        pinned: the plan to take; nothing else is considered.
+        excluded: what this run can't use, of ``EXCLUDABLE``, with the sentence that says why; ``"multi"`` stands for every plan with
+            several devices.
+        uncuttable: FQNs of the blocks with which no stage of a pipeline may begin, with the sentence that says why.
+        pipeline_notes: what a reader should know of any pipeline, a sentence each.
+        split: what was found out about splitting the batch; None where there was nothing to find out.
+        despite: refusals that are overruled, of ``REFUSALS``.
+        split_batch: whether ranks share the batch; if not, each takes a whole one, as in Lightning's own strategies.
+        precision: Lightning's name of the precision, for the speed of devices.
+        residuals: what earlier runs of the module were measured to take, by which predictions are corrected.
+        allocator: settings of torch's allocator on the devices.
+
+    Raises:
+        ValueError: if a value is out of its bounds.
+    """
+
+    allow: tuple[Engine, ...] = BUILT_ENGINES
+    max_devices: int | None = None
+    min_devices: int | None = None
+    memory_limit_bytes: int | None = None
+    memory_margin: float = 0.05
+    objective: Objective = "speed"
+    exact: bool = False
+    pinned: Plan | None = None
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    uncuttable: Mapping[str, str] = field(default_factory=dict)
+    pipeline_notes: tuple[str, ...] = ()
+    split: SplitFinding | None = None
+    despite: tuple[str, ...] = ()
+    split_batch: bool = True
+    precision: str = "32-true"
+    allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
+    residuals: Residuals = field(default_factory=Residuals)
+
+    def __post_init__(self) -> None:
+        check_allow(self.allow)
+        if self.max_devices is not None and self.max_devices < 1:
+            raise ValueError(f"max_devices={self.max_devices} leaves no device; it must be at least 1, or None for all")
+        if self.min_devices is not None and self.max_devices is not None and self.min_devices > self.max_devices:
+            raise ValueError(f"{self.min_devices} processes were started, but the run may use {self.max_devices} devices; start as many")
+        if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
+            raise ValueError(f"a memory limit must be positive, but is {self.memory_limit_bytes} bytes; None means no limit")
+        if not 0 <= self.memory_margin < 1:
+            raise ValueError(f"memory_margin={self.memory_margin!r} must be at least 0 and below 1; 0.05 leaves 5 % of each device alone")
+        if self.objective not in ("speed", "memory"):
+            raise ValueError(f"objective={self.objective!r} is unknown; choose 'speed' or 'memory'")
+        if unknown := sorted(set(self.excluded) - set(EXCLUDABLE)):
+            raise AssertionError(f"excluded names {unknown[0]!r}, which is neither an engine nor a feature")
+
+    def budget_bytes(self, device: Device) -> int:
+        """What a plan may use of a device: what is free, or the limit if that is less, less the margin."""
+        limit = device.free_bytes if self.memory_limit_bytes is None else min(device.free_bytes, self.memory_limit_bytes)
+        return int(limit * (1 - self.memory_margin))
+
+
+def overruled(name: str, sentence: str) -> str:
+    """The note of a plan that is taken though a refusal speaks against it."""
+    return f"despite=[{name!r}]: {sentence}, so that this is another run than one device's"
+
+
+def overrule(name: str) -> str:
+    """How to overrule a refusal, as the end of its sentence."""
+    return f"; batch=Batch(despite=[{name!r}]) takes such plans all the same"
+
+
+def check_allow(allow: str | Sequence[str]) -> tuple[Engine, ...]:
+    """The engines of a user's ``allow``, each once, in order; a single name may stand by itself.
+
+    Raises:
+        ValueError: if it is empty or names an unknown engine, saying which there are.
+    """
+    names = (allow,) if isinstance(allow, str) else tuple(allow)
+    choices = ", ".join(repr(engine) for engine in ENGINES)
+    known: dict[str, Engine] = {engine: engine for engine in ENGINES}
+    if not names:
+        raise ValueError(f"allow={allow!r} leaves no engine; name at least one of {choices}, or leave it out for all that are built")
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(str(name).lower(), ENGINES, n=1)
+            remedy = f"did you mean {close[0]!r}?" if close else "name one of those, or leave allow out"
+            raise ValueError(f"allow={list(names)!r} names the unknown engine {name!r}; the engines are {choices}: {remedy}")
+    return tuple(dict.fromkeys(known[name] for name in names))

@@ -1,0 +1,107 @@
+"""Allowed devices: which of a host's devices this run may use, as a file says that somebody else writes. Knows no plan and no run.
+
+The environment variable ``AUTOPAR_DEVICES_FILE`` names the file: ids of devices, one a line; empty lines and what follows a ``#`` are
+passed over. It is read anew whenever devices are probed, so that who started the run (``lightning-autopar sweep`` does) can give devices
+to an elastic run and take them away. Whoever changes it renames a new one over it (:func:`write_allowed` does so).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_autopar.devices.inventory import Inventory
+
+log = logging.getLogger(__name__)
+
+#: The environment variable that names the file.
+ALLOWED_VARIABLE = "AUTOPAR_DEVICES_FILE"
+_REMEDY = "write one device id a line, as lightning-autopar devices --json has them"
+#: A larger file isn't one of devices.
+_MOST_CHARACTERS = 1_000_000
+
+#: What each file said last in this process, and which troubles were told.
+_last: dict[str, frozenset[str]] = {}
+_told: set[str] = set()
+
+
+def with_allowed(inventory: Inventory, environment: Mapping[str, str] | None = None) -> Inventory:
+    """The inventory without the devices that this process may not use. Those that can only be planned for are nobody's to allow.
+
+    Once the file was taken it may be missing, malformed or name no device that is here: then what it said last holds, with one warning,
+    or there is no device.
+
+    Args:
+        inventory: of all devices.
+        environment: where the variable is looked up; by default this process's.
+
+    Raises:
+        ValueError: if the file can't be read, or names no device that is here, and never did before.
+    """
+    path = (os.environ if environment is None else environment).get(ALLOWED_VARIABLE, "").strip()
+    if not path or all(device.kind == "catalogue" for device in inventory.devices):
+        return inventory
+    before = path in _last
+    allowed = _allowed(path)
+    kept = tuple(device for device in inventory.devices if device.id in allowed)
+    if not kept and not before:
+        del _last[path]
+        there = ", ".join(device.id for device in inventory.devices)
+        named = ", ".join(sorted(allowed))
+        raise ValueError(f"the file that {ALLOWED_VARIABLE} names allows {named}, but there are {there}; {_REMEDY}")
+    left = {device.id for device in kept}
+    links = tuple(link for link in inventory.links if link.a in left and link.b in left)
+    return replace(inventory, devices=kept, links=links)
+
+
+def _allowed(path: str) -> frozenset[str]:
+    """What the file says, or said last.
+
+    Raises:
+        ValueError: if it can't be taken, and never was.
+    """
+    try:
+        found = _read(Path(path))
+        if not found and path not in _last:
+            raise ValueError(f"it names no device; {_REMEDY}")
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) and error.strerror else error
+        message = f"the environment variable {ALLOWED_VARIABLE} names {path!r}, which can't be taken: {what}"
+        if path not in _last:
+            raise ValueError(message if isinstance(error, ValueError) else f"{message}; {_REMEDY}") from error
+        if message not in _told:
+            _told.add(message)
+            log.warning("autopar: %s; the devices that it named before stay", message)
+        return _last[path]
+    _last[path] = found
+    return found
+
+
+def write_allowed(path: str | Path, devices: Iterable[str]) -> None:
+    """Replace the file in one piece, so that whoever reads it sees the old or the new one."""
+    path = Path(path)
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with open(number, "w", encoding="utf-8") as file:
+        file.writelines(f"{device}\n" for device in devices)
+    os.replace(name, path)
+
+
+def _read(path: Path) -> frozenset[str]:
+    """The ids that a file names.
+
+    Raises:
+        OSError: if it can't be read.
+        ValueError: if it isn't one.
+    """
+    with open(path, encoding="utf-8") as file:
+        words = file.read(_MOST_CHARACTERS + 1)
+    if len(words) > _MOST_CHARACTERS or "\0" in words:
+        raise ValueError(f"it is no list of devices; {_REMEDY}")
+    lines = [line.partition("#")[0].strip() for line in words.splitlines()]
+    if wrong := next((line for line in lines if len(line.split()) > 1), None):
+        raise ValueError(f"the line {wrong!r} holds more than an id; {_REMEDY}")
+    return frozenset(line for line in lines if line)

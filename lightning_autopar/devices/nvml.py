@@ -1,0 +1,358 @@
+"""NVML: the GPUs that CUDA would show this process, read from the driver without a CUDA context.
+
+Knows the ``pynvml`` module of the package ``nvidia-ml-py``, old drivers and what may fail; nothing of plans. A device that
+can't be read, as one that is lost, is left out with a note, never guessed; one of which the driver says that something is wrong with it
+is there, with that as its ``error``.
+
+Visible: which GPUs CUDA shows a process, and in which order. Knows the two environment variables, no library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from lightning_autopar.devices import topology
+from lightning_autopar.devices.inventory import Device, DeviceProcess, Link
+
+
+def cuda_order(capabilities: Sequence[tuple[int, int]], order: str | None) -> list[int]:
+    """NVML indices in the order in which CUDA counts the devices.
+
+    Under ``PCI_BUS_ID`` that is NVML's own. CUDA's default ``FASTEST_FIRST`` is documented as a heuristic and no more; the
+    compute capability, then NVML's order, is what it comes to on a host whose GPUs differ in generation, and on one whose
+    GPUs are alike. Two models of one capability may come the other way round, which is one more reason to go by UUID.
+
+    Args:
+        capabilities: compute capability (major, minor) of each device, by NVML index.
+        order: the value of ``CUDA_DEVICE_ORDER``, None if unset.
+    """
+    indices = list(range(len(capabilities)))
+    if order == "PCI_BUS_ID":
+        return indices
+    return sorted(indices, key=lambda index: (-capabilities[index][0], -capabilities[index][1], index))
+
+
+def visible_uuids(setting: str | None, gpus: Sequence[str], instances: Sequence[str] = ()) -> list[str]:
+    """UUIDs of the devices that ``CUDA_VISIBLE_DEVICES`` leaves, in the order of their CUDA ordinals.
+
+    As CUDA and torch read it: all entries are indices, or beginnings of GPU or of MIG UUIDs, whichever the first one is; an
+    entry that names nothing ends the list, and one that comes twice empties it.
+
+    Args:
+        setting: the value, None if unset (all GPUs), empty for none.
+        gpus: UUIDs of the GPUs in CUDA's order.
+        instances: UUIDs of their MIG instances.
+    """
+    if setting is None:
+        return list(gpus)
+    for prefix, uuids in (("GPU-", gpus), ("MIG-", instances)):
+        if setting.startswith(prefix):
+            return _of_prefixes(setting, prefix, uuids)
+    indices: list[int] = []
+    for entry in setting.split(","):
+        index = _leading_number(entry.strip())
+        if index in indices:
+            return []
+        if index < 0:
+            break
+        indices.append(index)
+    end = next((place for place, index in enumerate(indices) if index >= len(gpus)), len(indices))
+    return [gpus[index] for index in indices[:end]]
+
+
+def _of_prefixes(setting: str, prefix: str, uuids: Sequence[str]) -> list[str]:
+    """Devices named by the beginnings of their UUIDs; one that several share names nothing."""
+    found: list[str] = []
+    for entry in setting.split(","):
+        matches = [uuid for uuid in uuids if entry.startswith(prefix) and uuid.startswith(entry)]
+        if len(matches) != 1:
+            break
+        if matches[0] in found:
+            return []
+        found += matches
+    return found
+
+
+def _leading_number(entry: str) -> int:
+    """The number at the start of an entry, as C's ``strtoul`` finds it (``"1gpu"`` is 1); -1 where there is none."""
+    digits = ""
+    for character in entry.removeprefix("+"):
+        if not (character.isascii() and character.isdigit()):
+            break
+        digits += character
+    return int(digits) if digits else -1
+
+
+_T = TypeVar("_T")
+_COMPUTE_EXCLUSIVE_PROCESS, _COMPUTE_PROHIBITED = 3, 2
+#: Over so many seconds is looked at who computes.
+_RECENT_SECONDS = 5.0
+#: No process computes on a GPU with less: a CUDA context takes more, on any of them.
+_LEAST_CONTEXT_BYTES = 32 << 20
+#: What the driver says has to be done with a GPU before anything new can run there (nvml.h, ``nvmlDeviceGpuRecoveryAction_t``).
+_RECOVERY_ACTIONS = {1: "a reset", 2: "a reboot of its node", 3: "its peers to be drained", 4: "to be drained and a reset"}
+
+
+class NvmlUnavailable(RuntimeError):
+    """NVML isn't there, or can't read the devices of this host; the message says which, in a clause without a full stop."""
+
+
+class _Slot(NamedTuple):
+    """What CUDA may count as a device: a GPU, or a MIG instance of one."""
+
+    handle: Any
+    uuid: str
+    name: str
+    bus_id: str
+    part_of: str | None = None
+
+    @property
+    def mig(self) -> bool:
+        return self.part_of is not None
+
+
+class _Gpu(NamedTuple):
+    """A GPU with the instances that take its place where MIG is on."""
+
+    slot: _Slot
+    capability: tuple[int, int]
+    instances: tuple[_Slot, ...] | None
+
+    @property
+    def slots(self) -> tuple[_Slot, ...]:
+        return (self.slot,) if self.instances is None else self.instances
+
+
+def read_devices(
+    *, pynvml: Any = None, environment: Mapping[str, str] | None = None
+) -> tuple[tuple[Device, ...], tuple[Link, ...], tuple[str, ...]]:
+    """Devices in the order of their CUDA ordinals, the links between them, and notes on what couldn't be read.
+
+    Args:
+        pynvml: the module to ask; by default the one that is installed.
+        environment: where ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` are looked up; by default this process's.
+
+    Raises:
+        NvmlUnavailable: if the module or the driver's library is missing or fails, or if it can read none of the devices.
+    """
+    if pynvml is None:
+        try:
+            pynvml = importlib.import_module("pynvml")
+        except ImportError as error:
+            raise NvmlUnavailable("NVML can't be asked: the package nvidia-ml-py isn't installed") from error
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailable(f"NVML can't be asked ({error})") from error
+    try:
+        return _read(pynvml, os.environ if environment is None else environment)
+    finally:
+        # Nobody's result depends on how the library ends.
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def read_links() -> tuple[Link, ...]:
+    """The links between all GPUs of this host, those included that CUDA doesn't show this process: each of several may be shown its own.
+
+    Raises:
+        NvmlUnavailable: as :func:`read_devices`.
+    """
+    return read_devices(environment={})[1]
+
+
+def _read(pynvml: Any, environment: Mapping[str, str]) -> tuple[tuple[Device, ...], tuple[Link, ...], tuple[str, ...]]:
+    """What :func:`read_devices` gives, between the library's init and shutdown."""
+    notes: list[str] = []
+    gpus = _gpus(pynvml, notes)
+    if not gpus and notes:
+        raise NvmlUnavailable(f"NVML can read none of the GPUs ({'; '.join(notes)})")
+    gpus = [gpus[place] for place in cuda_order([gpu.capability for gpu in gpus], environment.get("CUDA_DEVICE_ORDER"))]
+    setting = environment.get("CUDA_VISIBLE_DEVICES")
+    by_uuid = {gpu.slot.uuid: gpu.slots for gpu in gpus}
+    instances = {slot.uuid: (slot,) for gpu in gpus for slot in gpu.instances or ()}
+    uuids = visible_uuids(setting, list(by_uuid), list(instances))
+    if setting is not None and not uuids:
+        notes.append(f"CUDA_VISIBLE_DEVICES={setting!r} leaves no GPU")
+    visible = [slot for uuid in uuids for slot in {**by_uuid, **instances}[uuid]]
+    # A process sees one MIG instance, the first, and beside it no other GPU (MIG User Guide, "CUDA Device Enumeration").
+    first_mig = next((slot for slot in visible if slot.mig), None)
+    if first_mig is not None and len(visible) > 1:
+        notes.append("a process can use one MIG instance only: for each, one of its own with the UUID in CUDA_VISIBLE_DEVICES")
+    found: list[tuple[Device, topology.Port]] = []
+    for ordinal, slot in enumerate(visible):
+        index = ordinal if first_mig is None else 0 if slot is first_mig else None
+        device = _device(pynvml, slot, index, notes)
+        if device is not None:
+            found.append((device, topology.Port(slot.handle, device.id, device.name, slot.bus_id, slot.mig)))
+    if visible and not found:
+        raise NvmlUnavailable(f"NVML can read none of the GPUs ({'; '.join(notes)})")
+    if not gpus and setting is None:
+        notes.append("NVML sees no GPU")
+    return tuple(device for device, _ in found), topology.links(pynvml, [port for _, port in found]), tuple(notes)
+
+
+def _gpus(pynvml: Any, notes: list[str]) -> list[_Gpu]:
+    """Every GPU that can be identified, in NVML's order."""
+    gpus = []
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailable(f"NVML can't count the GPUs ({error})") from error
+    for number in range(count):
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+            slot = _Slot(
+                handle,
+                as_text(pynvml.nvmlDeviceGetUUID(handle)),
+                as_text(pynvml.nvmlDeviceGetName(handle)),
+                topology.bus_id(pynvml.nvmlDeviceGetPciInfo(handle)),
+            )
+            capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+        except pynvml.NVMLError as error:
+            notes.append(f"GPU {number} can't be read ({error}) and is left out; CUDA may count the others differently")
+            continue
+        gpus.append(_Gpu(slot, (capability[0], capability[1]), _mig_instances(pynvml, slot, notes)))
+    return gpus
+
+
+def _mig_instances(pynvml: Any, gpu: _Slot, notes: list[str]) -> tuple[_Slot, ...] | None:
+    """The instances of a GPU on which MIG is on; None where it is off or unknown to the GPU or the driver."""
+    try:
+        current, _ = pynvml.nvmlDeviceGetMigMode(gpu.handle)
+    except pynvml.NVMLError:
+        return None
+    if not current:
+        return None
+    instances = []
+    most = _answer(pynvml, 0, lambda: int(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu.handle)))
+    for number in range(most):
+        try:
+            handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, number)
+            uuid = as_text(pynvml.nvmlDeviceGetUUID(handle))
+            name = as_text(pynvml.nvmlDeviceGetName(handle))
+        except pynvml.NVMLError as error:
+            # The numbers of instances have gaps.
+            if error.value != pynvml.NVML_ERROR_NOT_FOUND:
+                notes.append(f"MIG instance {number} of {gpu.uuid} can't be read ({error}) and is left out")
+            continue
+        instances.append(_Slot(handle, uuid, name, gpu.bus_id, part_of=gpu.uuid))
+    if not instances:
+        notes.append(f"{gpu.uuid} has MIG on but no instance, so nothing can run on it")
+    return tuple(instances)
+
+
+def _device(pynvml: Any, slot: _Slot, index: int | None, notes: list[str]) -> Device | None:
+    """The device of a slot; None, with a note, where it can't be read or used."""
+    try:
+        total_bytes, free_bytes, reserved_bytes = _memory(pynvml, slot.handle)
+    except pynvml.NVMLError as error:
+        notes.append(f"the memory of {slot.uuid} ({slot.name}) can't be read ({error}), so it is left out")
+        return None
+    processes = _processes(pynvml, slot, notes)
+    mode = _answer(pynvml, 0, lambda: int(pynvml.nvmlDeviceGetComputeMode(slot.handle)))
+    if mode == _COMPUTE_PROHIBITED:
+        notes.append(f"{slot.uuid} ({slot.name}) is in compute mode 'prohibited', so it is left out")
+        return None
+    if mode == _COMPUTE_EXCLUSIVE_PROCESS and any(not process.own for process in processes):
+        notes.append(f"{slot.uuid} ({slot.name}) is in compute mode 'exclusive process' and taken, so it is left out")
+        return None
+    own_bytes = sum(process.used_bytes or 0 for process in processes if process.own)
+    alone = total_bytes - free_bytes - own_bytes < _LEAST_CONTEXT_BYTES
+    return Device(
+        id=slot.uuid,
+        kind="cuda",
+        name=slot.name,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        reserved_bytes=reserved_bytes,
+        index=index,
+        utilization=_utilization(pynvml, slot, alone=alone),
+        processes=processes,
+        error=_error(pynvml, slot),
+        part_of=slot.part_of,
+    )
+
+
+def _utilization(pynvml: Any, slot: _Slot, *, alone: bool) -> float | None:
+    """The share of the last seconds in which it computed, for others; None where that isn't known, as of MIG instances.
+
+    The driver keeps samples of some seconds, so that a job that just waits for data counts as what it is. Where nobody else has as much as
+    a context there, what they show is of somebody who has left.
+    """
+    now = _answer(pynvml, None, lambda: float(pynvml.nvmlDeviceGetUtilizationRates(slot.handle).gpu) / 100)
+    ask = getattr(pynvml, "nvmlDeviceGetSamples", None)
+    if now is None or alone or ask is None:
+        return now if now is None or not alone else 0.0
+    samples: list[Any] = _answer(pynvml, [], lambda: list(ask(slot.handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, 0)[1]))
+    latest = max((sample.timeStamp for sample in samples), default=0)
+    recent = [sample.sampleValue.uiVal for sample in samples if latest - sample.timeStamp <= _RECENT_SECONDS * 1e6]
+    return min(1.0, sum(recent) / len(recent) / 100) if recent else now
+
+
+def _error(pynvml: Any, slot: _Slot) -> str | None:
+    """What the driver says is wrong with a GPU that can still be read; None where that is nothing, or it doesn't know.
+
+    An instance has the errors of its GPU, but isn't asked for them.
+    """
+    ask = getattr(pynvml, "nvmlDeviceGetRemappedRows", None)
+    if ask is not None and _answer(pynvml, False, lambda: bool(ask(slot.handle)[3])):
+        return "a broken row of its memory couldn't be replaced"
+    field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+    action = 0 if field is None else _answer(pynvml, 0, lambda: _field(pynvml, slot, field))
+    return f"the driver says that it needs {_RECOVERY_ACTIONS.get(action, f'recovery action {action}')}" if action else None
+
+
+def _field(pynvml: Any, slot: _Slot, field: int) -> int:
+    """One of NVML's fields, a whole number; 0 where the GPU doesn't have it."""
+    (value,) = pynvml.nvmlDeviceGetFieldValues(slot.handle, [field])
+    return 0 if value.nvmlReturn else int(value.value.uiVal)
+
+
+def _memory(pynvml: Any, handle: Any) -> tuple[int, int, int]:
+    """Bytes that processes can have, that are free, and that the driver keeps; the first without the last.
+
+    Only the second version of the call tells what the driver keeps; older drivers and modules have the first alone.
+    """
+    version = getattr(pynvml, "nvmlMemory_v2", None)
+    if version is not None:
+        with contextlib.suppress(pynvml.NVMLError):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=version)
+            return int(memory.total) - int(memory.reserved), int(memory.free), int(memory.reserved)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return int(memory.total), int(memory.free), 0
+
+
+def _processes(pynvml: Any, slot: _Slot, notes: list[str]) -> tuple[DeviceProcess, ...]:
+    """Who is on the device, each once, however it uses it."""
+    used: dict[int, int | None] = {}
+    for call in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
+        try:
+            entries = call(slot.handle)
+        except pynvml.NVMLError as error:
+            if error.value == pynvml.NVML_ERROR_NO_PERMISSION:
+                notes.append(f"the driver doesn't tell this user which processes are on {slot.uuid}")
+                break
+            continue
+        for entry in entries:
+            known = used.get(int(entry.pid))
+            used[int(entry.pid)] = known if entry.usedGpuMemory is None else max(int(entry.usedGpuMemory), known or 0)
+    own = os.getpid()
+    return tuple(DeviceProcess(pid=pid, used_bytes=used_bytes, own=pid == own) for pid, used_bytes in sorted(used.items()))
+
+
+def _answer(pynvml: Any, otherwise: _T, ask: Callable[[], _T]) -> _T:
+    """What a call gives that this device or driver may not know."""
+    try:
+        return ask()
+    except pynvml.NVMLError:
+        return otherwise
+
+
+def as_text(value: str | bytes) -> str:
+    """Text; older versions of the module give bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

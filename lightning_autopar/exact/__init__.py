@@ -1,0 +1,10 @@
+"""What makes a split batch one batch. Knows no plan search.
+
+Modules, in reading order:
+
+    random_state  states of all random generators: captured, restored
+    absent/       tensors whose values another rank has
+    data/         the exact loader
+    logs/         logged values and metrics
+    step/         draws, micro-batches, batch norm, recomputation
+"""

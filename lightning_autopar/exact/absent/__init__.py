@@ -1,0 +1,7 @@
+"""Tensors whose values another rank has.
+
+Modules, in reading order:
+
+    tensor  a tensor whose values another rank has
+    rules   what may be done with one; its operators and words
+"""

@@ -1,0 +1,387 @@
+"""Tensors that aren't here: a hole has the shape, type and device of a tensor that another stage has, and no values.
+
+Code that runs on holes gives holes, computed for their shapes alone. Whoever reads a hole's values gets an error that says what is missing:
+nothing can come out wrong unnoticed. A filled hole stands for the tensor that it was filled with. Knows tensors; nothing of modules, stages
+or recordings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from lightning_autopar.exact.absent.rules import DESCRIBING, READING, RULES, first_line, indices_for_masks, leaves_of, map_leaves, title
+
+_META = torch.device("meta")
+
+
+class MissingValue(RuntimeError):
+    """The values of a tensor are needed where another stage has them."""
+
+
+class Hole(Tensor):
+    """A tensor without values; see the module. Made by :func:`hole_like` and by operations on holes."""
+
+    _meta: Tensor
+    _value: Tensor | None
+    _what: str
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, what: str, requires_grad: bool = False) -> Hole:
+        """A hole of the shape, strides and type of a meta tensor."""
+        hole: Hole = Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        hole._meta, hole._value, hole._what = meta, None, what
+        return hole
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """On the tensors that holes are filled with; where one isn't filled, for the result's shape."""
+        if func in DESCRIBING and len(args) == 1 and type(args[0]) is Hole and not kwargs:  # by far the most frequent
+            value = args[0]._value
+            if value is not None:
+                return func(value)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(args[0])
+        kwargs = kwargs or {}
+        missing: list[Hole] = []
+        args = _stand_in(args, missing)
+        kwargs = _stand_in(kwargs, missing)
+        if not missing:
+            return func(*args, **kwargs)
+        if func in _DESCRIBING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        if RULES.strict:
+            _raise(missing[0], func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Below autograd: the operator on meta tensors."""
+        return _hollow(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        """What it is; it has no data to print."""
+        if self._value is not None:
+            return repr(self._value)
+        return f"Hole({tuple(self.shape)}, {self.dtype}, {str(self.device)!r}: {self._what})"
+
+
+class Hollowed(Tensor):
+    """A tensor that this process made for itself, and that was then written to with another stage's values: a hole from then on."""
+
+    _hole: Hole
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """As of the hole."""
+        result = func(*_put_holes(args), **_put_holes(dict(kwargs or {})))
+        for leaf in args:  # what an operation in place returns is the tensor that the caller holds
+            if type(leaf) is Hollowed and leaf._hole is result:
+                return leaf
+        return result
+
+
+def is_hole(tensor: object) -> bool:
+    """Whether it is a hole that isn't filled."""
+    if type(tensor) is Hollowed:
+        tensor = tensor._hole
+    return isinstance(tensor, Hole) and tensor._value is None
+
+
+def hole_like(tensor: Tensor, what: str, *, device: torch.device | None = None) -> Hole:
+    """A hole in place of a tensor.
+
+    Args:
+        tensor: whose shape, type and need of a gradient it has; a hole's own or a meta tensor will do.
+        what: names the value in errors: ``"the parameter 'net.0.weight'"``.
+        device: the tensor's by default.
+    """
+    return Hole(_described(tensor), tensor.device if device is None else device, what, requires_grad=tensor.requires_grad)
+
+
+def hole_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str, requires_grad: bool = False) -> Hole:
+    """A hole of a shape and type."""
+    return Hole(torch.empty(shape, dtype=dtype, device=_META), device, what, requires_grad=requires_grad and dtype.is_floating_point)
+
+
+def hole_shaped_like(tensor: Tensor, dtype: torch.dtype, what: str, requires_grad: bool = False) -> Hole:
+    """A hole of a tensor's shape and device, without gaps in memory; cheap where the tensor is one, too."""
+    if type(tensor) is Hole and tensor._value is None and tensor._meta.dtype is dtype and tensor._meta.is_contiguous():
+        with torch._C.DisableTorchFunctionSubclass():
+            return Hole(tensor._meta, tensor.device, what, requires_grad=requires_grad and dtype.is_floating_point)
+    return hole_of(tuple(tensor.shape), dtype, tensor.device, what, requires_grad)
+
+
+def hole_parameter(parameter: Tensor, what: str, *, device: torch.device | None = None) -> Hole:
+    """A hole that is a parameter, as far as ``isinstance`` tells."""
+    hole = hole_like(parameter, what, device=device)
+    hole._is_param = True
+    return hole
+
+
+def fill(hole: Tensor, tensor: Tensor) -> None:
+    """Let a hole stand for a tensor from now on."""
+    inner = hole._hole if type(hole) is Hollowed else hole
+    assert isinstance(inner, Hole), "only a hole is filled"
+    inner._value = tensor
+
+
+def filled(value: Any) -> Any:
+    """The tensor that a hole is filled with; anything else as it is."""
+    if type(value) is Hollowed:
+        value = value._hole
+    if isinstance(value, Hole) and value._value is not None:
+        return value._value
+    return value
+
+
+def resolved(value: Any) -> Any:
+    """Arguments with filled holes replaced by their tensors; lists and dictionaries stay the same objects."""
+    kind = type(value)
+    if kind is Hole or kind is Hollowed:
+        return filled(value)
+    if kind is tuple:
+        items = [resolved(item) for item in value]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else tuple(items)
+    if kind is list:
+        for index, item in enumerate(value):
+            new = resolved(item)
+            if new is not item:
+                value[index] = new
+        return value
+    if kind is dict:
+        for key, item in value.items():
+            new = resolved(item)
+            if new is not item:
+                value[key] = new
+        return value
+    return value
+
+
+def name_of(hole: Tensor) -> str:
+    """What a hole stands for, in words."""
+    inner = hole._hole if type(hole) is Hollowed else hole
+    return inner._what if isinstance(inner, Hole) else "a tensor"
+
+
+class AsHoles(TorchDispatchMode):
+    """While open, every operator runs for its results' shapes only, which are holes; real tensors are neither read nor written.
+
+    Args:
+        simulated: nothing that exists becomes a hole, whatever is written to it.
+    """
+
+    def __init__(self, *, simulated: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._simulated = simulated
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """On meta tensors."""
+        if not self._simulated:
+            return _hollow(func, args, kwargs or {})
+        before, RULES.simulated = RULES.simulated, True
+        try:
+            with _disable_current_modes():  # recordings under fake tensors, say
+                return _hollow(func, args, kwargs or {})
+        finally:
+            RULES.simulated = before
+
+
+def _described(tensor: Tensor) -> Tensor:
+    """A meta tensor of its shape, strides and type."""
+    if isinstance(tensor, Hole):
+        return tensor._meta if tensor._value is None else _described(tensor._value)
+    if type(tensor) is Hollowed:
+        return tensor._hole._meta
+    if tensor.layout is not torch.strided:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """An operator of the dispatcher on meta tensors, its results as holes."""
+    if RULES.strict:
+        _raise(next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Hole)), None), func)
+    origins: dict[int, Tensor] = {}
+    devices: list[torch.device] = []
+    what: list[str] = []
+    if func in _MASKED:
+        args = indices_for_masks(args)
+
+    def to_meta(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            if isinstance(leaf, Hole):
+                if leaf._value is not None:
+                    raise MissingValue(
+                        f"{func} was reached past torch's functions with {leaf._what}, which another stage sends; "
+                        "its gradient would be lost, so that this step can't be cut here"
+                    )
+                meta = leaf._meta
+                what.append(leaf._what)
+            else:
+                meta = _described(leaf)
+            if leaf.dim() or not devices:
+                devices.append(leaf.device)
+            origins[id(meta)] = leaf
+            return meta
+        if isinstance(leaf, torch.device):
+            devices[:] = [leaf]
+            return _META
+        return leaf
+
+    device_given = kwargs.get("device")
+    meta_args, meta_kwargs = map_leaves(args, to_meta), {name: map_leaves(value, to_meta) for name, value in kwargs.items()}
+    if device_given is not None:
+        devices[:] = [torch.device(device_given)]
+    elif not devices:
+        devices.append(torch.get_default_device() if not kwargs.get("pin_memory") else torch.device("cpu"))
+        meta_kwargs["device"] = _META
+    device = devices[-1] if len(devices) == 1 else next((each for each in devices if each.type != "cpu"), devices[0])
+    try:
+        result = func(*meta_args, **meta_kwargs)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        names = what[0] if what else "a tensor of another stage"
+        raise MissingValue(f"{title(func)} needs values that aren't here: {names} ({first_line(error)})") from error
+    described = what[0] if what else f"the result of {title(func)}"
+
+    def to_hole(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        origin = origins.get(id(leaf))
+        if origin is None:
+            return Hole(leaf, device, described)
+        if type(origin) is not Hole and type(origin) is not Hollowed:
+            _hollow_out(origin, leaf, described)
+        return origin
+
+    return map_leaves(result, to_hole)
+
+
+def make_hole(tensor: Tensor, what: str) -> None:
+    """Make a hole of a real tensor, and of the one that it is a view of: it was written to with another stage's values."""
+    if not isinstance(tensor, (Hole, Hollowed)):
+        _hollow_out(tensor, _described(tensor), what)
+
+
+def _hollow_out(tensor: Tensor, meta: Tensor, what: str) -> None:
+    """Make a hole of a real tensor that was written to, and of the one that it is a view of."""
+    if RULES.simulated:
+        return
+    if not RULES.hollowing:
+        raise MissingValue(f"a tensor is written to with {what}, whose values another stage has")
+    if isinstance(tensor, nn.Parameter) or id(tensor) in RULES.kept():
+        return
+    if type(tensor) is not Tensor:
+        raise MissingValue(f"a {type(tensor).__name__} is written to with {what}, which isn't here")
+    base = tensor._base
+    hole = Hole(meta, tensor.device, what)
+    tensor.__class__ = Hollowed
+    tensor._hole = hole  # type: ignore[attr-defined]
+    if base is not None and type(base) is Tensor:
+        _hollow_out(base, _described(base), what)
+
+
+def _stand_in(value: Any, missing: list[Hole]) -> Any:
+    """Arguments with filled holes replaced; those that aren't filled are noted."""
+    kind = type(value)
+    if kind is Hole:
+        if value._value is not None:
+            return value._value
+        missing.append(value)
+        return value
+    if kind is Hollowed:
+        return _stand_in(value._hole, missing)
+    if kind is tuple or kind is list:
+        return kind(_stand_in(item, missing) for item in value)
+    if kind is dict:
+        return {name: _stand_in(item, missing) for name, item in value.items()}
+    if isinstance(value, tuple):  # a named one, or a slice's parts
+        items = [_stand_in(item, missing) for item in value]
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    return value
+
+
+def _put_holes(value: Any) -> Any:
+    kind = type(value)
+    if kind is Hollowed:
+        return value._hole
+    if kind is tuple or kind is list:
+        return kind(_put_holes(item) for item in value)
+    if kind is dict:
+        return {name: _put_holes(item) for name, item in value.items()}
+    return value
+
+
+def _raise(hole: Hole | None, func: Any) -> NoReturn:
+    what = "a tensor" if hole is None else hole._what
+    raise MissingValue(
+        f"{title(func)} needs the values of {what}, which another stage has and didn't send; the recorded step didn't use it here"
+    )
+
+
+# -- functions that holes answer by themselves -----------------------------------------------------------------------------------------
+
+
+def _reading(func: Callable[..., Any]) -> Callable[..., Any]:
+    """An error for a function that reads values."""
+
+    def read(*args: Any, **kwargs: Any) -> NoReturn:
+        hole = next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Hole) and leaf._value is None), None)
+        what = "a tensor" if hole is None else hole._what
+        raise MissingValue(f"{title(func)} reads the values of {what}, which another stage has")
+
+    return read
+
+
+def _set_data(hole: Tensor, value: Tensor) -> None:
+    """``hole.data = value``, as ``Module.to`` does: another type or device."""
+    if not isinstance(hole, Hole) or not isinstance(value, Hole):
+        raise MissingValue(f"a tensor's data can't be set to or from {name_of(hole)}, which another stage has")
+    if value is hole or (value.dtype == hole.dtype and value.device == hole.device and value.shape == hole.shape):
+        return
+    new = Hole(value._meta, value.device, hole._what, requires_grad=hole.requires_grad)
+    new.__dict__.update({**hole.__dict__, "_meta": value._meta})
+    torch.utils.swap_tensors(hole, new)
+
+
+def _deepcopy(hole: Tensor, memo: dict[int, Any]) -> Tensor:
+    assert isinstance(hole, Hole)
+    copied = memo.get(id(hole))
+    if copied is None:
+        copied = Hole(hole._meta, hole.device, hole._what, requires_grad=hole.requires_grad)
+        copied.__dict__.update(hole.__dict__)
+        memo[id(hole)] = copied
+    return copied
+
+
+_DESCRIBING = frozenset(
+    DESCRIBING
+    | {getattr(Tensor, name).__set__ for name in ("requires_grad", "grad") if hasattr(Tensor, name)}
+    | {getattr(Tensor, name) for name in ("requires_grad_", "register_hook", "retain_grad", "register_post_accumulate_grad_hook")}
+)
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    **{func: _reading(func) for func in READING},
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.__deepcopy__: _deepcopy,
+}
+_aten = torch.ops.aten
+_MASKED = frozenset((_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._unsafe_index.Tensor))

@@ -1,0 +1,128 @@
+"""How several ranks may make the batches of a loader: by their own samples, or whole, to be cut. Found out on some of its batches.
+
+The whole batch's collation, cut into rows, is exact whatever the collate function does, but each rank loads all samples for it. Where that
+is dear, and the function makes each row of its sample alone as far as can be seen, ranks collate their own samples, and tell each other at
+every batch whether their parts have one shape. Knows batches; no module and no plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from torch.utils.data import default_collate, default_convert
+
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
+from lightning_autopar.exact.data.fingerprint import fingerprint
+from lightning_autopar.exact.data.rows import alike
+from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, some_batches
+
+_LOG = logging.getLogger(__name__)
+
+#: "whole": a rank's rows are cut out of the whole batch. "rows": its own samples make the same rows, and loading all is dear. "samples":
+#: the batch is no rows (graphs, say), so that a part is collated by itself.
+Collation = Literal["whole", "rows", "samples"]
+#: From here on loading and collating a whole batch is dear (benchmarks/collating.py): padded texts take some milliseconds, pictures a
+#: hundred, and a word between ranks 0.1 ms.
+_DEAR_SECONDS = 0.005
+#: All loaders of a stage may take so long together.
+_LOOK_SECONDS = 0.4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What was found out about a loader.
+
+    Args:
+        draws: where making a batch draws random numbers; see :class:`.assignment.Assignment`.
+        collation: how ranks make its batches; None where that isn't known.
+    """
+
+    draws: tuple[str, ...] = ()
+    collation: Collation | None = None
+
+
+def loader_key(loader: Any) -> str:
+    """What tells loaders of other datasets or collate functions apart, in every process."""
+    collate = getattr(loader, "collate_fn", None)
+    while isinstance(collate, partial):
+        collate = collate.func
+    dataset, made_by = type(getattr(loader, "dataset", None)), collate if hasattr(collate, "__qualname__") else type(collate)
+    return f"{dataset.__module__}.{dataset.__qualname__} {made_by.__module__}.{made_by.__qualname__}"  # type: ignore[union-attr]
+
+
+def makes_rows(loader: Any) -> bool:
+    """Whether a loader's batches are made of samples one by one, by what its collate function is."""
+    return getattr(loader, "collate_fn", None) in (default_collate, default_convert) and getattr(loader, "batch_sampler", None) is not None
+
+
+def look_at(loaders: Sequence[Any]) -> tuple[dict[str, Loading], list[list[FirstBatch]]]:
+    """What is found out about loaders by their keys, and the batches of each that were looked at, in this process."""
+    found: dict[str, Loading] = {}
+    looked: list[list[FirstBatch]] = []
+    state = rng.capture({})
+    for loader in loaders:
+        batches: list[FirstBatch] = []
+        try:
+            batches = some_batches(loader, _LOOK_SECONDS / len(loaders))
+        except Exception:  # the user's dataset or collate function; where that isn't fit for it, the run will say so
+            _LOG.debug("not all batches of a loader can be looked at", exc_info=True)
+        looked.append(batches)
+        if batches:
+            key, loading = loader_key(loader), Loading(draws=_draws(batches), collation=collation_of(batches))
+            found[key] = loading if key not in found else _both(found[key], loading)
+    rng.restore(state, {})
+    return found, looked
+
+
+def _draws(batches: Iterable[FirstBatch]) -> tuple[str, ...]:
+    return tuple(sorted({name for batch in batches for name in batch.draws}))
+
+
+def _both(one: Loading, other: Loading) -> Loading:
+    """Of two loaders that can't be told apart."""
+    collations = {one.collation, other.collation}
+    collation = one.collation if len(collations) == 1 else "whole" if collations == {"whole", "rows"} else None
+    return Loading(draws=tuple(sorted({*one.draws, *other.draws})), collation=collation)
+
+
+def collation_of(batches: Sequence[FirstBatch]) -> Collation | None:
+    """How two ranks would have to make batches like these; None where that can't be told."""
+    several = [batch for batch in batches if batch.batch_size > 1 and batch.collate is not None]
+    if not several:
+        return None
+    own = True
+    for batch in several:
+        assert batch.collate is not None
+        for rank in range(2):
+            try:
+                _, part = CollateAll(batch.collate, rank, Dealing.even(2))(fresh(batch.samples))
+            except ValueError as error:
+                _LOG.debug("a batch is no rows: %s", error)
+                return "samples"
+            own = own and _makes(batch, rank, part)
+    return "rows" if own and min(batch.seconds for batch in batches) > _DEAR_SECONDS else "whole"
+
+
+def _makes(batch: FirstBatch, rank: int, part: Any) -> bool:
+    """Whether a rank's own samples make the part of the whole batch."""
+    assert batch.collate is not None
+    try:
+        _, own = CollateSamples(batch.collate, rank, Dealing.even(2))(fresh(batch.samples))
+    except Exception:  # the user's collate function, on fewer samples than it is used to
+        _LOG.debug("a part of a batch can't be collated", exc_info=True)
+        return False
+    return alike(part, own) and fingerprint(part) == fingerprint(own)
+
+
+def collation_for(loader: Any, loadings: Mapping[str, Loading]) -> tuple[Collation | None, tuple[str, ...]]:
+    """How ranks make a loader's batches, None where nothing was found out about them, and where making them draws."""
+    loading = loadings.get(loader_key(loader), Loading())
+    if makes_rows(loader) or (loading.collation is None and getattr(loader, "batch_sampler", None) is None):
+        return "samples", loading.draws
+    return loading.collation, loading.draws

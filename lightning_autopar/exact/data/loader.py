@@ -1,0 +1,424 @@
+"""The exact, position-aware data loader: the user's global batches, in the user's order, cut for one rank, resumable at any batch.
+
+Wraps a DataLoader after Lightning processed it. Every draw from a random generator happens when and as often as in the plain DataLoader in
+one process. Which strategy runs, and how its ranks communicate, it doesn't know: it is told its rank, and given a function that broadcasts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
+
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.alone import alone
+from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
+from lightning_autopar.exact.data.loader_pass import Pass
+from lightning_autopar.exact.data.order import Order, draws_at_start_only, draws_nothing, index_sampler
+from lightning_autopar.exact.data.share import BatchShare, Dealing
+from lightning_autopar.exact.data.track import STATE_VERSION, Progress, Settlement, Track
+from lightning_autopar.exact.data.worker_random import CollateAndTell, GoOn, states_of
+
+__all__ = ["BatchShare", "ExactLoader", "is_loader_state", "orders_alike", "unwrapped"]
+
+#: What Lightning asks a DataLoader for, of an iterable that is none.
+_WITHOUT_WORKERS: Mapping[str, Any] = {"num_workers": 0, "multiprocessing_context": None, "persistent_workers": False, "pin_memory": False}
+#: How many shares are remembered besides those of batches that workers have prefetched.
+SHARES_KEPT = 64
+
+Split = Literal["indices", "samples", "rows", "none"]
+Source = Literal["order", "stream", "iterable"]
+
+
+def is_loader_state(state: object) -> bool:
+    """Whether this is what :meth:`ExactLoader.state_dict` gave."""
+    return isinstance(state, Mapping) and STATE_VERSION in state
+
+
+def unwrapped(loader: Any) -> Any:
+    """The user's own loader in an :class:`ExactLoader`; anything else is returned as it is."""
+    return loader.wrapped if isinstance(loader, ExactLoader) else loader
+
+
+class ExactLoader(DataLoader[Any]):
+    """One rank's part of every batch of the user's loader.
+
+    What it isn't asked for itself (``dataset``, ``sampler``, ``num_workers``, …) it takes from the user's loader, and sets there.
+
+    - A map-style dataset's indices are split before anything is loaded: a rank loads no samples but those that it is dealt.
+    - Every rank reads the whole stream of an IterableDataset, and collates its own samples of each batch.
+    - Where the dataset makes the batches itself (``batch_size=None``), or the loader isn't a plain DataLoader, the rank's rows are cut out
+      of the batch's tensors.
+
+    All ranks follow rank 0's random state where the order is drawn, so all must begin an epoch together. With more than one rank, random
+    augmentation of a map-style dataset draws from a stream of each rank's own, since no rank sees all samples; ``load_all`` avoids that.
+    Batches come in order, whatever the loader's ``in_order`` is: out of order, no two runs are the same.
+
+    Args:
+        loader: the user's loader; any iterable of batches will do.
+        rank: this rank.
+        world_size: how many ranks share a batch.
+        dealing: which of a batch's samples each rank gets; by default one in turn: rank r has the samples ``[r::world_size]``.
+        whole_batches: for prediction: rank r gets the whole batches r, r + world_size, … In the last round, ranks without one are given
+            the last batch again, with a share of no rows.
+        sync: gives every rank the object that rank 0 called it with; a collective. Ranks that all get the same batches need it as well.
+            None with one rank, or where every rank's order is the same without it (a map-style dataset read in sequence).
+        boundary: called with a batch's position just before it is fetched, when everything before it is as a checkpoint would have it.
+        progress: how far training has come. Without it, each batch handed out counts as finished when the state is asked for.
+        load_all: every rank loads all samples of a map-style dataset's batch and keeps its own: world_size times the work, and the
+            dataset's random draws are those of one process.
+        collate_all: every rank collates whole batches, too, and takes its rows of them: what the collate function makes of them, and its
+            random draws, are those of one process.
+        by_samples: with ``collate_all``, a batch that isn't rows is collated of the rank's own samples.
+        alike: whether all ranks called it with the same number; a collective. Where each rank collates its own samples, it tells at every
+            batch whether their parts have one shape. Where they haven't, as some are padded further, the batch is collated whole.
+
+    Raises:
+        ValueError: if rank, world size or dealing make no sense, or the loader already distributes its samples.
+    """
+
+    wrapped: Any
+    _rank: int
+    _world_size: int
+    _dealing: Dealing
+    _whole_batches: bool
+    _load_all: bool
+    _collate_all: bool
+    _by_samples: bool
+    _alike: Callable[[int], bool] | None
+    _sync: Callable[[object], object] | None
+    _boundary: Callable[[int], None] | None
+    _progress: Callable[[], Progress] | None
+    _source: Source
+    _split: Split
+    _own: dict[str, Any]
+    _order: Order | None
+    _track: Track | None
+    _resume: dict[str, Any] | None
+    _settlement: Settlement
+    _shares: dict[int, BatchShare]
+    _indices: dict[int, int]
+    _unasked: deque[BatchShare]
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        dealing: Dealing | None = None,
+        whole_batches: bool = False,
+        sync: Callable[[object], object] | None = None,
+        boundary: Callable[[int], None] | None = None,
+        progress: Callable[[], Progress] | None = None,
+        load_all: bool = False,
+        collate_all: bool = False,
+        by_samples: bool = False,
+        alike: Callable[[int], bool] | None = None,
+    ) -> None:
+        # DataLoader's own constructor is left out on purpose: its attributes are those of the user's loader.
+        if isinstance(loader, ExactLoader):
+            loader = loader.wrapped
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}; give a rank from 0 to {world_size - 1}")
+        dealing = dealing or Dealing.even(world_size)
+        if dealing.holders != world_size:
+            raise ValueError(
+                f"the samples are dealt out to {dealing.holders} ranks, but there are {world_size}; give a dealing for as many"
+            )
+        own: dict[str, Any] = {}
+        self.__dict__.update(wrapped=loader, _rank=rank, _world_size=world_size, _dealing=dealing, _whole_batches=whole_batches)
+        self.__dict__.update(_load_all=load_all or collate_all, _collate_all=collate_all, _by_samples=by_samples, _alike=alike)
+        self.__dict__.update(_sync=sync, _boundary=boundary, _progress=progress, _own=own)
+        self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _settlement=None)
+        self.__dict__.update(_shares={}, _indices={}, _unasked=deque())
+        self.__dict__["_split"] = self._find_split()
+        if world_size > 1 or sync is not None:
+            _check_distributable(loader, sync is not None)
+
+    # -- the user's loader, seen through --------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped" or (name.startswith("__") and name.endswith("__")):  # being copied or unpickled: there is no loader yet
+            raise AttributeError(name)
+        if name in _WITHOUT_WORKERS and not isinstance(self.wrapped, DataLoader):
+            return getattr(self.wrapped, name, _WITHOUT_WORKERS[name])
+        return getattr(self.wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or name == "_iterator":
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.wrapped, name, value)
+
+    @property
+    def _iterator(self) -> Any:
+        """The persistent workers' iterator, where Lightning looks for it to shut them down."""
+        return getattr(self.wrapped if self._source == "iterable" else self._inner, "_iterator", None)
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        self.__dict__.update(_inner=None, _order=None)
+        if self._source == "iterable" and hasattr(self.wrapped, "_iterator"):
+            self.wrapped._iterator = value
+
+    def __len__(self) -> int:
+        """How many batches this rank is given in an epoch: all of the loader's, or one a round with whole batches."""
+        length = alone(len, self.wrapped)
+        return -(-length // self._world_size) if self._whole_batches else length
+
+    # -- what was handed out --------------------------------------------------------------------------------------------------------
+
+    def share(self, position: int) -> BatchShare:
+        """This rank's share of a batch that was handed out lately.
+
+        Args:
+            position: the batch's index in the epoch.
+
+        Raises:
+            KeyError: if that batch wasn't handed out yet, or too long ago.
+        """
+        return self._shares[position]
+
+    @property
+    def knows_samples(self) -> bool:
+        """Whether a share counts samples, of which a batch's rows may be more or fewer."""
+        return self._split in ("indices", "samples")
+
+    @property
+    def has_share(self) -> bool:
+        """Whether a batch was handed out whose share wasn't asked for by :meth:`next_share`."""
+        return bool(self._unasked)
+
+    def next_share(self) -> BatchShare:
+        """The share of the earliest batch that was handed out and not asked for here: for a caller who sees each batch once, in order."""
+        return self._unasked.popleft()
+
+    def global_index(self, position: int) -> int:
+        """The index, in the user's loader, of a batch that was handed out lately; differs from ``position`` with whole batches.
+
+        Raises:
+            KeyError: as :meth:`share`.
+        """
+        return self._indices[position]
+
+    def _remember(self, position: int, share: BatchShare, index: int) -> None:
+        self._shares[position], self._indices[position] = share, index
+        kept = SHARES_KEPT + int(getattr(self.wrapped, "num_workers", 0) or 0) * int(getattr(self.wrapped, "prefetch_factor", 0) or 0)
+        while len(self._shares) > kept:
+            oldest = next(iter(self._shares))
+            del self._shares[oldest], self._indices[oldest]
+        self._unasked.append(share)
+        if len(self._unasked) > kept:
+            self._unasked.popleft()
+
+    @property
+    def generators(self) -> Mapping[str, Any]:
+        """The generator objects that the user gave to the loader, its samplers or its dataset, by the names they have in a state."""
+        return dict(self._own)
+
+    def _forget(self) -> None:
+        """A new epoch begins."""
+        for kept in (self._shares, self._indices, self._unasked):
+            kept.clear()
+
+    # -- iteration ------------------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.__dict__["_own"] = rng.find_generators(self._places())
+        return Pass(self)
+
+    def _places(self) -> list[tuple[str, object]]:
+        loader = self.wrapped
+        sampler = index_sampler(loader) if self._source == "order" else None
+        places = [("loader", loader), ("sampler", getattr(loader, "sampler", None)), ("batch_sampler", sampler)]
+        return [*places, ("batch_sampler.sampler", getattr(sampler, "sampler", None)), ("dataset", getattr(loader, "dataset", None))]
+
+    def _find_split(self) -> Split:
+        if self._whole_batches:
+            return "none"
+        # Also where a BatchSampler is the sampler and batch_size=None: the documented way to have a dataset load a batch at a time.
+        if self._indexed:
+            if self.wrapped.batch_sampler is not None:
+                return "samples" if self._load_all and self._world_size > 1 else "indices"
+            return "rows" if self._collate_all and self._world_size > 1 else "indices"
+        if self._source == "stream" and self.wrapped.batch_sampler is not None:
+            return "samples"
+        return "rows"
+
+    def _make_inner(self, workers: Mapping[str, Any] | None = None, first: int = 0) -> Any:
+        """The iterable that loads: a torch DataLoader as the user's, but for the order and what is collated.
+
+        Args:
+            workers: what is known of the workers of the loader that this one goes on for.
+            first: the epoch's batch that it begins with.
+        """
+        if self._inner is not None and workers is None:  # its persistent workers hold the dataset
+            return self._inner
+        loader = self.wrapped
+        if self._source == "iterable":
+            return loader
+        collate = loader.collate_fn
+        if self._counts:
+            batched = loader.batch_sampler is not None
+            whole = self._collate_all and self._split == "samples" and self._world_size > 1
+            samples = partial(CollateAll, by_samples=self._by_samples) if whole else CollateSamples
+            collate = (samples if batched else CollateRows)(collate, *self._cutting())
+        init = self._worker_init()
+        if self._tells:
+            collate = CollateAndTell(collate)
+            if workers is not None:
+                init = GoOn(base=int(workers["base"]), first=first, states=tuple(states_of(workers)), then=init)
+        # Workers that live on are seeded once: torch's draw for those that stand for them must not be another one of the run's.
+        lived = workers is not None and loader.persistent_workers
+        generator = torch.Generator() if lived else loader.generator
+        settings: dict[str, Any] = {"collate_fn": collate, "worker_init_fn": init, "generator": generator}
+        for name in ("num_workers", "pin_memory", "timeout", "persistent_workers"):
+            settings[name] = getattr(loader, name)
+        if loader.num_workers > 0:
+            settings.update(prefetch_factor=loader.prefetch_factor, multiprocessing_context=loader.multiprocessing_context)
+        if getattr(loader, "pin_memory_device", ""):
+            settings["pin_memory_device"] = loader.pin_memory_device
+        if self._source == "order":
+            batched = loader.batch_sampler is not None
+            order = Order(
+                index_sampler(loader),
+                rank=self._rank,
+                world_size=self._world_size,
+                split=self._dealing if self._split == "indices" else None,
+                whole=self._whole_batches,
+                batched=self._indexed,
+                own=self._own,
+                watch=not draws_at_start_only(loader) or bool(self._own),
+            )
+            self.__dict__["_order"] = order
+            settings |= {"batch_sampler": order} if batched else {"sampler": order, "batch_size": None}
+        else:
+            settings |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        inner: DataLoader[Any] = DataLoader(loader.dataset, **settings)
+        # In the next epoch worker 0 has the first batch again: workers that stand for others can't go on then.
+        keep = loader.persistent_workers and (workers is None or first % loader.num_workers == 0)
+        self.__dict__["_inner"] = inner if keep else None
+        return inner
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the loader's workers tell the random states that a loader which goes on must give its own.
+
+        Of a stream, whose batches are read again, workers come to them by themselves.
+        """
+        return self._load_all and self._source == "order" and self.wrapped.num_workers > 0 and not self._whole_batches
+
+    @property
+    def _counts(self) -> bool:
+        """Whether what is collated comes with its number of samples, which the indices don't tell."""
+        return self._split in ("samples", "rows") or (self._split == "none" and not self._indexed)
+
+    @property
+    def _indexed(self) -> bool:
+        """Whether the sampler gives batches of indices."""
+        loader = self.wrapped
+        return self._source == "order" and (loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler))
+
+    def _cutting(self) -> tuple[int, Dealing]:
+        return (0, Dealing.even(1)) if self._split == "none" else (self._rank, self._dealing)
+
+    def collated_whole(self, indices: Any) -> tuple[int, Any]:
+        """A batch of these samples' indices, loaded and collated whole in this process: how many samples it has, and this rank's part."""
+        loader = self.wrapped
+        if loader.batch_sampler is None:
+            return CollateRows(loader.collate_fn, self._rank, self._dealing)(loader.dataset[indices])
+        fetch = getattr(loader.dataset, "__getitems__", None)
+        samples = fetch(indices) if fetch else [loader.dataset[index] for index in indices]
+        return CollateAll(loader.collate_fn, self._rank, self._dealing)(samples)
+
+    def _worker_init(self) -> Callable[[int], None] | None:
+        """The user's worker_init_fn, with the seed that this rank's workers must have."""
+        function: Callable[[int], None] | None = self.wrapped.worker_init_fn
+        if isinstance(function, partial) and function.func is pl_worker_init_function:
+            # Lightning's goes by the process' rank, and ranks with the same part of a batch, or the same stream, must load it alike.
+            function = partial(pl_worker_init_function, rank=0)
+        if self._world_size > 1 and (self._split == "indices" or (self._whole_batches and self._source == "order")):
+            # Each rank's workers see other samples: with equal seeds they would augment them alike.
+            return rng.RankSeed(self._rank, function) if self._rank else function
+        return function
+
+    @property
+    def _draws_late(self) -> bool:
+        """Whether the order may depend on the main process's random state after an epoch's first batch."""
+        if self._source == "order":
+            return not draws_at_start_only(self.wrapped)
+        return self._source == "iterable" or not self.wrapped.num_workers
+
+    @property
+    def _isolates(self) -> bool:
+        """Whether the dataset's draws in this process must be kept from the global random state, which is the same on all ranks."""
+        return self._world_size > 1 and self._source == "order" and self._split in ("indices", "none") and self.wrapped.num_workers == 0
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the data the run is, and the random states there; the same for any number of ranks.
+
+        At the end of an epoch it says that the next epoch begins.
+        """
+        track = self._track
+        if self._resume is not None:
+            return dict(self._resume)
+        if track is None:
+            return {STATE_VERSION: 1, "finished": 0, "rng": rng.to_plain(rng.capture(self._own))}
+        return track.state_dict(self._progress() if self._progress else None, self._own)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` says; takes effect when the next batch is asked for, of an iterator made before or after.
+
+        A map-style dataset isn't touched for the batches that are done; an IterableDataset's are read and dropped.
+
+        Raises:
+            ValueError: if the state is not of an exact loader of this version, or this loader hands out whole batches.
+        """
+        if state_dict.get(STATE_VERSION) != 1:
+            found = ", ".join(map(str, state_dict)) or "nothing"
+            raise ValueError(
+                f"the checkpoint's loader state isn't one that this version reads (it holds {found}); resume it with the loader that it "
+                'was saved with, or remove "combined_loader" from the checkpoint\'s fit loop to begin the epoch anew'
+            )
+        if self._whole_batches:
+            raise ValueError("a loader of whole batches, as for prediction, can't be resumed; predict from the start")
+        self.__dict__.update(_resume=dict(state_dict), _settlement=Settlement.of(state_dict))
+
+
+def _find_source(loader: Any) -> Source:
+    """How a loader's batches can be had: by its indices, as a stream of samples, or only by iterating over the loader itself."""
+    kind = type(loader)
+    if not isinstance(loader, DataLoader) or kind.__iter__ is not DataLoader.__iter__:
+        return "iterable"
+    if getattr(kind, "_get_iterator", None) is not getattr(DataLoader, "_get_iterator", None):
+        return "iterable"
+    if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        return "iterable"
+    return "stream" if isinstance(loader.dataset, IterableDataset) else "order"
+
+
+def orders_alike(loader: Any) -> bool:
+    """Whether a loader's order is the same on every rank without a word between them: a collective that a rank can't miss."""
+    return _find_source(loader) == "order" and draws_nothing(loader)
+
+
+def _check_distributable(loader: Any, synced: bool) -> None:
+    """Raise for what would give the ranks different global batches."""
+    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise ValueError(
+                f"the loader's {type(sampler).__name__} already takes 1 of {sampler.num_replicas} parts of the data, and the batches "
+                "would be split again; remove it (shuffle=True does the same), or give it num_replicas=1, rank=0"
+            )
+    if isinstance(getattr(loader, "dataset", None), (IterDataPipe, MapDataPipe)):
+        raise ValueError("a DataPipe splits its samples over the ranks by itself, and the batches would be split again; use a Dataset")
+    if not synced and not orders_alike(loader):
+        raise ValueError("the ranks must draw one order: give sync a function that broadcasts from rank 0")

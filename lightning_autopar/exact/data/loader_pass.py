@@ -1,0 +1,297 @@
+"""One pass over an exact loader: the iterator that loads.
+
+The record of it (``track``) outlives the iterator's workers: the loader keeps the one, Lightning drops the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.alone import alone
+from lightning_autopar.exact.data.collate import CollateRows
+from lightning_autopar.exact.data.order import DrawLog, Order
+from lightning_autopar.exact.data.rows import part_number
+from lightning_autopar.exact.data.share import BatchShare, Dealing, share_of
+from lightning_autopar.exact.data.track import Progress, Track, load_sampler_states
+from lightning_autopar.exact.data.worker_random import WorkerStates, states_of
+
+if TYPE_CHECKING:
+    from lightning_autopar.exact.data.loader import ExactLoader
+
+_log = logging.getLogger(__name__)
+
+
+class Pass(Iterator[Any]):
+    """An iterator over an exact loader, from iter() to exhaustion."""
+
+    def __init__(self, loader: ExactLoader) -> None:
+        self._loader = loader
+        self._own: Mapping[str, Any] = loader._own
+        self._inner: Iterator[Any] | None = None
+        self._stream: rng.RngState | None = None
+        self._outside: rng.RngState | None = None
+        self._before: rng.RngState | None = None
+        #: Of a resumed pass: the random states that its first fetches and the first fresh one must find.
+        self._ahead: deque[rng.RngState] = deque()
+        self._settle: rng.RngState | None = None
+        self._running = False
+        self._skipped = 0
+        #: What is known of the loader's workers from before this pass.
+        self._workers: Mapping[str, Any] | None = None
+        #: Whether batches may be handed out and not finished, so that their fetches' random states are kept.
+        self._keeps = loader._progress is not None
+        self._late = loader._draws_late
+        if loader._resume is None:
+            self._start()
+        else:  # at the first batch: only then has Lightning told the sampler its epoch
+            loader._settlement.waiting.append(weakref.ref(self))
+
+    def _begin_track(self, workers: Mapping[str, Any] | None = None, skip: int = 0) -> Any:
+        """The inner loader of a new pass, and its empty record.
+
+        Args:
+            workers: what is known of the loader workers that the pass goes on for.
+            skip: how many of its batches are done.
+        """
+        loader = self._loader
+        before = loader._track
+        if workers is not None:
+            self._workers = workers
+            inner = loader._make_inner(workers, skip)
+        else:
+            lived = before is not None and before.workers is not None and before.workers_persist
+            self._workers = before.workers.at(before.handed) if lived and before and before.workers else None
+            inner = loader._make_inner(self._workers if loader._inner is None else None)
+        order: Order | None = loader._order if loader._source == "order" else None
+        self._previous: Track | None = loader._track
+        self._track = Track(order, _samplers(loader) if loader._source == "order" else {}, alone(sized_len, loader))
+        loader.__dict__["_track"] = self._track
+        if order is not None:
+            order.on_drawn = self._drawn if not loader.num_workers and (self._keeps or loader._isolates) else None
+        return inner
+
+    def _start(self, workers: Mapping[str, Any] | None = None) -> None:
+        self._agree()
+        inner = self._begin_track(workers)
+        if self._track.order is None:
+            self._inner = self._track.log.draw(0, self._own, lambda: alone(iter, inner))
+        else:
+            self._inner = alone(iter, inner)
+            self._listen()
+        self._seed_stream()
+
+    def _fitting(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """What a loader's state says of its workers; None where they were more or fewer, or said nothing."""
+        workers: Mapping[str, Any] | None = state.get("workers")
+        return workers if workers is not None and self._loader._tells and len(workers["states"]) == self._loader.num_workers else None
+
+    def _listen(self) -> None:
+        """Note from here on what the loader's workers tell."""
+        loader, track = self._loader, self._track
+        if not loader._tells:
+            return
+        if (workers := self._workers) is None:
+            iterator: Any = self._inner
+            track.workers = WorkerStates(base=int(iterator._base_seed), states=[None] * loader.num_workers)
+        else:
+            track.workers = WorkerStates(base=int(workers["base"]), states=states_of(workers))
+        track.workers_persist = bool(loader.persistent_workers)
+
+    def _take_up(self) -> None:
+        """Resume, if that's still to be done."""
+        state, self._loader.__dict__["_resume"] = self._loader._resume, None
+        if state is not None:
+            self._inner = None
+            self._resume(state)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        settlement = self._loader._settlement
+        if "base" not in state:  # an epoch that had not begun: it begins, as ever, from the random state of then
+            settlement.settle(rng.from_plain(state["rng"]), self._own)
+            self._start(self._fitting(state))
+            return
+        others = rng.capture({}) if settlement.done else {}
+        if not state["exact"]:
+            _log.warning("the data order drew from the global random state too often to be replayed; the rest of this epoch may differ")
+        skip, workers = int(state["finished"]), self._fitting(state)
+        inner = self._begin_track(workers, skip)
+        track = self._track
+        log = DrawLog.from_plain(state["log"])
+        load_sampler_states(track.samplers, state["samplers"])
+        track.sampler_states = state["samplers"]
+        if track.order is not None:
+            track.order.replay(log, made=int(state["made"]), skip=skip, ended=bool(state["ended"]))
+            self._inner = alone(iter, inner)
+            track.order.replayed()
+            self._listen()
+        else:
+            rng.restore(log.entries.get(0, {}), self._own)
+            self._inner = alone(iter, inner)
+            for number in range(skip):
+                rng.restore(log.entries.get(number + 1, {}), self._own)
+                if alone(next, self._inner, self) is self:
+                    raise ValueError(
+                        f"the checkpoint was saved after {skip} batches of an epoch, but the dataset now gives only {number}; "
+                        "resume with the dataset and batch size that it was saved with"
+                    )
+            track.log = log
+        track.base, track.handed, track.unsettled = int(state["base"]), skip, state
+        self._skipped = skip
+        self._ahead.extend(rng.from_plain(before) for before in state["ahead"])
+        self._settle, self._running = rng.from_plain(state["rng"]), bool(state["running"])
+        self._seed_stream()
+        rng.restore(others, {})
+
+    def _agree(self) -> None:
+        """Give every rank the random state of rank 0."""
+        if self._loader._sync is not None:
+            state: Any = self._loader._sync(rng.capture(self._own))
+            rng.restore(state, self._own)
+
+    def _seed_stream(self) -> None:
+        """A random stream of this rank's own for its samples' augmentation."""
+        if self._loader._isolates:
+            generator = torch.Generator()
+            generator.set_state(torch.get_rng_state())
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+            self._stream = rng.seeded((seed + self._loader._rank * 0x9E3779B97F4A7C15 + self._skipped) % 2**63)
+
+    def _drawn(self) -> None:
+        """The indices are there, and their samples are about to be loaded in this process."""
+        self._before = rng.capture(self._own)
+        if self._stream is not None:
+            self._outside = {name: value for name, value in self._before.items() if name in self._stream}
+            rng.restore(self._stream, {})
+
+    def _leave_stream(self) -> None:
+        if self._outside is not None:
+            self._stream = rng.capture({}, cuda=False)
+            rng.restore(self._outside, {})
+            self._outside = None
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if loader._resume is not None and (self._inner is None or self._track.handed == self._skipped):
+            settlement = loader._settlement
+            for waiting in [] if settlement.mid_epoch else settlement.waiting:
+                if (other := waiting()) is not None:
+                    other._take_up()
+            self._take_up()
+        assert self._inner is not None
+        track = self._track
+        first = track.handed == self._skipped
+        if first and track.unsettled is None:
+            track.base = _base(loader._progress() if loader._progress else None, self._previous)
+        if first and track.base == 0:
+            loader._forget()
+        if self._ahead:
+            rng.restore(self._ahead.popleft(), self._own)
+        elif self._settle is not None:
+            self._settled()
+        if loader._boundary is not None:
+            loader._boundary(track.base + track.handed)
+        if first or self._late:
+            self._agree()
+        # What a repeated fetch of this batch must find: its indices are known by then, but its samples are loaded again.
+        self._before = rng.capture(self._own) if track.order is None else None
+        try:
+            batch, share, index = self._fetch(self._inner)
+        except StopIteration:
+            track.exhausted = True
+            self._note()
+            raise
+        if self._running and not self._ahead:
+            self._settled()
+        loader._remember(track.base + track.handed, share, index)
+        if self._keeps or track.order is None:
+            after = self._note()
+            track.fetches.append((track.handed, self._before or after, after))
+        track.handed += 1
+        return batch
+
+    def _settled(self) -> None:
+        settlement = self._loader._settlement
+        assert self._settle is not None
+        if self._running:  # each loader's last fetch set its own; the step began after the last of them
+            rng.restore(self._settle, self._own)
+        else:
+            settlement.settle(self._settle, self._own)
+        self._settle, self._running, self._track.unsettled = None, False, None
+
+    def _note(self) -> rng.RngState:
+        """The random state after a fetch; what a stream drew in it is logged."""
+        after = rng.capture(self._own)
+        if self._track.order is None:
+            assert self._before is not None
+            self._track.log.note(self._track.handed + 1, self._before, after)
+        return after
+
+    def _fetch(self, inner: Iterator[Any]) -> tuple[Any, BatchShare, int]:
+        loader, track = self._loader, self._track
+        if loader._whole_batches and track.order is None:
+            return self._fetch_whole(inner)
+        try:
+            got = alone(next, inner)
+        finally:
+            self._leave_stream()
+        rows: int | None = None
+        index = track.handed
+        if loader._source == "iterable":
+            got = CollateRows(None, *loader._cutting())(got)
+        if track.workers is not None:
+            got, told = got
+            track.workers.note(track.handed, told)
+        if track.order is not None:
+            taken = track.order.taken.popleft()
+            rows, of, index = taken.rows, taken.of, taken.index
+            if loader._alike is not None and not loader._alike(part_number(got, max(rows, 1))):
+                of, got = loader.collated_whole(taken.indices)
+                return got, self._share(of, None), index
+        if loader._counts:
+            of, got = got
+            rows = min(rows, 1) * of if loader._whole_batches and rows is not None else None
+        return got, self._share(of, rows), index
+
+    def _fetch_whole(self, inner: Iterator[Any]) -> tuple[Any, BatchShare, int]:
+        """A round of a stream: every rank reads all its batches and keeps one."""
+        loader = self._loader
+        first = self._track.handed * loader._world_size
+        got: Any = None
+        read = 0
+        while read < loader._world_size:
+            try:
+                item = alone(next, inner)
+            except StopIteration:
+                if read == 0:
+                    raise
+                break
+            if read <= loader._rank:
+                got = item
+            read += 1
+        of, batch = CollateRows(None, 0, Dealing.even(1))(got) if loader._source == "iterable" else got
+        mine = min(loader._rank, read - 1)
+        return batch, self._share(of, of if loader._rank < read else 0), first + mine
+
+    def _share(self, of: int, rows: int | None) -> BatchShare:
+        share = share_of(of, self._loader._rank, self._loader._dealing)
+        return share if rows is None else replace(share, rows=rows)
+
+
+def _base(progress: Progress | None, previous: Track | None) -> int:
+    """The position in the epoch of a pass's first batch: not 0 where Lightning cycles through a shorter loader again."""
+    if progress is None or progress.started == 0 or (progress.last and progress.finished == progress.started):
+        return 0
+    return progress.started if previous is None else previous.base + previous.handed
+
+
+def _samplers(loader: ExactLoader) -> dict[str, Any]:
+    return {name: place for name, place in loader._places() if "sampler" in name and place is not None}

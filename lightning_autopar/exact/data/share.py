@@ -1,0 +1,178 @@
+"""A rank's share of a global batch: which samples are its own, and how they are taken out of anything that can be sliced.
+
+Knows tensors and sequences; what batches are made of is the business of :mod:`.rows`.
+
+Who gets which sample of a batch: dealt out in turns that a plan names, evenly or not. Knows numbers only, no batch and no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from lightning_autopar.plans import count_dealt
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Sample ``i`` of a batch is the holder's ``turns[i % len(turns)]``. A holder is a rank, or one of the parts of a rank's samples.
+
+    Where a holder's turns come at equal distances, as in an even dealing all do, its samples are a slice.
+
+    Args:
+        turns: holders, from 0 without a gap; see :attr:`lightning_autopar.plans.Plan.dealing`.
+    """
+
+    turns: tuple[int, ...]
+
+    @classmethod
+    def even(cls, holders: int) -> Dealing:
+        """One sample each in turn: holder ``r`` gets the samples ``[r::holders]``."""
+        return cls(tuple(range(holders)))
+
+    @cached_property
+    def holders(self) -> int:
+        """How many they are."""
+        return max(self.turns) + 1
+
+    def rank_of(self, sample: int) -> int:
+        """Whose sample it is."""
+        return self.turns[sample % len(self.turns)]
+
+    def rows(self, of: int, holder: int) -> int:
+        """How many of a batch's ``of`` samples the holder gets."""
+        return count_dealt(self.turns, of)[holder]
+
+    def indices(self, of: int, holder: int) -> range | tuple[int, ...]:
+        """Which of a batch's ``of`` samples the holder gets, in order: a range where they come at equal distances."""
+        return _indices(self.turns, of, holder)
+
+    def split(self, parts: int) -> Dealing:
+        """Each holder's samples dealt out evenly to its parts: part ``p`` of holder ``r`` is the new dealing's ``r * parts + p``."""
+        seen, turns = [0] * self.holders, []
+        for holder in self.turns * parts:
+            turns.append(holder * parts + seen[holder] % parts)
+            seen[holder] += 1
+        return Dealing(tuple(turns))
+
+
+@lru_cache(maxsize=1024)
+def _indices(turns: tuple[int, ...], of: int, holder: int) -> range | tuple[int, ...]:
+    """See :meth:`Dealing.indices`."""
+    period = len(turns)
+    places = [place for place, whose in enumerate(turns) if whose == holder]
+    gaps = {after - before for before, after in zip(places, [*places[1:], places[0] + period], strict=True)}
+    if len(gaps) == 1:
+        return range(min(places[0], of), of, gaps.pop())
+    return tuple(sample for begin in range(0, of, period) for sample in (begin + place for place in places) if sample < of)
+
+
+try:
+    import numpy
+except ImportError:  # torch runs without it
+    numpy = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShare:
+    """What one rank, or a part of one, holds of a global batch.
+
+    A rank that gets no sample of a batch smaller than the world size is fed the batch's first sample and has ``rows == 0``: it takes part
+    in every collective, with weight 0.
+
+    Args:
+        rows: how many samples of the global batch are its own.
+        of: how many samples the global batch has.
+        rank: who it is in the dealing: this rank, or a part of its samples.
+        world_size: how many ranks share the batch.
+        dealing: who gets which sample; if None, the ranks in turn.
+    """
+
+    rows: int
+    of: int
+    rank: int
+    world_size: int
+    dealing: Dealing = None  # type: ignore[assignment]  # made in __post_init__
+
+    def __post_init__(self) -> None:
+        if self.dealing is None:
+            object.__setattr__(self, "dealing", Dealing.even(self.world_size))
+
+    @property
+    def weight(self) -> float:
+        """The factor of this share's mean loss, given that gradients are averaged over the ranks; all weights sum to world_size."""
+        return self.rows * self.world_size / self.of
+
+    @property
+    def fed(self) -> int:
+        """How many samples it is fed."""
+        return max(self.rows, 1)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nobody else, and no other part, has samples of the batch."""
+        return self.dealing.holders == 1
+
+    @property
+    def indices(self) -> range | tuple[int, ...]:
+        """Which of the global batch's samples it is fed: its own, the first one where it has none."""
+        return self.dealing.indices(self.of, self.rank) if self.rows else range(1)
+
+    def part(self, number: int, parts: int) -> BatchShare:
+        """One of ``parts`` parts of its samples, dealt out to them in turns."""
+        holder, dealing = self.rank * parts + number, self.dealing.split(parts)
+        rows = dealing.rows(self.of, holder) if self.rows else 0
+        return BatchShare(rows=rows, of=self.of, rank=holder, world_size=self.world_size, dealing=dealing)
+
+
+def share_of(of: int, rank: int, dealing: Dealing) -> BatchShare:
+    """A rank's share of a batch of ``of`` samples that are dealt out so."""
+    return BatchShare(rows=dealing.rows(of, rank), of=of, rank=rank, world_size=dealing.holders, dealing=dealing)
+
+
+def cut(samples: Any, rank: int, dealing: Dealing) -> Any:
+    """The rank's part of anything that can be sliced, the first sample where that would be empty.
+
+    A tensor lies in memory as the whole one does, without gaps: users' code says ``view(-1)``.
+    """
+    own = dealing.indices(len(samples), rank)
+    if not own:
+        return samples[:1]
+    if isinstance(own, range):
+        part = samples[own.start : own.stop : own.step]
+        return _without_gaps(part, samples) if isinstance(part, torch.Tensor) else part
+    if isinstance(samples, torch.Tensor):
+        return _picked(samples, own)
+    if isinstance(getattr(samples, "batch_size", None), torch.Size):  # a TensorDict
+        return samples[index_of(own, torch.device("cpu"))]
+    if numpy is not None and isinstance(samples, numpy.ndarray):
+        return samples[list(own)]
+    picked = [samples[index] for index in own]
+    return tuple(picked) if isinstance(samples, tuple) else picked
+
+
+def _picked(whole: torch.Tensor, own: tuple[int, ...]) -> torch.Tensor:
+    """Those rows, with the dimensions in the whole tensor's order in memory; indexing alone would lay them out anew."""
+    strides = whole.stride()
+    order = sorted(range(whole.ndim), key=lambda dim: -strides[dim])
+    part = whole.permute(order).index_select(order.index(0), index_of(own, whole.device))
+    return part.permute([order.index(dim) for dim in range(whole.ndim)])
+
+
+@lru_cache(maxsize=256)
+def index_of(own: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The samples' numbers on the device, for reading alone. The host doesn't wait: the copy is queued behind what the device has to do."""
+    with torch.inference_mode(False):
+        return torch.tensor(own).to(device, non_blocking=True)
+
+
+def _without_gaps(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The part itself where the whole tensor has gaps, too."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for layout in (torch.contiguous_format, formats.get(whole.ndim, torch.contiguous_format)):
+        if whole.is_contiguous(memory_format=layout):
+            return part.contiguous(memory_format=layout)
+    return part

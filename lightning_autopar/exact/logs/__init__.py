@@ -1,0 +1,13 @@
+"""Logged values and metrics.
+
+Modules, in reading order:
+
+    global_logging    `self.log` of the whole batch, the same on every rank
+    entries           logged values and how parts make a whole; Lightning's result collections
+    log_rules         found by comparison: how parts make a whole
+    hooks             hooks around steps in which something may read a logged value
+    exchange          one small collective for all logged values
+    metrics           torchmetrics over ranks, parts and stages
+    metric_parts      torchmetrics over the parts of a batch and over stages
+    discarded_values  whether the user's code throws a metric's value away
+"""

@@ -1,0 +1,313 @@
+"""torchmetrics over ranks that see unequal numbers of samples, none included.
+
+A step's value that the user's code throws away (``self.accuracy(y, target)``) costs no exchange: the batch's states are kept, and exchanged
+when the step is over, where the metric was logged with ``on_step``. A value that is trained on keeps its graph: each rank's states lead to
+its own samples, and what backward brings to the whole batch's states is added up over the ranks. Knows metrics and a process group, nothing
+of logging.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice, zip_longest
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_autopar.exact.logs.discarded_values import is_thrown_away
+
+#: A process group for what lies on the host, None for the default one, and how many ranks it has.
+Group: TypeAlias = tuple[dist.ProcessGroup | None, int]
+
+
+#: A metric's states, and how many updates they have seen.
+States: TypeAlias = tuple[dict[str, Any], int]
+_REDUCED = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
+#: Of a container that may hold metrics: a data set has millions of elements.
+_LOOKED_AT = 100
+
+
+def metrics_of(module: nn.Module) -> Iterator[Metric]:
+    """A module's metrics, also those that it or its metrics hold in a list or a dictionary, where torch doesn't look for modules."""
+    left: list[nn.Module] = [module]
+    seen: set[int] = set()
+    while left:
+        for child in left.pop().modules():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if isinstance(child, Metric):
+                yield child
+            for value in child.__dict__.values():
+                held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+                left += [each for each in islice(held, _LOOKED_AT) if isinstance(each, (Metric, MetricCollection))]
+
+
+def adopt(
+    metric: Metric, group: Callable[[], Group], keep: Callable[[Metric, States], bool] = lambda metric, states: False
+) -> Callable[[], None]:
+    """Prepare one metric; the returned function undoes it.
+
+    Args:
+        metric: it exchanges its states at each step from now on, unless they are kept.
+        group: tells with whom it does so now.
+        keep: gets the states of a step whose value is thrown away; says whether it takes them, for :func:`value_of` when they are needed.
+    """
+    on_step = metric.dist_sync_on_step
+    metric.dist_sync_on_step = True
+    own_way = type(metric)._sync_dist is not Metric._sync_dist
+    replaced = "_sync_dist" not in metric.__dict__
+
+    def _sync_dist(self: Any, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+        among, size = group()
+        if own_way or dist_sync_fn is not gather_all_tensors or process_group is not None or self.process_group is not None:
+            if not own_way and size < dist.get_world_size():
+                raise RuntimeError(
+                    f"the metric {type(self).__name__} has a process group or a dist_sync_fn of its own and exchanges its states within a "
+                    "step, which not all ranks of a pipeline come to; leave them out, or run without a pipeline "
+                    "(allow=['single', 'ddp', 'fsdp'])"
+                )
+            states = {name: getattr(self, name) for name in self._reductions}
+            type(self)._sync_dist(self, dist_sync_fn, process_group=process_group)
+            if _has_graph(states):  # of which torchmetrics keeps this rank's own
+                _share_gradients(self, states, process_group or self.process_group, on_host=False)
+        elif size > 1 and not (is_thrown_away(self) and keep(self, (dict(self._copy_state_dict()), self._update_count))):
+            sync_states(self, among, size)
+
+    if replaced:
+        # A bound method of the method's own name: a copy of the metric gets its own, an unpickled one the class's.
+        metric.__dict__["_sync_dist"] = types.MethodType(_sync_dist, metric)
+
+    def undo() -> None:
+        metric.dist_sync_on_step = on_step
+        if replaced:
+            del metric.__dict__["_sync_dist"]
+
+    return undo
+
+
+def value_of(metric: Any, states: States | None, synchronise: Callable[[Any], None]) -> Any:
+    """What a metric's ``forward`` would have given of all ranks' batch.
+
+    Args:
+        metric: whose own states stay as they are.
+        states: of this rank's part of the batch; None where it saw nothing.
+        synchronise: makes all ranks' states of this rank's, which the metric has meanwhile.
+    """
+    kept = {**metric.__dict__, **{name: getattr(metric, name) for name in metric._defaults}}
+    try:
+        metric.reset()
+        if states is not None:
+            metric._update_count = states[1]
+            for name, state in states[0].items():
+                setattr(metric, name, state)
+        synchronise(metric)
+        metric._update_count, metric._to_sync, metric._should_unsync = max(1, metric._update_count), False, False
+        return metric.compute()
+    finally:
+        metric.__dict__.update(kept)
+
+
+def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0) -> None:
+    """``Metric._sync_dist`` for ranks that may have seen unequal numbers of samples: as many as the group has, or all.
+
+    torchmetrics gathers tensor by tensor, which needs equally many of one type on every rank, and lets a rank that saw nothing count as one
+    that did. Here each rank's states travel as a whole, and those of ranks without an update are left out. Tensors of fixed shapes that are
+    added up, averaged, or of which the largest or smallest counts stay on their device, without the host's waiting for it.
+    """
+    reductions: dict[str, Any] = metric._reductions
+    world_size = dist.get_world_size()
+    if size in (0, world_size) and all(_is_fixed(metric, name, getattr(metric, name)) for name in reductions):
+        _sync_on_device(metric, world_size)
+        return
+    own = {name: getattr(metric, name) for name in metric._reductions}
+    gathered: list[Any] = [None] * (size or world_size)
+    dist.all_gather_object(gathered, (metric._update_count, {name: _to_host(state) for name, state in own.items()}), group=group)
+    if _has_graph(own):
+        gathered[dist.get_rank(group)] = metric._update_count, own
+    merge_states(metric, gathered)
+    if _has_graph(own):
+        _share_gradients(metric, own, group, on_host=True)
+
+
+def merge_states(metric: Metric, gathered: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    """Set a metric's states to those of all ranks together.
+
+    Args:
+        metric: whose reductions say how.
+        gathered: of each rank, how many updates its states have seen, and the states.
+    """
+    reductions: dict[str, Any] = metric._reductions
+    updated = [each for each in gathered if each[0] > 0] or gathered
+    for name, reduction in reductions.items():
+        parts = [state[name] for _, state in updated]
+        own = getattr(metric, name)
+        lists = [part if isinstance(part, list) else [part] for part in parts]
+        if isinstance(own, list) or any(isinstance(part, list) for part in parts):
+            together = [tensor for tensor in chain.from_iterable(zip_longest(*lists)) if tensor is not None]
+            moved: Any = [tensor.to(metric.device) if isinstance(tensor, Tensor) else tensor for tensor in together]
+            if not moved:
+                setattr(metric, name, [])
+                continue
+        else:
+            moved = torch.stack([part.to(metric.device) for part in parts])
+        if reduction is dim_zero_mean and isinstance(moved, Tensor):
+            counts = torch.tensor([count for count, _ in updated], dtype=torch.float64, device=metric.device)
+            shape = [-1] + [1] * (moved.dim() - 1)
+            moved = (moved * counts.view(shape)).sum(0).div(counts.sum()).to(moved.dtype) if counts.sum() else moved.mean(0)
+            setattr(metric, name, moved)
+        else:
+            setattr(metric, name, reduction(moved) if reduction is not None else moved)
+
+
+def _is_fixed(metric: Metric, name: str, state: Any) -> bool:
+    """Whether a state has one shape on all ranks, and a reduction that can leave out ranks without asking which."""
+    default = metric._defaults[name]
+    if not isinstance(state, Tensor) or not isinstance(default, Tensor) or state.dtype.is_complex:
+        return False
+    return state.shape == default.shape and metric._reductions[name] in _REDUCED
+
+
+def packed(metric: Metric, states: States) -> Tensor | None:
+    """States of fixed shapes as one row of float64, which holds counts exactly up to 2⁵³; None where one of them has no fixed shape.
+
+    Args:
+        metric: whose they are.
+        states: as :func:`adopt` gives them to ``keep``.
+    """
+    values, count = states
+    if not all(_is_fixed(metric, name, values.get(name)) for name in metric._reductions):
+        return None
+    counted = torch.full((1,), float(count), dtype=torch.float64, device=metric.device)
+    return torch.cat([counted, *(values[name].to(metric.device, torch.float64).reshape(-1) for name in metric._reductions)])
+
+
+def unpack(metric: Metric, gathered: Tensor) -> None:
+    """Set a metric's states to those of several ranks together.
+
+    Args:
+        metric: whose states have their shapes and types by now.
+        gathered: each rank's :func:`packed`, (ranks, numbers).
+    """
+    own = {name: getattr(metric, name) for name in metric._reductions}
+    counts, *columns = gathered.split([1, *(state.numel() for state in own.values())], dim=1)
+    # Where nobody has seen anything, all count alike.
+    weights = torch.where(counts.sum() > 0, counts, torch.ones_like(counts))
+    for (name, state), values in zip(own.items(), columns, strict=True):
+        reduction: Any = metric._reductions[name]
+        if reduction is dim_zero_mean:
+            whole = torch.where(weights > 0, values * weights, 0.0).sum(0) / weights.sum()
+        elif reduction is dim_zero_sum:
+            whole = torch.where(weights > 0, values, 0.0).sum(0)
+        else:
+            largest = reduction is dim_zero_max
+            whole = torch.where(weights > 0, values, -torch.inf if largest else torch.inf)
+            whole = whole.amax(0) if largest else whole.amin(0)
+        setattr(metric, name, whole.to(state.dtype).reshape(state.shape).to(state.device))
+
+
+def _sync_on_device(metric: Metric, world_size: int) -> None:
+    """All states of all ranks by one collective."""
+    own = {name: getattr(metric, name) for name in metric._reductions}
+    mine = packed(metric, (own, metric._update_count))
+    assert mine is not None, "they are of fixed shapes"
+    gathered = mine.new_empty(world_size, mine.numel())
+    dist.all_gather(list(gathered.unbind()), mine.detach())
+    if mine.requires_grad:
+        gathered = torch.stack([mine if rank == dist.get_rank() else row for rank, row in enumerate(gathered.unbind())])
+    unpack(metric, gathered)
+    if mine.requires_grad:
+        _share_gradients(metric, own, None, on_host=False)
+
+
+def _has_graph(states: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(states))
+
+
+def _share_gradients(metric: Metric, own: dict[str, Any], group: dist.ProcessGroup | None, *, on_host: bool) -> None:
+    """Have backward bring to a rank's own states what all ranks' losses have to say to the whole batch's.
+
+    Args:
+        metric: which has the whole batch's states by now.
+        own: this rank's. Every rank goes through backward with the others, also one whose states count for nothing.
+        group: to add up gradients among.
+        on_host: whether they are added up there.
+    """
+    whole = {name: getattr(metric, name) for name in own}
+    leaves, spec = tree_flatten(whole)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    theirs = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    shared = _SharedStates.apply(group, on_host, len(places), *(leaves[place] for place in places), *theirs)  # type: ignore[no-untyped-call]
+    for place, state in zip(places, shared, strict=True):
+        leaves[place] = state
+    for name, state in tree_unflatten(leaves, spec).items():
+        setattr(metric, name, state)
+
+
+class _SharedStates(torch.autograd.Function):
+    """All ranks' states, the same on each; what backward brings to them is that of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup | None, on_host: bool, count: int, *states: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.on_host, ctx.own = group, on_host, len(states) - count
+        return tuple(state.clone() for state in states[:count])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        flat = torch.cat([gradient.reshape(-1).double() for gradient in gradients])
+        summed = flat.cpu() if ctx.on_host else flat
+        dist.all_reduce(summed, group=ctx.group)
+        parts = summed.to(flat.device).split([gradient.numel() for gradient in gradients])
+        whole = [part.view(gradient.shape).to(gradient.dtype) for part, gradient in zip(parts, gradients, strict=True)]
+        return None, None, None, *whole, *[None] * ctx.own
+
+
+def _to_host(state: Any) -> Any:
+    return [_to_host(each) for each in state] if isinstance(state, list) else state.detach().cpu() if isinstance(state, Tensor) else state
+
+
+@contextmanager
+def hold_metrics(module: nn.Module) -> Iterator[None]:
+    """Leave the module's torchmetrics as they are: an update within counts for nothing, though they take part in what others exchange.
+
+    A value that is trained on gets its graph all the same, of the row that stands in for this rank's: all ranks go through its backward.
+    """
+    metrics = list(metrics_of(module))
+    updates = [metric.__dict__.get("update") for metric in metrics]
+    collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
+    # Which of a collection's metrics share their states is found out by comparing them after the first update; here there was none.
+    groups = [(dict(each._groups), each._groups_checked, each._state_is_copy) for each in collections]
+    for metric in metrics:
+        metric.__dict__["update"] = partial(_uncounted, metric, metric.update)
+    try:
+        with warnings.catch_warnings():
+            # A metric's forward computes on what its update has seen, which here is nothing.
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+            yield
+    finally:
+        for metric, update in zip(metrics, updates, strict=True):
+            del metric.__dict__["update"]
+            if update is not None:
+                metric.__dict__["update"] = update
+        for collection, (before, checked, is_copy) in zip(collections, groups, strict=True):
+            collection._groups, collection._groups_checked, collection._state_is_copy = before, checked, is_copy
+
+
+def _uncounted(metric: Metric, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """What a metric's ``update`` does on a rank whose row belongs to another rank: at most a graph, for the value of a training step."""
+    if metric._enable_grad and metric._to_sync and torch.is_grad_enabled():
+        count = metric._update_count
+        update(*args, **kwargs)
+        metric._update_count = count

@@ -1,0 +1,15 @@
+"""Draws, micro-batches, batch norm, recomputation.
+
+Modules, in reading order:
+
+    draws             random draws of the whole batch, own rows kept
+    random_operators  the operators that draw, replaced
+    micro_batches     a batch in parts, gradients added up
+    batch_norm        batch norm over the whole batch
+    recompute         activation checkpointing of blocks
+    device_draws      initial weights drawn on the device, as plain Lightning draws them
+    attribute_rules   how what a step keeps on its module grows with the samples
+    attributes        what steps keep on their module, held to what one device would keep
+    own_backward      backward passes that the user's code begins itself
+    own_rows          a rank's rows of a GPU's random draw, bit for bit
+"""

@@ -1,0 +1,452 @@
+"""How what a step keeps on its module (sums, counts, lists of outputs) grows with the samples: found out on a batch and its parts.
+
+A value has a path: the attribute's name, then keys, positions and names of fields, ``"+"`` for what is appended to a list. Knows numbers,
+tensors and what holds them; nothing of modules, ranks or communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_autopar.exact.data.share import BatchShare
+
+try:
+    import numpy
+except ImportError:  # torch runs without it
+    numpy = None  # type: ignore[assignment]
+
+Path = tuple[Any, ...]
+#: How the parts' values of a path make the whole batch's; see :func:`combined`.
+PathRules = Mapping[Path, Any]
+#: By the step that keeps the values.
+KeptRules = Mapping[str, PathRules]
+
+#: Likelier ones first. ``growth``: what parts add to the value that they all found adds up. ``rows``: a tensor has as many rows to each
+#: sample, ``items``: a list is extended by as many items.
+_RULES = ("same", "mean", "growth", "sum", "max", "min", "rows", "items", "union")
+#: Relative difference up to which a rule explains a value, in single precision.
+_EQUAL = 1e-5
+#: Deeper, or in longer lists and larger tensors, lies data rather than what a step keeps.
+_DEEP, _MOST_ITEMS, _TENSOR_BYTES = 5, 10_000, 64 << 20
+_NOT_THE_USERS = ("torch.", "torchmetrics.", "lightning.", "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
+#: Stands for a value that isn't there, or that can't be copied.
+MISSING = SimpleNamespace()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """A container, a tensor or an object as a step found it.
+
+    Args:
+        container: itself.
+        copy: of what it held; None of a list or a dictionary that only grows, ``MISSING`` of what can't be copied.
+        length: how many items it had.
+    """
+
+    container: Any
+    copy: Any
+    length: int = 0
+
+
+@dataclass(kw_only=True)
+class Evidence:
+    """What has been seen of a step: the rules that explain the change of each path in all batches that were tried, and their divisions."""
+
+    rules: dict[Path, tuple[str, ...]] = field(default_factory=dict)
+    #: What was left as it was in the last batch that was tried.
+    _quiet: set[Path] = field(default_factory=set)
+    #: Of what is a number each time: the values on the whole batch and the parts.
+    _numbers: dict[Path, list[list[float]]] = field(default_factory=dict)
+    #: The most bytes that a path's rows had in a batch.
+    row_bytes: dict[Path, int] = field(default_factory=dict)
+
+    def settled(self) -> tuple[dict[Path, Any], tuple[Path, ...]]:
+        """The likeliest rule for each path, and the paths that no rule explains. What is made once, whatever the samples, has none.
+
+        A number that is another one of its object's by a third (an average) has the rule ``("ratio", one, other)``.
+        """
+        found: dict[Path, Any] = {
+            path: rules[0] for path, rules in self.rules.items() if rules and not (rules[0] == "same" and path in self._quiet)
+        }
+        left = [path for path, rules in self.rules.items() if not rules]
+        for path in left:
+            beside = [other for other in found if other[:-1] == path[:-1] and isinstance(found[other], str) and other in self._numbers]
+            for one, other in permutations(beside, 2):
+                if self._is_ratio(path, one, other):
+                    found[path] = ("ratio", one[-1], other[-1])
+                    break
+        return found, tuple(path for path in left if path not in found)
+
+    def _is_ratio(self, path: Path, one: Path, other: Path) -> bool:
+        values, above, below = (self._numbers.get(each, []) for each in (path, one, other))
+        if not len(values) == len(above) == len(below) > 0:
+            return False
+        rows = (row for rows in zip(values, above, below, strict=True) for row in zip(*rows, strict=True))
+        return all(y and math.isclose(value, x / y, rel_tol=_EQUAL) for value, x, y in rows)
+
+    def see(
+        self, before: Mapping[str, Any], whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], shares: Sequence[BatchShare]
+    ) -> None:
+        """Take in one batch, run whole and in parts.
+
+        Args:
+            before: the attributes that each run found, by :func:`taken`.
+            whole: the same after the step on the whole batch.
+            parts: after the step on each part.
+            shares: the parts.
+        """
+        for name in whole:
+            if all(name in part for part in parts):
+                values = [plain(each[name]) for each in (whole, *parts)]
+                self._compare((name,), plain(before.get(name, MISSING)), values, shares)
+
+    def _compare(self, path: Path, before: Any, values: list[Any], shares: Sequence[BatchShare]) -> None:
+        kinds = {type(value) for value in values}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        lengths = {len(value) for value in values} if kind in (list, dict, tuple) else set()
+        kept = before if kind is not None and isinstance(before, kind) else None
+        if kind is dict and len({tuple(map(repr, value)) for value in values}) == 1:
+            for key in values[0]:
+                self._compare((*path, key), (kept or {}).get(key, MISSING), [value[key] for value in values], shares)
+        elif kind is tuple and len(lengths) == 1:
+            for index, items in enumerate(zip(*values, strict=True)):
+                self._compare((*path, index), kept[index] if kept and index < len(kept) else MISSING, list(items), shares)
+        elif kind is list and kept is not None and lengths == {len(kept)}:
+            for index, items in enumerate(zip(*values, strict=True)):
+                self._compare((*path, index), kept[index], list(items), shares)
+        elif kind in (list, dict):
+            lists = [list(value.items()) if kind is dict else value for value in values]
+            old = [] if kept is None else list(kept.items()) if kind is dict else kept
+            if any(not _alike(value[: len(old)], old) for value in lists):
+                old = []  # another list than before
+            tails = [value[len(old) :] for value in lists]
+            if kind is list and len(lengths) == 1:
+                for items in zip(*tails, strict=True):
+                    self._compare((*path, "+"), MISSING, list(items), shares)
+            else:
+                self._note((*path, "+"), MISSING, tails, shares)
+        else:
+            self._note(path, before, values, shares)
+
+    def _note(self, path: Path, before: Any, values: list[Any], shares: Sequence[BatchShare]) -> None:
+        whole, *parts = values
+        known = self.rules.get(path, _RULES)
+        if all(_alike(value, before) for value in values):
+            self._quiet.add(path)
+            explaining = known
+            if path not in self.rules:
+                return  # nothing that the step keeps, as far as has been seen
+        else:
+            self._quiet.discard(path)
+            explaining = tuple(rule for rule in known if _explains(rule, before, whole, parts, shares))
+        self.rules[path] = explaining
+        if "rows" in explaining:
+            self.row_bytes[path] = max(self.row_bytes.get(path, 0), whole.nbytes)
+        elif all(isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1) for value in values):
+            self._numbers.setdefault(path, []).append([float(value) for value in values])
+
+
+def _explains(rule: str, before: Any, whole: Any, parts: Sequence[Any], shares: Sequence[BatchShare]) -> bool:
+    try:
+        made = combined(rule, before, parts, shares)
+    except (TypeError, ValueError, RuntimeError):  # nothing that the rule can be applied to
+        return False
+    scale = max((_largest(value) for value in (whole, *parts)), default=0.0)
+    return type(made) is type(whole) and _alike(made, whole, _EQUAL * scale)
+
+
+def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[BatchShare]) -> Any:
+    """The value that the whole batch would have left, from those that its parts left.
+
+    Args:
+        rule: one of those that :class:`Evidence` finds.
+        before: the value that all of them found.
+        values: of each part.
+        shares: the parts, each with at least one sample.
+
+    Raises:
+        TypeError: if the rule is nothing for such values.
+        ValueError: if their shapes don't fit together.
+    """
+    first = values[0]
+    if rule == "same":
+        if not all(_alike(value, first) for value in values):
+            raise ValueError("the parts' values differ")
+        return first
+    if rule in ("rows", "items"):
+        if isinstance(first, list) != (rule == "items"):
+            raise TypeError("rows are a tensor's, items a list's")
+        return _in_order(values, shares)
+    if rule == "union":
+        if not isinstance(first, (set, frozenset)):
+            raise TypeError("no sets")
+        return type(first)().union(*values)
+    numbers = [_number(value) for value in values]
+    if len({number.shape for number in numbers}) > 1:
+        raise ValueError("the parts' values have other shapes")
+    if rule == "mean":
+        if not numbers[0].is_floating_point():
+            raise TypeError("whole numbers have no mean")
+        total = sum(share.rows for share in shares)
+        made = sum(number.double() * (share.rows / total) for number, share in zip(numbers, shares, strict=True))
+    elif rule == "growth":
+        nothing = before is None or before is MISSING
+        found = torch.zeros_like(numbers[0]) if nothing else _number(before).to(numbers[0].device)
+        if found.shape != numbers[0].shape and found.dim():
+            raise ValueError("the values have other shapes than before")
+        made = found + sum(_wide(number) - _wide(found) for number in numbers)
+    elif rule == "sum":
+        made = sum(_wide(number) for number in numbers)
+    else:
+        stacked = torch.stack([_wide(number) for number in numbers])
+        made = stacked.amax(0) if rule == "max" else stacked.amin(0)
+    return _as(first, made)
+
+
+def _number(value: Any) -> Tensor:
+    """Any number or numbers as a tensor.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return torch.from_numpy(numpy.array(value))
+    raise TypeError(f"a {type(value).__name__} is no number")
+
+
+def _wide(number: Tensor) -> Tensor:
+    return number.double() if number.is_floating_point() else number.long()
+
+
+def _as(like: Any, made: Any) -> Any:
+    """The number in the type of another one."""
+    if isinstance(like, Tensor):
+        return (made if like.is_floating_point() or not made.is_floating_point() else made.round()).to(like.dtype)
+    if isinstance(like, (bool, int, float)):
+        return type(like)(made.item()) if isinstance(like, float) else type(like)(round(made.item()))
+    array = made.numpy()
+    return array.astype(like.dtype) if isinstance(like, numpy.ndarray) else like.dtype.type(array)
+
+
+def _in_order(values: Sequence[Any], shares: Sequence[BatchShare]) -> Any:
+    """Rows or items, as many to each sample, in the order of the batch's samples."""
+    first, of = values[0], shares[0].of
+    if isinstance(first, list):
+        whole: list[Any] = [None] * (of * _each(first, shares[0]))
+        for value, share in zip(values, shares, strict=True):
+            each = _each(value, share)
+            for place, sample in enumerate(share.indices):
+                whole[sample * each : (sample + 1) * each] = value[place * each : (place + 1) * each]
+        return whole
+    rows = [_number(value) for value in values]
+    if any(not value.dim() for value in rows):
+        raise TypeError("a number has no rows")
+    each = _each(rows[0], shares[0])
+    made = rows[0].new_empty((of, each, *rows[0].shape[1:]))
+    for value, share in zip(rows, shares, strict=True):
+        if _each(value, share) != each:
+            raise ValueError("samples have different numbers of rows")
+        made[torch.tensor(list(share.indices), device=made.device)] = value.to(made.device).unflatten(0, (share.rows, each))
+    made = made.flatten(0, 1)
+    return made if isinstance(first, Tensor) else made.numpy()
+
+
+def _each(value: Any, share: BatchShare) -> int:
+    """How many of its rows belong to one sample."""
+    if not len(value) or len(value) % share.rows:
+        raise ValueError("the rows are no multiple of the samples")
+    return len(value) // share.rows
+
+
+def _largest(value: Any) -> float:
+    if isinstance(value, (list, tuple)):
+        return max((_largest(each) for each in value), default=0.0)
+    try:
+        number = _number(value)
+    except TypeError:
+        return 0.0
+    finite = number[number.isfinite()] if number.is_floating_point() else number
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _alike(one: Any, other: Any, within: float = 0.0) -> bool:
+    """Whether two values are the same, numbers up to a difference."""
+    if one is other:
+        return True
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(_alike(a, b, within) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(value, other[key], within) for key, value in one.items())
+    try:
+        a, b = _number(one), _number(other)
+    except TypeError:
+        return type(one) is type(other) and isinstance(one, (str, bytes, set, frozenset, type(None))) and one == other
+    if a.shape != b.shape or type(one) is not type(other):
+        return False
+    a, b = a.double(), b.double()
+    return bool(((a - b).abs() <= within).logical_or(a == b).logical_or(a.isnan() & b.isnan()).all())
+
+
+def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
+    """A value that a step may change, with a copy of what it holds.
+
+    Args:
+        value: as it is.
+        path: its path.
+        rules: where they are known: of lists that only grow, the length is enough.
+    """
+    if isinstance(value, (bool, int, float, str, bytes, type(None))) or (numpy is not None and isinstance(value, numpy.generic)):
+        return value
+    if type(value) is Tensor and value.nbytes <= _TENSOR_BYTES:
+        return Before(container=value, copy=value.detach().clone())
+    if (numpy is not None and isinstance(value, numpy.ndarray)) or isinstance(value, (set, frozenset)):
+        return Before(container=value, copy=value.copy())
+    if isinstance(value, (list, deque, dict)) and rules is not None and _grows(path, rules):
+        return Before(container=value, copy=None, length=len(value))
+    copy: Any = MISSING
+    if len(path) > _DEEP or (isinstance(value, (list, deque, dict, tuple)) and len(value) > _MOST_ITEMS):
+        pass
+    elif isinstance(value, (list, deque, tuple)):
+        items = [taken(each, (*path, index), rules) for index, each in enumerate(value)]
+        copy = tuple(items) if isinstance(value, tuple) else items
+    elif isinstance(value, dict) or is_users(value):
+        fields = value if isinstance(value, dict) else vars(value)
+        copy = {key: taken(each, (*path, key), rules) for key, each in fields.items()}
+    return Before(container=value, copy=copy)
+
+
+def plain(value: Any) -> Any:
+    """What :func:`taken` copied."""
+    copy = value.copy if isinstance(value, Before) else value
+    if isinstance(copy, dict):
+        return {key: plain(each) for key, each in copy.items()}
+    return type(copy)(plain(each) for each in copy) if isinstance(copy, (list, tuple)) else copy
+
+
+def restored(value: Any) -> Any:
+    """The value that :func:`taken` was given, holding again what it held then."""
+    if not isinstance(value, Before) or value.copy is MISSING:
+        return value.container if isinstance(value, Before) else value
+    container, copy = value.container, value.copy
+    if isinstance(container, Tensor):
+        container.data.copy_(copy)
+    elif isinstance(container, (list, deque, dict)) and copy is None:
+        _put_tail(container, value.length, [])
+    elif isinstance(container, (list, deque)):
+        items = [restored(each) for each in copy]
+        container.clear()
+        container.extend(items)
+    elif isinstance(container, tuple):
+        for each in copy:
+            restored(each)
+    elif isinstance(container, set):
+        container.clear()
+        container.update(copy)
+    elif isinstance(copy, dict):
+        fields = {key: restored(each) for key, each in copy.items()}
+        held = container if isinstance(container, dict) else vars(container)
+        held.clear()
+        held.update(fields)
+    elif not isinstance(container, frozenset):
+        container[...] = copy
+    return container
+
+
+def _grows(path: Path, rules: PathRules) -> bool:
+    return any(rule[: len(path) + 1] == (*path, "+") for rule in rules)
+
+
+def is_users(value: Any) -> bool:
+    """Whether it is an object of a class of the user's, whose fields a step may change."""
+    if isinstance(value, (torch.nn.Module, type)) or not hasattr(value, "__dict__"):
+        return False
+    return not f"{type(value).__module__}.".startswith(_NOT_THE_USERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where a value lies that a step has changed.
+
+    Args:
+        path: its path.
+        before: what was there, by :func:`taken`.
+        value: what the step left.
+        put: puts another value in its place.
+    """
+
+    path: Path
+    before: Any
+    value: Any
+    put: Callable[[Any], None]
+
+
+def slots(path: Path, before: Any, value: Any, rules: PathRules, put: Callable[[Any], None]) -> Iterator[Slot]:
+    """The places under a path that have rules, in an order that all parts of a batch have.
+
+    Args:
+        path: of the value.
+        before: the same before the step, by :func:`taken`.
+        value: as the step left it.
+        rules: of all paths.
+        put: puts another value in its place.
+    """
+    if path in rules:
+        yield Slot(path=path, before=before, value=value, put=put)
+        return
+    if not any(rule[: len(path)] == path for rule in rules):
+        return
+    old = before.copy if isinstance(before, Before) else None
+    if isinstance(value, (list, deque, dict)):
+        grown = _grows(path, rules)
+        length = before.length if grown and isinstance(before, Before) and before.container is value and before.length <= len(value) else 0
+        if rules.get((*path, "+")) == "items":
+            yield Slot(path=(*path, "+"), before=MISSING, value=_tail(value, length), put=partial(_put_tail, value, length))
+        elif isinstance(value, dict):
+            for key in list(value):
+                known = old.get(key, MISSING) if isinstance(old, dict) else MISSING
+                yield from slots((*path, key), known, value[key], rules, partial(value.__setitem__, key))
+        else:
+            for index in range(length, len(value)):
+                known = old[index] if isinstance(old, list) and index < len(old) and not grown else MISSING
+                yield from slots((*path, "+" if grown else index), known, value[index], rules, partial(value.__setitem__, index))
+    elif isinstance(value, tuple):
+        items = list(value)
+
+        def put_item(index: int, new: Any) -> None:
+            items[index] = new
+            put(type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
+
+        for index, each in enumerate(value):
+            known = old[index] if isinstance(old, tuple) and index < len(old) else MISSING
+            yield from slots((*path, index), known, each, rules, partial(put_item, index))
+    elif is_users(value):
+        for name, each in list(vars(value).items()):
+            known = old.get(name, MISSING) if isinstance(old, dict) else MISSING
+            yield from slots((*path, name), known, each, rules, partial(setattr, value, name))
+
+
+def _tail(value: Any, length: int) -> list[Any]:
+    return list(value.items())[length:] if isinstance(value, dict) else list(value)[length:]
+
+
+def _put_tail(value: Any, length: int, new: list[Any]) -> None:
+    if isinstance(value, list):
+        value[length:] = new
+        return
+    kept = _tail(value, 0)[:length]
+    value.clear()
+    (value.update if isinstance(value, dict) else value.extend)([*kept, *new])

@@ -1,0 +1,275 @@
+"""What steps keep on their module (sums, counts, lists of outputs) held to what one device would keep, on every rank and after every part.
+
+Before a step the attributes that are known to change are noted. When it is over, ranks and parts of a batch tell each other what they left,
+and each puts the whole batch's in its place. Knows modules, shares of a batch and a process group; not which engine runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_autopar.exact.data.share import BatchShare
+from lightning_autopar.exact.step.attribute_rules import (
+    MISSING,
+    Before,
+    KeptRules,
+    Path,
+    PathRules,
+    Slot,
+    combined,
+    plain,
+    restored,
+    slots,
+    taken,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_LOG = logging.getLogger(__name__)
+
+#: Packages whose modules keep what is their own affair.
+_OTHERS = ("torch.", "torchmetrics.", "transformers.", "lightning.pytorch.")
+_NOT_KEPT = frozenset((*vars(LightningModule()), "trainer", "log", "log_dict", "print", "all_gather", "manual_backward", "optimizers",
+                       "lr_schedulers"))  # fmt: skip
+
+
+def attributes(module: LightningModule) -> dict[str, tuple[nn.Module, str]]:
+    """The attributes that a step of the user's may keep something in, by dotted name: those of the user's modules, metrics left out."""
+    return {
+        f"{prefix}.{name}".lstrip("."): (child, name)
+        for prefix, child in module.named_modules()
+        if not isinstance(child, Metric) and (child is module or not f"{type(child).__module__}.".startswith(_OTHERS))
+        for name in vars(child)
+        if name not in _NOT_KEPT
+    }
+
+
+def title(module: LightningModule, name: str) -> str:
+    """An attribute, by the name of the module's class."""
+    return f"{type(module).__name__}.{name}"
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """What a part of a batch left: where there are rules, in an order that all parts have."""
+
+    share: BatchShare
+    paths: tuple[Path, ...]
+    values: list[Any]
+
+
+class KeptSteps:
+    """Makes what a step keeps that of the whole batch.
+
+    Args:
+        trainer: whose module runs.
+        rules: how what parts leave makes what the whole batch would.
+        device: where the default process group's collectives want their tensors.
+        group: over all ranks, for what lies on the host; None for the default group.
+        parts: whether a step may come in parts, each of which finds what the step found.
+    """
+
+    def __init__(
+        self, trainer: Trainer, rules: KeptRules, *, device: torch.device, group: Callable[[], dist.ProcessGroup | None], parts: bool
+    ) -> None:
+        self._trainer = trainer
+        # What is the same on all ranks changes only where parts would change it one after the other.
+        self._rules = {hook: {path: rule for path, rule in by.items() if parts or rule != "same"} for hook, by in rules.items()}
+        self._device = device
+        self._group = group
+        self._before: dict[str, Any] = {}
+        self._parts: list[_Part] = []
+        self._slots: list[Slot] = []
+        self._warned: set[str] = set()
+
+    @property
+    def _now(self) -> PathRules:
+        """The rules for the step that runs."""
+        trainer = self._trainer
+        hook = "training_step" if trainer.training else "test_step" if trainer.testing else "validation_step"
+        return self._rules.get(hook, {})
+
+    @contextmanager
+    def step(self, share: BatchShare | None) -> Iterator[None]:
+        """Around one of the user's steps on this rank's share; every rank goes through as many."""
+        rules = self._now
+        if not rules or share is None:
+            yield
+            return
+        self._before = {path[0]: None for path in rules}
+        for name in self._before:
+            owner, attribute = self._owner(name)
+            self._before[name] = taken(vars(owner)[attribute], (name,), rules) if attribute in vars(owner) else MISSING
+        self._parts = []
+        yield
+        if not self._parts:
+            self._note(share, rules)
+        self._combine(rules)
+        self._before, self._slots = {}, []
+
+    @contextmanager
+    def part(self, share: BatchShare) -> Iterator[None]:
+        """Around a part of a step, within :meth:`step`: each part finds what the step found."""
+        rules = self._now
+        if not rules or not self._before:
+            yield
+            return
+        for name, before in self._before.items() if self._parts else ():
+            owner, attribute = self._owner(name)
+            if before is MISSING:
+                vars(owner).pop(attribute, None)
+            else:
+                vars(owner)[attribute] = restored(before)
+        yield
+        self._note(share, rules)
+
+    def _owner(self, name: str) -> tuple[Any, str]:
+        owner, _, attribute = name.rpartition(".")
+        return self._trainer.lightning_module.get_submodule(owner), attribute
+
+    def _note(self, share: BatchShare, rules: PathRules) -> None:
+        """Note what has been left."""
+        self._slots = []
+        for name, before in self._before.items():
+            owner, attribute = self._owner(name)
+            if attribute in vars(owner):
+                put = vars(owner).__setitem__
+
+                def put_attribute(new: Any, put: Any = put, attribute: str = attribute) -> None:
+                    put(attribute, new)
+
+                self._slots += slots((name,), before, vars(owner)[attribute], rules, put_attribute)
+        self._slots = [slot for slot in self._slots if rules[slot.path] != "same"]
+        values = [plain(taken(slot.value, slot.path)) for slot in self._slots]
+        self._parts.append(_Part(share=share, paths=tuple(slot.path for slot in self._slots), values=values))
+
+    def _combine(self, rules: PathRules) -> None:
+        """Put the whole batch's values in the place of this rank's; a collective."""
+        if all(rule == "same" for rule in rules.values()):
+            return
+        parts = [part for part in self._gathered() if part.share.rows]
+        for name in self._before:
+            own = [slot for slot in self._slots if slot.path[0] == name]
+            left = [[(path, value) for path, value in zip(part.paths, part.values, strict=True) if path[0] == name] for part in parts]
+            try:
+                if any([path for path, _ in each] != [slot.path for slot in own] for each in left):
+                    raise ValueError("the parts left values in different places")
+                made = _made(own, rules, [[value for _, value in each] for each in left], [part.share for part in parts])
+            except (TypeError, ValueError, RuntimeError):  # on all ranks alike
+                _LOG.debug("what parts of a batch keep in %s can't be brought together", name, exc_info=True)
+                if name not in self._warned:
+                    self._warned.add(name)
+                    rank_zero_warn(
+                        f"autopar: the samples decide what a step keeps in {title(self._trainer.lightning_module, name)}, unlike in "
+                        "the batches that planning looked at: after such batches each rank has what comes of its own samples"
+                    )
+                continue
+            for slot, whole in zip(own, made, strict=True):
+                _put(slot, whole)
+
+    # -- communication ---------------------------------------------------------------------------------------------------------------------
+
+    def _gathered(self) -> list[_Part]:
+        """What all ranks' parts left. What lies on a GPU goes from there, and the host doesn't wait for it."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._parts
+        sent: list[Tensor] = []
+        told = [(part.share, part.paths, [self._told(value, sent) for value in part.values]) for part in self._parts]
+        heard: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(heard, told, group=self._group())
+        tensors = self._exchange(sent, [sum(_sizes(theirs)) for theirs in heard])
+        return [
+            _Part(share=share, paths=paths, values=[next(rank) if isinstance(value, _There) else value for value in values])
+            for theirs, rank in zip(heard, (_cut(flat, theirs) for flat, theirs in zip(tensors, heard, strict=True)), strict=True)
+            for share, paths, values in theirs
+        ]
+
+    def _told(self, value: Any, sent: list[Tensor]) -> Any:
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            return value
+        sent.append(value)
+        return _There(shape=tuple(value.shape), dtype=value.dtype)
+
+    def _exchange(self, sent: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Each rank's tensors as bytes, one after the other."""
+        if not any(sizes):
+            return [torch.empty(0, dtype=torch.uint8)] * len(sizes)
+        mine = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
+        if sent:
+            flat = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in sent])
+            mine[: len(flat)] = flat
+        gathered = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(gathered, mine)
+        return gathered
+
+
+@dataclass(frozen=True, kw_only=True)
+class _There:
+    """Stands for a tensor on a GPU."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _sizes(told: Any) -> list[int]:
+    return [value.size_bytes for _, _, values in told for value in values if isinstance(value, _There)]
+
+
+def _cut(flat: Tensor, told: Any) -> Iterator[Tensor]:
+    begin = 0
+    for _, _, values in told:
+        for value in values:
+            if isinstance(value, _There):
+                yield flat[begin : begin + value.size_bytes].clone().view(value.dtype).view(value.shape)
+                begin += value.size_bytes
+
+
+def _made(own: Sequence[Slot], rules: PathRules, values: Sequence[Sequence[Any]], shares: Sequence[BatchShare]) -> list[Any]:
+    """The whole batch's values for the places of an attribute; averages after what they are made of."""
+    made: list[Any] = [None] * len(own)
+    by_path: dict[Path, Any] = {}
+    for ratios in (False, True):
+        for index, slot in enumerate(own):
+            rule = rules[slot.path]
+            if isinstance(rule, str) == ratios:
+                continue
+            if ratios:
+                above, below = (by_path[(*slot.path[:-1], name)] for name in rule[1:])
+                made[index] = type(slot.value)(above / below) if isinstance(slot.value, (int, float)) else above / below
+            else:
+                made[index] = combined(rule, plain(slot.before), [each[index] for each in values], shares)
+            by_path[slot.path] = made[index]
+    return made
+
+
+def _put(slot: Slot, whole: Any) -> None:
+    """Put a value where it belongs: into what was there before, where the step has written to that."""
+    value = slot.value
+    written = isinstance(slot.before, Before) and slot.before.container is value
+    if isinstance(value, Tensor):
+        whole = whole.to(value.device)
+        if written and value.shape == whole.shape:
+            value.data.copy_(whole)
+            return
+        if value.requires_grad and value.shape == whole.shape:
+            whole = value + (whole - value).detach()
+    elif written and not isinstance(value, (list, dict, set)) and hasattr(value, "shape"):
+        value[...] = whole
+        return
+    slot.put(whole)

@@ -1,0 +1,407 @@
+"""A batch worked off in parts, one after the other: their gradients add up, and no more than one part's activations are held.
+
+Lightning's step is forward, ``zero_grad`` where a window of accumulated batches begins, backward. All parts run their forward in the place
+of the first; all but the last run their backward there, too, and the last one's is Lightning's. So hooks are called once a batch and find
+what they would find of the whole one: the loss that Lightning and its hooks see is the whole batch's, and gradients come to light when
+backward begins. Knows Lightning's order of a step, a rank's share of a batch and its logging; not which engine runs, nor communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_autopar._lightning_compat import combined_mode, is_overridden
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.data.rows import count_rows, take_rows
+from lightning_autopar.exact.data.share import BatchShare, Dealing
+from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.step.draws import GlobalDraws
+from lightning_autopar.plans import Plan
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.nn import Parameter
+
+#: Runs the user's step, or a backward pass.
+Run = Callable[..., Any]
+#: What the precision plugin calls around each backward pass.
+_AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
+
+
+class MicroBatches:
+    """Runs a training step in parts.
+
+    Args:
+        trainer: whose module is trained.
+        plan: how many parts a rank's batch has, and how many samples each rank gets of a batch; one with fewer samples than others runs as
+            many parts, of which some count for nothing, since ranks communicate in each.
+        logging: brings together what the parts log.
+        draws: makes their random draws those of the whole batch; None where the step draws nothing.
+        before_last: makes a context around forward and backward of a part that isn't the last one.
+        note: called when the forward of the last part is over.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        plan: Plan,
+        logging: GlobalLogging,
+        *,
+        draws: GlobalDraws | None = None,
+        before_last: Callable[[], AbstractContextManager[None]] = nullcontext,
+        note: Callable[[Any], None] = lambda point: None,
+    ) -> None:
+        assert trainer.lightning_module.automatic_optimization or not trainer.training, "planning refuses manual optimization"
+        self._trainer = trainer
+        self._plan = plan
+        self._logging = logging
+        self._draws = draws
+        self._before_last = before_last
+        self._note = note
+        self.gradients = PartGradients(trainer)
+        #: The part that runs, or ran last, of the batch that is worked on.
+        self.part: BatchShare | None = None
+
+    def share(self, batch: Any, samples: int | None) -> BatchShare:
+        """A whole batch, as the user's step gets it, as the share of the only rank; ``samples`` as for :func:`whole_share`."""
+        try:
+            return whole_share(batch, samples, several=several_loaders(self._trainer))
+        except ValueError as error:
+            raise uncut(self._plan, error) from error
+
+    def run(self, step: Run, backward: Run, share: BatchShare, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The whole step's output; only its last part's backward is left to do.
+
+        Args:
+            step: the user's ``training_step``, on the engine's device and in its precision.
+            backward: the engine's backward pass of a loss.
+            share: the rank's of the batch.
+            args: of the step, the batch first.
+            kwargs: of the step.
+
+        Raises:
+            ValueError: if the batch can't be cut into samples.
+            RuntimeError: if the step returns a loss for some of the parts only.
+        """
+        number = min(self._plan.micro_batches, max(1, *self._plan.rows(share.of)))
+        weights: list[int] = []
+        losses: list[Any] = []
+        extras: list[dict[str, Any]] = []
+        goes_back = not self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
+        draws, state = self._draws, rng.capture({})
+        place = 0 if draws is None else draws.place
+        for index in range(number):
+            last, self.part = index == number - 1, share.part(index, number)
+            if index:
+                rng.restore(state, {})
+                if draws is not None:
+                    draws.begin(place)
+            try:
+                rows = args[0] if number == 1 else self._part(args[0], index, number, share.fed)
+            except ValueError as error:
+                raise uncut(self._plan, error) from error
+            with nullcontext() if last else self._before_last():
+                with self._logging.part(self.part, rows, index):
+                    output = step(rows, *args[1:], **kwargs)
+                    self._logging.note_loss(output)
+                del rows  # it may be a copy
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                weights.append(self.part.rows)
+                losses.append(None if loss is None else loss.detach())
+                if (loss is None) != (losses[0] is None):
+                    raise RuntimeError(
+                        f"training_step returned a loss for some parts of a batch and None for others, which {self._plan.title()!r} can't "
+                        "undo; return a loss for every batch, or take a plan with micro_batches=1"
+                    )
+                if index == 0 and number > 1 and loss is not None and goes_back:
+                    self.gradients.begin()
+                if not last:
+                    extras.append(detached(output) if isinstance(output, Mapping) else {})
+                    if loss is not None and goes_back:
+                        with self._silent():
+                            backward(loss * (self.part.weight / self._trainer.accumulate_grad_batches))
+                    del output, loss  # and with them the part's graph
+        if number == 1 or losses[0] is None:
+            return output
+        self._note("forward")
+        if goes_back:
+            self.gradients.lay_aside()
+        assert self.part is not None
+        factor = self.part.weight / share.weight if share.weight else 0.0
+        whole = _Whole.apply(loss, _mean(losses, weights), factor, self.gradients.take_up)  # type: ignore[no-untyped-call]
+        if not isinstance(output, Mapping):
+            return whole
+        extras.append(detached(output))
+        return {**output, **joined(extras, weights), "loss": whole}
+
+    def _part(self, batch: Any, index: int, number: int, samples: int) -> Any:
+        return take_part(batch, index, number, samples, several=several_loaders(self._trainer), collates=True)
+
+    @contextmanager
+    def _silent(self) -> Iterator[None]:
+        """The precision plugin calls these hooks in each backward pass; a batch has one."""
+        trainer: Any = self._trainer
+        module, callbacks = trainer.lightning_module, trainer.callbacks
+        shadowed = {name: module.__dict__[name] for name in _AROUND_BACKWARD if name in module.__dict__}
+        trainer.callbacks = []
+        module.__dict__.update(dict.fromkeys(_AROUND_BACKWARD, _nothing))
+        try:
+            yield
+        finally:
+            trainer.callbacks = callbacks
+            for name in _AROUND_BACKWARD:
+                del module.__dict__[name]
+            module.__dict__.update(shadowed)
+
+
+class PartGradients:
+    """Keeps the gradients of the parts before the last from being set to None, and from whoever looks for an earlier batch's.
+
+    Where a window begins, and nobody is there to see it, earlier gradients go when the first part's forward is over, as Lightning would
+    have it, so that they aren't held beside the parts'. Within a window the parts' are added to the earlier ones at once. Only where the
+    user has a hook between forward and backward that could look at gradients are both held.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._parts: dict[Parameter, Tensor] = {}
+        self._earlier: dict[Parameter, Tensor] | None = None
+        self._apart: dict[Parameter, Tensor | None] = {}
+        self._had: set[Parameter] = set()
+        self._adds_at_once = False
+
+    @property
+    def beside(self) -> bool:
+        """Whether earlier gradients are held beside those of the parts."""
+        return self._earlier is not None
+
+    @property
+    def watched(self) -> bool:
+        """Whether a hook looks on when backward begins."""
+        return self._overridden("on_before_backward")
+
+    def begin(self, apart: Iterable[Parameter] = ()) -> None:
+        """The first part's forward is over.
+
+        Args:
+            apart: parameters whose gradients of this batch must be known by themselves when the parts are over.
+        """
+        self._parts.clear()
+        self._earlier = None
+        trainer = self._trainer
+        begins = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        watched = self._overridden("on_before_zero_grad", "optimizer_zero_grad") if begins else self.watched
+        self._adds_at_once = not begins and not watched
+        self._apart = {}
+        if self._adds_at_once:
+            self._had = {parameter for parameter in self._parameters() if parameter.grad is not None}
+            for parameter in dict.fromkeys(apart):  # a tied one has several names
+                self._apart[parameter], parameter.grad = parameter.grad, None
+        else:
+            earlier = self._taken()
+            self._earlier = earlier if watched else None
+
+    def lay_aside(self, complete: Callable[[dict[Parameter, Tensor]], None] = lambda gradients: None) -> None:
+        """All parts but the last have added theirs: until the last one's backward, what was there before is all that there is.
+
+        Args:
+            complete: gets the batch's gradients, of the parameters that are held apart at least, to change them.
+        """
+        if self._adds_at_once:
+            batch = {parameter: parameter.grad for parameter in self._apart if parameter.grad is not None}
+            complete(batch)
+            for parameter, before in self._apart.items():
+                gradient = batch.get(parameter)
+                parameter.grad = before if gradient is None else gradient if before is None else before.add_(gradient)
+            self._apart = {}
+        else:
+            self._parts = self._taken()
+            complete(self._parts)
+            self._put_back()
+
+    def take_up(self) -> None:
+        """The last part's backward begins. Does nothing more when called again."""
+        with torch.no_grad():
+            for parameter, gradient in self._parts.items():
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._parts.clear()
+
+    def forget(self) -> None:
+        """The parts had no loss: whatever their backward left is nothing, and what was there before is all that there is."""
+        if not self._adds_at_once:
+            self._taken()
+            self._put_back()
+            return
+        for parameter in self._parameters():
+            if parameter not in self._had:
+                parameter.grad = None
+        for parameter, before in self._apart.items():
+            parameter.grad = before
+        self._apart = {}
+
+    def _put_back(self) -> None:
+        for parameter, gradient in (self._earlier or {}).items():
+            parameter.grad = gradient
+        self._earlier = None
+
+    def _parameters(self) -> Iterator[Parameter]:
+        """Those of the optimizers that are here: what another stage has may have no more than a hole for a gradient."""
+        for optimizer in self._trainer.optimizers:
+            for group in optimizer.param_groups:
+                yield from (parameter for parameter in group["params"] if not is_hole(parameter))
+
+    def _taken(self) -> dict[Parameter, Tensor]:
+        """The optimizers' parameters' gradients, which are None from now on."""
+        found = {}
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                found[parameter], parameter.grad = parameter.grad, None
+        return found
+
+    def _overridden(self, *hooks: str) -> bool:
+        module: LightningModule = self._trainer.lightning_module
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        users = [callback for callback in callbacks if any(hasattr(Callback, hook) and is_overridden(hook, callback) for hook in hooks)]
+        return bool(users) or any(is_overridden(hook, module) for hook in hooks)
+
+
+class _Whole(torch.autograd.Function):
+    """The last part's loss with the value of the whole batch's, and that part's weight in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor, factor: float, begin: Callable[[], None]) -> Tensor:
+        ctx.factor, ctx.begin = factor, begin
+        return value.reshape(loss.shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.begin()
+        return gradients[0] * ctx.factor, None, None, None
+
+
+def several_loaders(trainer: Trainer) -> bool:
+    """Whether a training batch holds those of several loaders."""
+    combined = trainer.fit_loop._combined_loader
+    return combined is not None and len(combined.flattened) > 1 and combined_mode(combined) != "sequential"
+
+
+def whole_share(batch: Any, samples: int | None = None, *, several: bool = False) -> BatchShare:
+    """A whole batch as the share of the only rank.
+
+    Args:
+        batch: as the user's step gets it.
+        samples: of how many its loader made it, where that is known.
+        several: whether it holds the batches of several loaders.
+
+    Raises:
+        ValueError: if it has no samples to count.
+    """
+    first = next(iter(_children(batch)), batch) if several else batch
+    rows = _count(first, None if several else samples)
+    return BatchShare(rows=rows, of=rows, rank=0, world_size=1)
+
+
+def _count(batch: Any, samples: int | None) -> int:
+    try:
+        rows = count_rows(batch)
+    except ValueError:
+        if samples is None:
+            raise
+        rows = None
+    return rows if rows is not None and samples in (None, rows) else take_rows(batch, 0, Dealing.even(2), samples=samples, collates=True)[0]
+
+
+def uncut(plan: Plan, error: ValueError) -> ValueError:
+    """What to say where a batch can't be cut into parts."""
+    return ValueError(f"{plan.title()!r} works a batch off in parts, but {error}; take a plan with micro_batches=1")
+
+
+def take_part(batch: Any, index: int, number: int, samples: int | None = None, *, several: bool = False, collates: bool = False) -> Any:
+    """A part of a rank's batch: every ``number``-th sample from the ``index``-th on, the first one where there is none.
+
+    Args:
+        batch: as the user's step gets it.
+        index: which part.
+        number: how many parts there are.
+        samples: how many samples it has, where that is known.
+        several: whether it holds the batches of several loaders; then the part has a part of each.
+        collates: as for :func:`.rows.take_rows`; of several loaders nothing is collated anew.
+
+    Raises:
+        ValueError: if the batch can't be cut into samples.
+    """
+    dealing = Dealing.even(number)
+    if not several:
+        return take_rows(batch, index, dealing, samples=samples, collates=collates)[1]
+    counts = {count_rows(child) for child in _children(batch) if child is not None}
+    if len(counts) > 1 and any(count % number for count in counts):
+        raise ValueError(
+            f"the batches of several loaders have {', '.join(map(str, sorted(counts)))} samples, whose parts weigh differently"
+        )
+    parts = [None if child is None else take_rows(child, index, dealing)[1] for child in _children(batch)]
+    if isinstance(batch, Mapping):
+        return dict(zip(batch, parts, strict=True))
+    return parts if isinstance(batch, list) else tuple(parts)
+
+
+def why_whole(batch: Any, samples: int | None = None, *, several: bool = False, collates: bool = False) -> str | None:
+    """Why a batch can't be worked off in parts; None where it can.
+
+    Args:
+        batch: the first batch, as the user's step gets it.
+        samples: of how many its loader made it, where that is known.
+        several: as for :func:`take_part`.
+        collates: as for :func:`take_part`.
+    """
+    try:
+        take_part(batch, 0, 2, samples, several=several, collates=collates)
+    except ValueError as error:
+        return f"parts are cut out of the collated batch: {error}"
+    return None
+
+
+def _mean(losses: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """Weighted by samples; where there are none, each counts as much."""
+    counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight] or [(loss, 1) for loss in losses]
+    total = sum(weight for _, weight in counted)
+    return torch.stack([loss.reshape(()).double() * (weight / total) for loss, weight in counted]).sum().to(losses[0].dtype)
+
+
+def joined(extras: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
+    """What the step returns beside its loss: tensors with a row a sample in the batch's order, numbers as their mean, else the last's."""
+    joined: dict[str, Any] = {}
+    for name in extras[-1]:
+        values = [extra.get(name) for extra in extras]
+        if not any(rows) or not all(isinstance(value, Tensor) for value in values):
+            continue
+        tensors: list[Any] = values
+        if all(value.ndim and len(value) == max(count, 1) for value, count in zip(tensors, rows, strict=True)):
+            whole = tensors[0].new_empty((sum(rows), *tensors[0].shape[1:]))
+            for index, (value, count) in enumerate(zip(tensors, rows, strict=True)):
+                if count:
+                    whole[index :: len(rows)] = value
+            joined[name] = whole
+        elif all(value.numel() == 1 and value.is_floating_point() for value in tensors):
+            joined[name] = _mean(tensors, rows).reshape(tensors[-1].shape)
+    return joined
+
+
+def _children(batch: Any) -> list[Any]:
+    """The batches of several loaders."""
+    return list(batch.values()) if isinstance(batch, Mapping) else list(batch)
+
+
+def detached(output: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step returned, without its graph."""
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in output.items()}
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for a hook that isn't called."""

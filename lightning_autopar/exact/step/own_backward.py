@@ -1,0 +1,93 @@
+"""Backward passes that the user's code begins itself (``loss.backward()``) in manual optimization, past Lightning's ``manual_backward``.
+
+Each loss counts by its rank's samples, and where the engine leaves the gradients to this rank they are averaged over all of them. Knows
+autograd and a process group; nothing of engines or trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_autopar._temporary import replaced
+
+#: Gets the parameters that a backward pass has brought gradients to.
+Done = Callable[[list[Parameter]], None]
+
+
+@contextmanager
+def noticed(weight: float, ours: Callable[[], bool], done: Done) -> Iterator[None]:
+    """While open, backward passes are the user's own unless ``ours`` says otherwise.
+
+    Args:
+        weight: of a loss.
+        ours: whether the engine runs the backward pass that begins.
+        done: called after each of the user's.
+    """
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if ours():
+            return original(tensors, *args, **kwargs)
+        losses: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        reached = parameters_of(losses)
+        if not reached:  # a gradient for something else than the weights
+            return original(tensors, *args, **kwargs)
+        result = original([loss * weight for loss in losses] if weight != 1.0 else losses, *args, **kwargs)
+        done(reached)
+        return result
+
+    with replaced(torch.autograd, "backward", backward):
+        yield
+
+
+def parameters_of(losses: Sequence[Tensor]) -> list[Parameter]:
+    """The parameters that losses depend on, in the order in which backward's graph leads to them."""
+    found: dict[int, Parameter] = {}
+    left: list[Any] = [loss.grad_fn for loss in losses]
+    seen = set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Parameter):
+            found[id(leaf)] = leaf
+        left += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+def average(reached: Iterable[Parameter], parameters: Sequence[Parameter]) -> None:
+    """Average over the ranks what a backward pass has left as gradients; a collective.
+
+    What was there before is the same on all ranks, and so is its mean.
+
+    Args:
+        reached: the parameters that this rank's pass led to.
+        parameters: the module's, on all ranks alike. What is reached beside these must be so on every rank.
+    """
+    reached = list(reached)
+    known, ids = {id(parameter) for parameter in parameters}, {id(parameter) for parameter in reached}
+    some = reached[0]
+    used = torch.tensor([id(parameter) in ids for parameter in parameters], dtype=torch.int32, device=some.device)
+    dist.all_reduce(used)  # the samples may decide what a rank's loss depends on
+    everyones = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
+    everyones += [parameter for parameter in reached if id(parameter) not in known]
+    for parameter in everyones:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in everyones if parameter.grad is not None]
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for gradient, mean in zip(alike, flat.split([gradient.numel() for gradient in alike]), strict=True):
+            gradient.copy_(mean.view_as(gradient))

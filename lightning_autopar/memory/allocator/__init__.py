@@ -1,0 +1,11 @@
+"""Torch's caching allocator, and a step played on it.
+
+Modules, in reading order:
+
+    caching_allocator  torch's caching allocator, modelled; the only implementation
+    options            `PYTORCH_CUDA_ALLOC_CONF`
+    device             one device while a step is played on it
+    tape_parts         the tape taken apart for a replay
+    play               a rank plays the tape
+    replay             a rank's first two steps on the modelled allocator; the engine gives the player
+"""

@@ -1,0 +1,455 @@
+"""A model of torch's caching allocator on CUDA: how much a process reserves for what it allocates. Knows neither torch nor plans.
+
+The policy is that of ``c10/cuda/CUDACachingAllocator.cpp`` (``DeviceCachingAllocator``: ``malloc``, ``get_free_block``, ``should_split``,
+``alloc_block``, ``free_block``, ``try_merge_blocks``, ``release_*``, ``garbage_collect_cached_blocks``, and ``map_block``, ``unmap_block``,
+``find_expandable_block`` for expandable segments); the sizes are those of ``c10/core/AllocatorConfig.h``, torch 2.13.
+
+Left out: private pools of CUDA graphs, and ``record_stream``: a freed block is free at once. Addresses of new segments rise; where the
+driver would put them isn't known, and decides only between free blocks of equal size. Not yet compared with a GPU's own snapshots.
+
+Blocks of device memory and the lists of those that are free: what the model of torch's allocator is made of. Knows no policy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from lightning_autopar.memory.allocator.options import MIB, AllocatorOptions
+
+
+class Block:
+    """A piece of a segment: handed out, free, or of an expandable segment a range of addresses without memory behind it.
+
+    Args:
+        address: where it begins.
+        size_bytes: its size.
+        pool: whose it is.
+        stream: the stream that it was made for.
+        expandable: whether its segment can grow.
+        mapped: whether there is memory behind it.
+    """
+
+    __slots__ = ("address", "allocated", "expandable", "mapped", "next", "pool", "prev", "searches", "size_bytes", "stream")
+
+    def __init__(self, address: int, size_bytes: int, pool: Pool, stream: int, expandable: bool = False, mapped: bool = True) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self.pool = pool
+        self.stream = stream
+        self.expandable = expandable
+        self.mapped = mapped
+        self.allocated = False
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.searches = 0
+
+    def cut(self, size_bytes: int) -> Block:
+        """Shorten it to that size; what follows it there is the new block that comes back."""
+        rest = Block(self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self.stream, self.expandable, self.mapped)
+        rest.prev = self
+        following = self.next
+        if following is not None:
+            rest.next = following
+            following.prev = rest
+        self.size_bytes, self.next = size_bytes, rest
+        return rest
+
+    def merge(self, other: Block | None) -> None:
+        """Take in a neighbour that is free and as mapped as itself, out of the pool's lists, too."""
+        if other is None or other.allocated or other.mapped != self.mapped:
+            return
+        pool = self.pool
+        pool.remove(other)
+        if other is self.prev:
+            if other.prev is None:
+                pool.heads[other.address] = self
+            else:
+                other.prev.next = self
+            self.address, self.prev = other.address, other.prev
+        else:
+            self.next = other.next
+            if other.next is not None:
+                other.next.prev = self
+        self.size_bytes += other.size_bytes
+
+
+class Pool:
+    """The blocks for small, or for large requests.
+
+    Args:
+        is_small: which of the two.
+
+    Attributes:
+        heads: the first block of each segment, by address.
+        free: by stream, those that are free, in order of size, then address.
+        unmapped: by stream, those without memory behind them, in order of addresses.
+        searches: how often a free block was looked for; each block remembers at what count it became free.
+    """
+
+    __slots__ = ("free", "heads", "is_small", "searches", "unmapped")
+
+    def __init__(self, *, is_small: bool) -> None:
+        self.is_small = is_small
+        self.heads: dict[int, Block] = {}
+        self.free: dict[int, list[tuple[int, int, Block]]] = {}
+        self.unmapped: dict[int, list[tuple[int, Block]]] = {}
+        self.searches = 0
+
+    def insert(self, block: Block) -> None:
+        """Put a block into the list that it belongs to."""
+        if block.mapped:
+            block.searches = self.searches
+            free = self.free.get(block.stream)
+            if free is None:
+                free = self.free[block.stream] = []
+            insort(free, (block.size_bytes, block.address, block))
+        else:
+            insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Take a block out of its list."""
+        if block.mapped:
+            free = self.free[block.stream]
+            del free[bisect_left(free, (block.size_bytes, block.address))]
+        else:
+            unmapped = self.unmapped[block.stream]
+            del unmapped[bisect_left(unmapped, (block.address,))]
+
+
+#: All sizes are rounded to at least this, and to its multiples.
+MIN_BLOCK_BYTES = 512
+#: The largest request that goes to the pool for small ones,
+SMALL_BYTES = MIB
+#: whose segments have this size.
+SMALL_SEGMENT_BYTES = 2 * MIB
+#: From here on a request gets a segment of its own size,
+MIN_LARGE_BYTES = 10 * MIB
+#: rounded up to a multiple of this.
+LARGE_ROUNDING_BYTES = 2 * MIB
+#: Pages that an expandable segment has addresses for. torch takes 9/8 of the device's memory; more changes nothing before that is used up.
+_ADDRESSABLE_PAGES = 1 << 20
+
+
+class OutOfDeviceMemory(Exception):
+    """What torch would raise as ``torch.OutOfMemoryError``: neither the cache nor the device has room.
+
+    Args:
+        requested_bytes: rounded size of what was asked for.
+        allocated_bytes: handed out then.
+        reserved_bytes: held then, after everything that could be was given back.
+        limit_bytes: what may be held.
+    """
+
+    def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"{requested_bytes} bytes asked for, {allocated_bytes} allocated and {reserved_bytes} reserved of at most {limit_bytes}"
+        )
+        self.requested_bytes = requested_bytes
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
+        self.limit_bytes = limit_bytes
+
+
+class CachingAllocator:
+    """One device's allocator.
+
+    Args:
+        limit_bytes: the most that may be reserved, whether by ``set_per_process_memory_fraction`` or because the device has no more; None:
+            no limit.
+        options: its settings.
+
+    Attributes:
+        reserved_bytes: held from the device, as ``torch.cuda.memory_reserved`` counts it.
+        allocated_bytes: of these handed out, rounded, as ``torch.cuda.memory_allocated`` counts it.
+        peak_reserved_bytes: the most that was reserved.
+        peak_allocated_bytes: the most that was allocated.
+        retries: how often all unused segments had to be given back to go on, as ``num_alloc_retries`` counts it.
+    """
+
+    def __init__(self, *, limit_bytes: int | None = None, options: AllocatorOptions | None = None) -> None:
+        self.options = options or AllocatorOptions()
+        self.limit_bytes = limit_bytes
+        self.reserved_bytes = 0
+        self.allocated_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.peak_allocated_bytes = 0
+        self.retries = 0
+        self._small = Pool(is_small=True)
+        self._large = Pool(is_small=False)
+        self._address = 0
+        self._collects = limit_bytes is not None and self.options.garbage_collection_threshold > 0
+        self._rounds_by_power = any(number > 1 for number in self.options.roundup_power2_divisions)
+
+    # -- what the caller does --------------------------------------------------------------------------------------------------------------
+
+    def allocate(self, size_bytes: int, stream: int = 0) -> Block:
+        """Hand out a block.
+
+        Args:
+            size_bytes: asked for; more than 0, as torch allocates nothing for an empty tensor.
+            stream: whose cache is used; a block goes back to the stream that it came from.
+
+        Raises:
+            OutOfDeviceMemory: if there is no room even after all unused segments were given back.
+        """
+        assert size_bytes > 0, "an empty tensor has no block"
+        size = self.rounded(size_bytes) if self._rounds_by_power else (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
+        pool = self._small if size <= SMALL_BYTES else self._large
+        block = self._take_free(pool, size, stream) or self._from_device(pool, size, stream)
+        self._split(block, size)
+        block.allocated = True
+        allocated = self.allocated_bytes = self.allocated_bytes + block.size_bytes
+        if allocated > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated
+        return block
+
+    def _from_device(self, pool: Pool, size: int, stream: int) -> Block:
+        """A block of new memory, if need be after unused segments were given back (``malloc``)."""
+        if self._collects:
+            self._collect()
+        block = self._new_block(pool, size, stream)
+        if block is None and self._release_oversize(pool, size, stream):
+            block = self._new_block(pool, size, stream)
+        if block is None:
+            self.release_cached()
+            self.retries += 1
+            block = self._new_block(pool, size, stream)
+        if block is None:
+            assert self.limit_bytes is not None, "without a limit there is always room"
+            raise OutOfDeviceMemory(size, self.allocated_bytes, self.reserved_bytes, self.limit_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back into the cache, together with its free neighbours."""
+        assert block.allocated, "a block is freed once"
+        block.allocated = False
+        self.allocated_bytes -= block.size_bytes
+        block.merge(block.prev)
+        block.merge(block.next)
+        block.pool.insert(block)
+
+    def release_cached(self) -> None:
+        """Give every unused segment back to the device (``torch.cuda.empty_cache``); of expandable ones every unused page."""
+        for pool in (self._large, self._small):
+            for entries in list(pool.free.values()):
+                for _, _, block in list(entries):
+                    if block.expandable:
+                        self._unmap(block)
+                    elif block.prev is None and block.next is None:
+                        self._release(block)
+
+    def rounded(self, size_bytes: int) -> int:
+        """What a request of this size counts as (``round_size``)."""
+        if self._rounds_by_power and size_bytes >= MIN_BLOCK_BYTES:
+            divisions = self.options.divisions(size_bytes)
+            if divisions > 1 and size_bytes > MIN_BLOCK_BYTES * divisions:
+                floor = 1 << (size_bytes.bit_length() - 1)
+                step = floor >> (divisions.bit_length() - 1)
+                return -(-size_bytes // step) * step
+        return -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+
+    def segments(self) -> Iterator[list[Block]]:
+        """The blocks of each segment, in order of addresses; of an expandable one also those without memory behind them."""
+        for head in (*self._small.heads.values(), *self._large.heads.values()):
+            blocks = []
+            block: Block | None = head
+            while block is not None:
+                blocks.append(block)
+                block = block.next
+            yield blocks
+
+    def layout(self) -> list[tuple[int, int, bool]]:
+        """Where its blocks lie, how large they are, and which are handed out."""
+        return [(block.address, block.size_bytes, block.allocated) for blocks in self.segments() for block in blocks]
+
+    # -- free blocks -----------------------------------------------------------------------------------------------------------------------
+
+    def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """The smallest free block that is large enough (``get_free_block``)."""
+        if self._collects:
+            pool.searches += 1
+        entries = pool.free.get(stream)
+        if not entries:
+            return None
+        index = bisect_left(entries, (size,))
+        if index == len(entries):
+            return None
+        if self.options.expandable_segments:
+            # The end of an expandable segment counts as large as it can become.
+            while index + 1 < len(entries) and _potential(entries[index + 1][2]) < _potential(entries[index][2]):
+                index += 1
+        block = entries[index][2]
+        most = self.options.max_split_bytes
+        if most is not None:
+            if size < most <= block.size_bytes:
+                return None
+            if size >= most and block.size_bytes >= size + self.options.max_non_split_rounding_bytes:
+                return None
+        del entries[index]
+        return block
+
+    def _split(self, block: Block, size: int) -> None:
+        """Cut what isn't needed off the block, if that is worth having (``should_split``)."""
+        rest = block.size_bytes - size
+        if block.pool.is_small or self.options.expandable_segments:
+            if rest < MIN_BLOCK_BYTES:
+                return
+        elif rest <= SMALL_BYTES or (self.options.max_split_bytes is not None and size >= self.options.max_split_bytes):
+            return
+        block.pool.insert(block.cut(size))
+
+    # -- segments --------------------------------------------------------------------------------------------------------------------------
+
+    def _new_block(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """Memory from the device (``alloc_block``, ``get_allocation_size``); None where there is too little."""
+        if size <= SMALL_BYTES:
+            segment = SMALL_SEGMENT_BYTES
+        elif size < MIN_LARGE_BYTES:
+            segment = self.options.large_segment_bytes
+        else:
+            segment = -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
+        if not self._has_room(segment):
+            return None
+        if self.options.expandable_segments:
+            return self._expand(pool, size, stream)
+        block = Block(self._address, segment, pool, stream)
+        self._address += segment
+        pool.heads[block.address] = block
+        self._reserve(segment)
+        return block
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return self.limit_bytes is None or self.reserved_bytes + size_bytes <= self.limit_bytes
+
+    def _reserve(self, size_bytes: int) -> None:
+        self.reserved_bytes += size_bytes
+        if self.reserved_bytes > self.peak_reserved_bytes:
+            self.peak_reserved_bytes = self.reserved_bytes
+
+    def _release(self, block: Block) -> None:
+        """Give a whole segment back (``release_block``)."""
+        block.pool.remove(block)
+        del block.pool.heads[block.address]
+        self.reserved_bytes -= block.size_bytes
+
+    def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
+        """Give back unsplittable blocks, but not more than needed (``release_available_cached_blocks``)."""
+        most = self.options.max_split_bytes
+        if most is None:
+            return False
+        wanted = max(size, most)
+        entries = pool.free.get(stream, [])
+        index = bisect_left(entries, (wanted,))
+        if index < len(entries) and not entries[index][2].expandable:
+            self._release(entries[index][2])
+            return True
+        released = 0
+        for entry_size, _, block in reversed(entries[:index]):
+            if released >= wanted or entry_size < most:
+                break
+            if not block.expandable:
+                released += entry_size
+                self._release(block)
+        return released >= wanted
+
+    def _collect(self) -> None:
+        """Give back unsplit segments that lay unused for longer than the average of them (``garbage_collect_cached_blocks``)."""
+        assert self.limit_bytes is not None, "collects only below a limit"
+        target = self.reserved_bytes - int(self.options.garbage_collection_threshold * self.limit_bytes)
+        if target <= 0:
+            return
+        unused = [
+            block
+            for _, entries in sorted(self._large.free.items())
+            for _, _, block in entries
+            if block.prev is None and block.next is None and not block.expandable
+        ]
+        reclaimed = 0
+        while reclaimed < target and unused:
+            threshold = sum(self._large.searches - block.searches for block in unused) / len(unused)
+            old = [block for block in unused if self._large.searches - block.searches >= threshold]
+            for block in old:
+                reclaimed += block.size_bytes
+                self._release(block)
+            unused = [block for block in unused if self._large.searches - block.searches < threshold]
+
+    # -- expandable segments ---------------------------------------------------------------------------------------------------------------
+
+    def _expand(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """Map pages behind the lowest unmapped addresses that have room (``try_allocate_expandable_block``)."""
+        candidate = self._find_expandable(pool, size, stream)
+        if not candidate.mapped and not self._map(candidate, min(candidate.size_bytes, size)):
+            return None
+        while candidate.size_bytes < size:
+            following = candidate.next
+            assert following is not None, "there was room behind it"
+            if not self._map(following, min(size - candidate.size_bytes, following.size_bytes)):
+                return None
+            candidate = following
+        candidate.pool.remove(candidate)
+        return candidate
+
+    def _find_expandable(self, pool: Pool, size: int, stream: int) -> Block:
+        """The lowest run of free and unmapped blocks that is large enough; a new segment where there is none."""
+        for _, unmapped in pool.unmapped.get(stream, ()):
+            before = unmapped.prev
+            first = before if before is not None and not before.allocated else unmapped
+            room = 0
+            block: Block | None = first
+            while room < size and block is not None and not block.allocated:
+                room += block.size_bytes
+                block = block.next
+            if room >= size:
+                return first
+        page = self._page_bytes(pool)
+        segment = Block(-(-self._address // page) * page, page * _ADDRESSABLE_PAGES, pool, stream, expandable=True, mapped=False)
+        self._address = segment.address + segment.size_bytes
+        pool.heads[segment.address] = segment
+        pool.insert(segment)
+        return segment
+
+    def _page_bytes(self, pool: Pool) -> int:
+        return SMALL_SEGMENT_BYTES if pool.is_small else self.options.large_segment_bytes
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Put whole pages behind the beginning of an unmapped block, and make it a free one (``map_block``)."""
+        page = self._page_bytes(block.pool)
+        size = -(-size // page) * page
+        if not self._has_room(size):
+            return False
+        block.pool.remove(block)
+        if size < block.size_bytes:
+            rest = block.cut(size)
+            block.pool.insert(rest)
+        block.mapped = True
+        block.merge(block.prev)
+        block.merge(block.next)
+        block.pool.insert(block)
+        self._reserve(size)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Take the whole pages from behind a free block (``unmap_block``)."""
+        page = self._page_bytes(block.pool)
+        begin = -(-block.address // page) * page
+        end = (block.address + block.size_bytes) // page * page
+        if begin >= end:
+            return
+        block.pool.remove(block)
+        if begin > block.address:
+            before = block
+            block = block.cut(begin - block.address)
+            before.pool.insert(before)
+        if end < block.address + block.size_bytes:
+            block.pool.insert(block.cut(end - block.address))
+        self.reserved_bytes -= block.size_bytes
+        block.mapped = False
+        block.merge(block.prev)
+        block.merge(block.next)
+        block.pool.insert(block)
+
+
+def _potential(block: Block) -> int:
+    """Its size, with the unmapped addresses behind it."""
+    return block.size_bytes + (block.next.size_bytes if block.next is not None and not block.next.mapped else 0)

@@ -1,0 +1,138 @@
+"""One device while a step is played on it: what it holds, by name and category, in torch's allocator. Knows no plan and no tape.
+
+What is asked of it is written down, and reaches the allocator when it is settled: orders one after the other are played in one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import count, islice
+from typing import Literal, get_args
+
+from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
+
+Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "input", "communication", "workspace"]
+#: The streams that a step's tensors belong to: the computation's; FSDP's for copying shards together; FSDP's for reducing.
+COMPUTE, GATHER, REDUCE = range(3)
+
+
+class Machine:
+    """What is held, each thing under a key of the caller's.
+
+    Args:
+        allocator: of the device.
+
+    Attributes:
+        allocator: as given.
+        held: as the how manieth each thing was allocated, by key, in the order in which they came; 0 where it takes no bytes. Without what
+            goes together.
+        numbers: counts allocations.
+        orders: what the allocator isn't told yet: a number above 0 allocates so many bytes, one below 0 frees what came as that one's
+            negative; a 0 before a number above it enters a stream, and before one below it what came so counts as something else.
+        labels: the categories of what these allocate or make something else of.
+        fullest: bytes by category when most was allocated, as torch counts them.
+    """
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.held: dict[Hashable, int] = {}
+        self.numbers = count(1)
+        self.orders: list[int] = []
+        self.labels: list[Category] = []
+        self.fullest: dict[Category, int] = {}
+        #: The streams of what isn't the computation's, by number.
+        self._elsewhere: dict[int, int] = {}
+        #: What of :meth:`hold_all` is to be freed.
+        self._together: dict[Hashable, list[int]] = {}
+        self._blocks: dict[int, tuple[Block, Category]] = {}
+        self._allocations = count(1)
+        self._by_category: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.held
+
+    def hold(self, key: Hashable, size_bytes: int, category: Category, stream: int = COMPUTE) -> None:
+        """Allocate something. Nothing is allocated for 0 bytes."""
+        assert key not in self.held, f"{key} is held already"
+        if size_bytes <= 0:
+            self.held[key] = 0
+            return
+        number = self.held[key] = next(self.numbers)
+        if stream == COMPUTE:
+            self.orders.append(size_bytes)
+        else:
+            self._elsewhere[number] = stream
+            self.orders += 0, stream, size_bytes, 0, COMPUTE
+        self.labels.append(category)
+
+    def drop(self, key: Hashable) -> bool:
+        """Free it, if it is held; whether it was. It goes back to the stream that it was allocated on."""
+        number = self.held.pop(key, None)
+        if number is None:
+            return False
+        if number in self._elsewhere:
+            self.orders += 0, self._elsewhere.pop(number), -number, 0, COMPUTE
+        elif number:
+            self.orders.append(-number)
+        return True
+
+    def hold_all(self, key: Hashable, sizes_bytes: Sequence[int], category: Category) -> None:
+        """Allocate things that go together, one after the other."""
+        assert key not in self._together, f"{key} are held already"
+        there = [size_bytes for size_bytes in sizes_bytes if size_bytes > 0]
+        self._together[key] = [-number for number in islice(self.numbers, len(there))]
+        self.orders += there
+        self.labels += [category] * len(there)
+
+    def drop_all(self, key: Hashable) -> None:
+        """Free them in the order in which they came, if they are held."""
+        self.orders += self._together.pop(key, ())
+
+    def become(self, key: Hashable, category: Category) -> None:
+        """What is held under the key counts as something else from now on."""
+        if self.held[key]:
+            self.orders += 0, -self.held[key]
+            self.labels.append(category)
+
+    def rename(self, key: Hashable, new: Hashable) -> None:
+        """Call it something else."""
+        assert new not in self.held, f"{new} is held already"
+        self.held[new] = self.held.pop(key)
+
+    def keys(self) -> list[Hashable]:
+        """Everything that is held, in the order in which it came."""
+        return list(self.held)
+
+    def settle(self) -> None:
+        """Have the allocator follow what it wasn't told yet.
+
+        Raises:
+            OutOfDeviceMemory: if there is no room.
+        """
+        orders, self.orders = self.orders, []
+        labels, self.labels = self.labels, []
+        allocator, blocks, by_category = self.allocator, self._blocks, self._by_category
+        # The loop that planning spends most of its time in.
+        allocate, free = allocator.allocate, allocator.free
+        numbers, categories = iter(orders), iter(labels)
+        stream, peak_bytes = COMPUTE, allocator.peak_allocated_bytes
+        for number in numbers:
+            if number > 0:
+                block, category = allocate(number, stream), next(categories)
+                blocks[next(self._allocations)] = block, category
+                by_category[category] += block.size_bytes
+                if allocator.allocated_bytes > peak_bytes:
+                    peak_bytes = allocator.allocated_bytes
+                    self.fullest = by_category.copy()
+            elif number < 0:
+                block, category = blocks.pop(-number)
+                by_category[category] -= block.size_bytes
+                free(block)
+            elif (changed := next(numbers)) < 0:
+                block, before = blocks[-changed]
+                category = next(categories)
+                blocks[-changed] = block, category
+                by_category[before] -= block.size_bytes
+                by_category[category] += block.size_bytes
+            else:
+                stream = changed

@@ -1,0 +1,258 @@
+"""Tensors on a CPU, treated as CUDA would treat its own. Knows torch; nothing of modules, ledgers or devices.
+
+A step is traced on fake CPU tensors, as fake CUDA tensors need a build of torch for CUDA. What a step keeps depends on the kernels:
+autocast's casts, attention, dropout, normalisation, recurrent layers, optimizers. Each choice here is that of torch's own sources, named
+where it is made; those that a step met are told in sentences.
+
+Most of it is done in torch's dispatcher, by kernels that are registered for a while: so it holds in whatever way an operation is called,
+from user code under any name, from C++, and inside of backward, where function modes are off.
+
+The attention kernel that CUDA would pick, for tensors on a CPU. Knows torch's operations; nothing of modules or memory.
+
+After ``aten/src/ATen/native/transformers/attention.cpp`` and ``cuda/sdp_utils.cpp`` (torch 2.13), for GPUs from Ampere on. Older ones have
+no flash kernel and take the memory-efficient one, which keeps the same. On Hopper and data-centre Blackwell cuDNN's comes first from cuDNN
+9.15.1 on (``check_prefer_cudnn_attention``), which torch's wheels have from 2.10 on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+
+from lightning_autopar._temporary import replaced
+from lightning_autopar.memory.fakes.composites import additive, attention_unfused
+from lightning_autopar.memory.fakes.cuda_autocast import Casts, cuda_autocast, temporary_library
+from lightning_autopar.memory.fakes.cuda_rnn import cuda_rnn
+
+aten = torch.ops.aten
+
+_HALF = (torch.float16, torch.bfloat16)
+_MATH, _FLASH, _EFFICIENT, _CUDNN = (int(getattr(SDPBackend, name).value) for name in (
+    "MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION",
+))  # fmt: skip
+#: torch's own order, where the user hasn't set one (``at::Context::sdp_priority_order``).
+_ORDER = (_FLASH, _EFFICIENT, _MATH, _CUDNN)
+_FLASH_HEAD = 256
+#: Of cuDNN, on GPUs on which it comes last.
+_CUDNN_HEAD = 128
+_NAMES = {
+    _MATH: "attention runs unfused (no fused kernel takes it), and keeps its weights",
+    _FLASH: "attention runs by the flash kernel (of GPUs from Ampere on)",
+    _EFFICIENT: "attention runs by the memory-efficient kernel",
+    _CUDNN: "attention runs by cuDNN's kernel",
+}
+
+
+def attention(
+    notes: dict[str, None],
+    cudnn_head: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` by the kernel that CUDA would take.
+
+    Args:
+        notes: gets a sentence that names the kernel.
+        cudnn_head: the widest head of cuDNN's kernel, on a GPU on which torch asks it first; 0 where it comes last.
+        query: (batch, heads, length, width); any other number of dimensions goes the unfused way, as on CUDA.
+        key: (batch, key heads, key length, width).
+        value: (batch, key heads, key length, value width).
+        attn_mask: boolean, or to be added; broadcast to (batch, heads, length, key length).
+        dropout_p: of the weights.
+        is_causal: whether a query sees earlier keys only.
+        scale: of the scores.
+        enable_gqa: whether a key's head may serve several heads of the query.
+    """
+    kernel = _choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, cudnn_head)
+    notes[_NAMES[kernel]] = None
+    wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    output: Tensor
+    if kernel == _FLASH:
+        width = query.size(-1)
+        scale = width**-0.5 if scale is None else scale
+        padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value)]
+        output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return output[..., :width] if width % 8 else output
+    if kernel == _CUDNN:
+        mask = additive(attn_mask, query.dtype)
+        return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
+            query, key, value, mask, wants_gradient, dropout_p, is_causal, False, scale=scale
+        )[0]
+    mask = additive(attn_mask, query.dtype)
+    if kernel == _EFFICIENT:
+        if mask is not None:
+            mask = _aligned(mask).expand(query.size(0), query.size(1), query.size(2), key.size(2))
+        return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+            query, key, value, mask, wants_gradient, dropout_p, is_causal, scale=scale
+        )[0]
+    return attention_unfused(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _choose(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool, cudnn_head: int
+) -> int:
+    """The first kernel in torch's order that takes these (``sdp::select_sdp_backend``)."""
+    allowed = {
+        _FLASH: torch.backends.cuda.flash_sdp_enabled() and _flash(query, key, value, mask, causal, gqa),
+        _EFFICIENT: torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient(query, key, value),
+        _CUDNN: torch.backends.cuda.cudnn_sdp_enabled() and _cudnn(query, key, value, mask, dropout, gqa, cudnn_head or _CUDNN_HEAD),
+        _MATH: torch.backends.cuda.math_sdp_enabled(),
+    }
+    order = tuple(getattr(torch._C, "_get_sdp_priority_order", lambda: _ORDER)())
+    if cudnn_head and order[: len(_ORDER)] == _ORDER:  # what the user hasn't ordered otherwise
+        order = (_CUDNN, *order)
+    return next((kernel for kernel in order if allowed.get(kernel)), _MATH)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, *, gqa: bool) -> bool:
+    """What every fused kernel asks: four dimensions, one batch size, heads that match, nothing empty, rows without gaps."""
+    tensors = (query, key, value)
+    if any(tensor.is_nested or tensor.dim() != 4 or not tensor.numel() for tensor in tensors):
+        return False
+    heads = [tensor.size(1) for tensor in tensors]
+    match = heads[0] == heads[1] == heads[2] or (gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0)
+    rows = all(tensor.stride(-1) == 1 or tensor.size(-1) == 1 for tensor in tensors)
+    return match and rows and query.size(0) == key.size(0) == value.size(0) and query.dtype == key.dtype == value.dtype
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, gqa: bool) -> bool:
+    """``sdp::can_use_flash_attention``. Not checked: backward for widths over 192 on compute capabilities 8.6, 8.9 and 12."""
+    if mask is not None or query.dtype not in _HALF or not _dense(query, key, value, gqa=gqa):
+        return False
+    square = query.size(2) == key.size(2)
+    return (square or not causal) and query.size(3) == key.size(3) == value.size(3) <= _FLASH_HEAD
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """``sdp::can_use_mem_efficient_attention``; without grouped heads, which it takes from torch 2.14 on (pytorch#191085)."""
+    if query.dtype not in (*_HALF, torch.float32) or not _dense(query, key, value, gqa=False):
+        return False
+    alignment = 8 if query.dtype in _HALF else 4
+    return query.size(3) == key.size(3) and query.size(3) % alignment == 0 and value.size(3) % alignment == 0
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, gqa: bool, most: int) -> bool:
+    """``sdp::can_use_cudnn_attention``: no mask that learns, and a dropout of whole sixteenths."""
+    if query.dtype not in _HALF or not _dense(query, key, value, gqa=gqa) or (dropout * 16) % 1:
+        return False
+    if mask is not None and mask.requires_grad:
+        return False
+    return all(tensor.size(3) <= most and tensor.size(3) % 8 == 0 for tensor in (query, value)) and key.size(2) > 1
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """The mask with rows whose length in memory is a multiple of eight (``preprocess_mask``, ``pad_bias``)."""
+    aligned: Any = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
+    if aligned:
+        return mask
+    length = mask.size(-1)
+    return F.pad(mask, (0, 8 - length % 8))[..., :length]
+
+
+_COMPOSITE = "CompositeImplicitAutograd"
+
+
+@contextmanager
+def as_cuda(notes: dict[str, None], *, cudnn_head: int = 0) -> Iterator[None]:
+    """While open, operations on CPU tensors keep and make what they would on CUDA. For fake tensors: few of CUDA's kernels run on a CPU.
+
+    The whole process sees it. Not to be nested.
+
+    Args:
+        notes: gets a sentence for every choice that was met.
+        cudnn_head: the widest head of cuDNN's attention, where that is asked first; 0 where it comes last.
+    """
+    casts = Casts()
+    with ExitStack() as stack:
+        stack.enter_context(cuda_autocast(casts, notes))
+        library = stack.enter_context(temporary_library())
+        library.impl("scaled_dot_product_attention", lambda *args, **kwargs: attention(notes, cudnn_head, *args, **kwargs), _COMPOSITE)
+        library.impl("dropout", _dropout(notes), _COMPOSITE)
+        library.impl("softmax.int", _softmax(aten._softmax.default), _COMPOSITE)
+        library.impl("log_softmax.int", _softmax(aten._log_softmax.default), _COMPOSITE)
+        if hasattr(aten, "_fused_rms_norm_backward"):
+            # With a kernel of its own the operation has its derivative, and saves input, weight and one number a row; without, as on a CPU,
+            # it is a composite that saves several tensors of the input's size (aten/src/ATen/native/layer_norm.cpp). Fakes never get here.
+            library.impl("_fused_rms_norm", _unreachable, "CPU")
+        stack.enter_context(cuda_rnn(casts, notes))
+        _enter_optimizers(stack, notes)
+        yield
+
+
+def _dropout(notes: dict[str, None]) -> Any:
+    """``at::dropout`` with the fused kernel of CUDA: a boolean mask (aten/src/ATen/native/Dropout.cpp, ``is_fused_kernel_acceptable``)."""
+
+    def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+        if not train or p == 0 or not input.numel():
+            return input
+        if p == 1:
+            return input * torch.zeros((), dtype=input.dtype, device=input.device)
+        notes["dropout keeps a boolean mask"] = None
+        output: Tensor = aten.native_dropout(input, p, True)[0]
+        return output
+
+    return dropout
+
+
+def _softmax(kernel: Any) -> Any:
+    """``at::softmax`` and the like to float32: CUDA copies no float16 input for it (aten/src/ATen/native/SoftMax.cpp)."""
+
+    def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        fused = input.dtype is torch.float16 and dtype is torch.float32
+        output: Tensor = kernel(input if fused or dtype is None else input.to(dtype), dim, fused)
+        return output
+
+    return softmax
+
+
+def _unreachable(*args: Any) -> Any:
+    raise AssertionError("a fused normalisation of CUDA was called with real tensors of a CPU")
+
+
+def _enter_optimizers(stack: ExitStack, notes: dict[str, None]) -> None:
+    """Let torch's optimizers choose as on CUDA, for fake parameters, too.
+
+    By default they take the foreach implementation where every parameter is a plain tensor on CUDA
+    (``torch.optim.optimizer._default_to_fused_or_foreach``), at the cost of temporaries of all parameters' size. What the user asked for
+    (``foreach=False``, ``fused=True``) stays.
+    """
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    shared = importlib.import_module("torch.utils._foreach_utils")
+    for module in (optimizer, shared):
+        stack.enter_context(replaced(module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor]))
+    for name in ("_get_foreach_kernels_supported_devices", "_get_capturable_supported_devices"):
+        original = getattr(optimizer, name)
+
+        def with_cpu(*args: Any, _original: Any = original, **kwargs: Any) -> list[str]:
+            return [*_original(*args, **kwargs), "cpu"]
+
+        for module in [found for key, found in sys.modules.items() if key.startswith(("torch.optim", "torch.utils._foreach"))]:
+            if vars(module).get(name) is original:
+                stack.enter_context(replaced(module, name, with_cpu))
+    choose = optimizer._default_to_fused_or_foreach
+
+    def chosen(*args: Any, **kwargs: Any) -> tuple[bool, bool]:
+        fused, foreach = choose(*args, **kwargs)
+        if foreach:
+            notes["optimizers run over all parameters at once (foreach)"] = None
+        return fused, foreach
+
+    for module in [found for key, found in sys.modules.items() if key.startswith("torch.optim")]:
+        if vars(module).get("_default_to_fused_or_foreach") is choose:
+            stack.enter_context(replaced(module, "_default_to_fused_or_foreach", chosen))

@@ -1,0 +1,288 @@
+"""Fake copies of modules and batches, and what makes libraries treat them as real. Knows torch; no trainer, no ledger of memory.
+
+A fake tensor has a shape, a dtype and a device, but no storage: a step of a 7B model runs on a laptop in seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _foreach_utils
+from torch.utils._device import _device_constructors
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_autopar._temporary import replaced
+from lightning_autopar.memory.fakes.as_cuda import as_cuda
+from lightning_autopar.memory.fakes.composites import composites_as_real
+from lightning_autopar.memory.fakes.dynamic_shapes import padded
+from lightning_autopar.memory.fakes.fake_mode import LeanFakeMode
+from lightning_autopar.memory.fakes.shadow_values import ShadowValues
+from lightning_autopar.memory.workspace import Target
+
+log = logging.getLogger(__name__)
+
+UNCOMPILED = "torch.compile was left out; a compiled step may keep less"
+#: The widest head that cuDNN's attention takes where it is asked first (``check_cudnn_tensor_shapes``, sdp_utils.cpp).
+CUDNN_HEADS: dict[Target, int] = {"sm90": 256, "sm100": 128}
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which real tensors that the user's code brings along become fake by themselves."""
+    return LeanFakeMode(allow_non_fake_inputs=True)
+
+
+def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | None, *, dtype: torch.dtype | None = None) -> Any:
+    """A deep copy in which every tensor, wherever it is, is fake and on the CPU. No storage is copied, and tied tensors stay tied.
+
+    ``module.to()`` raises under a fake mode; a deep copy whose tensors are replaced on the way doesn't
+    (https://github.com/pytorch/pytorch/issues/113447 has the like).
+
+    Args:
+        value: a module, a batch, anything that can be deep-copied. Attributes of modules that can't are shared.
+        mode: where the fakes live; None for real copies of all tensors.
+        shadow: gets the values of small tensors other than parameters.
+        dtype: for floating-point tensors of the batch, or parameters and buffers of the module; None leaves them.
+    """
+    cast_ids = None
+    if isinstance(value, nn.Module):
+        cast_ids = {id(tensor) for module in value.modules() for tensor in (*module._parameters.values(), *module._buffers.values())}
+
+    def to_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if id(tensor) not in memo:
+            wanted = dtype if dtype is not None and tensor.is_floating_point() and (cast_ids is None or id(tensor) in cast_ids) else None
+            memo[id(tensor)] = fake = _fake(tensor, mode, wanted)
+            if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and vars(tensor):  # which a step may ask for
+                vars(fake).update({name: each for name, each in copy.deepcopy(vars(tensor), memo).items() if name not in vars(fake)})
+            if shadow is not None and not isinstance(tensor, (nn.Parameter, FakeTensor)) and tensor.device.type != "meta":
+                shadow.put(memo[id(tensor)], tensor)
+        found: Tensor = memo[id(tensor)]
+        return found
+
+    memo: dict[int, Any] = {}
+    modules = list(value.modules()) if isinstance(value, nn.Module) else []
+    for module in modules:
+        for attribute in vars(module).values():
+            if isinstance(attribute, (Dataset, DataLoader, np.ndarray)):
+                memo[id(attribute)] = attribute  # not copied: large, and no part of the step
+    with replaced(Tensor, "__deepcopy__", to_fake), replaced(nn.Parameter, "__deepcopy__", to_fake), _copied_along(modules):
+        try:
+            return copy.deepcopy(value, dict(memo))
+        except Exception as error:
+            log.debug("a plain deep copy failed (%s); sharing what can't be copied", error)
+        for module in modules:
+            state = module.__getstate__() if hasattr(module, "__getstate__") else vars(module)
+            for name, attribute in state.items():
+                if name in ("_parameters", "_buffers", "_modules"):
+                    continue
+                try:
+                    copy.deepcopy(attribute, dict(memo))
+                except Exception as error:
+                    log.debug("sharing %s.%s: %s", type(module).__name__, name, error)
+                    memo[id(attribute)] = attribute
+        return copy.deepcopy(value, memo)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode | None, dtype: torch.dtype | None) -> Tensor:
+    """One tensor's fake on the CPU; a parameter's is a parameter."""
+    if mode is None:
+        fake = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype, copy=True)
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    with mode:
+        # A subclass without a dispatcher of its own (points, images) is a plain tensor to every operation.
+        plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, FakeTensor)
+        if plain and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
+        else:
+            fake = mode.from_tensor(tensor.detach())
+    if isinstance(tensor, nn.Parameter) or getattr(tensor, "_is_param", False):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad and tensor.is_floating_point())
+
+
+@contextmanager
+def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
+    """While open, libraries treat fakes as they would real tensors, and pick the kernels that they would pick on the target.
+
+    Args:
+        shadow: answers ``Tensor.numpy``; zeros where it doesn't know. None leaves it.
+        target: anything but ``"cpu"`` makes the step use what torch uses there and not on a CPU, see :func:`.as_cuda.as_cuda`.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(composites_as_real())
+        stack.enter_context(replaced(torch, "compile", functools.partial(_no_compile, {} if shadow is None else shadow.guesses)))
+        if "torch._dynamo" in sys.modules:
+            # Inductor can't compile for fakes that aren't its own.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        import_utils = sys.modules.get("transformers.utils.import_utils")
+        if import_utils is not None and hasattr(import_utils, "is_fake_tensor"):
+            # Hugging Face takes fakes for an export, and builds other masks then.
+            stack.enter_context(replaced(import_utils, "is_fake_tensor", lambda value: False))
+        if shadow is not None:
+            stack.enter_context(replaced(Tensor, "numpy", lambda self, *, force=False: _numpy(self, shadow)))
+            stack.enter_context(replaced(Tensor, "__format__", _format))
+            stack.enter_context(replaced(nn.Module, "_apply", _apply))
+            stack.enter_context(replaced(torch._VF, "_pad_packed_sequence", functools.partial(padded, shadow)))
+            # Clipping runs over all gradients at once on a CPU, too, where their type is known.
+            stack.enter_context(
+                replaced(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor])
+            )
+            for name in _MAKERS:
+                stack.enter_context(replaced(torch, name, _here(getattr(torch, name))))
+            for name in _METHODS:
+                stack.enter_context(replaced(Tensor, name, _here(getattr(Tensor, name))))
+            for name in ("cuda", "pin_memory"):
+                stack.enter_context(replaced(Tensor, name, lambda self, *args, **kwargs: self))
+        if target != "cpu":
+            stack.enter_context(as_cuda({} if shadow is None else shadow.guesses, cudnn_head=CUDNN_HEADS.get(target, 0)))
+        yield
+
+
+def _no_compile(notes: dict[str, None], model: Any = None, **_: Any) -> Any:
+    notes[UNCOMPILED] = None
+    return model if model is not None else (lambda function: function)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module, or a method of it, was given to ``torch.compile``."""
+    functions = (value for value in vars(module).values() if isinstance(value, (FunctionType, MethodType)))
+    wrapped = any(hasattr(value, "_torchdynamo_orig_callable") for value in functions)
+    return wrapped or isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """While open, draws are made from the generators of Python, numpy and torch as ever; afterwards those are as they were."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+@contextmanager
+def _copied_along(modules: list[nn.Module]) -> Iterator[None]:
+    """What ``copy`` passes on as it is, but what leads back to the original: generators (their draws) and functions.
+
+    A function that was made by ``torch.compile`` from a module's method, or that closes over a module (a hook that says ``self``), is made
+    anew for the copy.
+    """
+    dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    own = {id(module) for module in modules}
+    before = dispatch[FunctionType]
+
+    def generator(value: torch.Generator, memo: dict[int, Any]) -> torch.Generator:
+        duplicated: torch.Generator = memo.setdefault(id(value), value.clone_state())
+        return duplicated
+
+    def function(value: FunctionType, memo: dict[int, Any]) -> Any:
+        written = getattr(value, "_torchdynamo_orig_callable", None)
+        if written is not None:
+            return copy.deepcopy(written, memo)
+        contents = [cell.cell_contents if _filled(cell) else cell for cell in value.__closure__ or ()]
+        if not any(id(content) in own for content in contents):
+            return value
+        cells = tuple(
+            CellType(copy.deepcopy(content, memo)) if id(content) in own else cell
+            for cell, content in zip(value.__closure__ or (), contents, strict=True)
+        )
+        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        made.__dict__.update(value.__dict__)
+        return made
+
+    dispatch[torch.Generator], dispatch[FunctionType] = generator, function
+    try:
+        yield
+    finally:
+        del dispatch[torch.Generator]
+        dispatch[FunctionType] = before
+
+
+def _filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # an empty one
+        return False
+
+
+def _numpy(tensor: Tensor, shadow: ShadowValues) -> Any:
+    value = shadow.array(tensor)
+    with unset_fake_temporarily():
+        return _original_numpy(value)
+
+
+def _format(tensor: Tensor, spec: str) -> str:
+    """A number's format, also where it is fake."""
+    return format(tensor.item(), spec) if tensor.dim() == 0 and spec else _original_format(tensor, spec)
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``Module.to`` and its kin on fakes: torch's own exchanges tensors, which nothing may refer to weakly then, and a fake's mode does."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    known = _APPLIED.setdefault(function, {})
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            applied = function(parameter)
+        if applied is parameter:
+            continue
+        if applied.device == parameter.device:
+            parameter.data = applied
+        else:  # tied ones stay tied
+            new = known.setdefault(id(parameter), (parameter, nn.Parameter(applied, parameter.requires_grad)))[1]
+            module._parameters[name] = new
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+#: By the function that is being applied: what it has replaced, by the old parameter's id (and the parameter itself, to keep the id).
+_APPLIED: weakref.WeakKeyDictionary[Any, dict[int, tuple[nn.Parameter, nn.Parameter]]] = weakref.WeakKeyDictionary()
+
+
+def _here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes or moves tensors, with every GPU that it is given taken for the CPU, where the fakes are: no GPU is touched."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(_CPU if _elsewhere(argument) else argument for argument in args)
+        if _elsewhere(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _elsewhere(device: Any) -> bool:
+    """Whether a value names a GPU."""
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+_CPU = torch.device("cpu")
+#: Functions and methods of tensors that take a device.
+_MAKERS = tuple(name for name in dir(torch) if not name.startswith("_") and getattr(torch, name) in _device_constructors())
+_METHODS = ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+_original_numpy: Callable[..., Any] = Tensor.numpy
+_original_format: Callable[..., str] = Tensor.__format__

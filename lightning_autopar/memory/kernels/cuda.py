@@ -1,0 +1,286 @@
+"""What CUDA's kernels take inside of one operation, which the trace can't see. Knows torch's operations; no ledger, no module, no plan.
+
+Read from torch's sources (2.13), named at each; what cuDNN takes is estimated, and told in a sentence. Compare :mod:`.scratch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, Rounds, Scratch, ScratchOf
+from lightning_autopar.memory.kernels.cuda_reduction import reduction
+from lightning_autopar.memory.storages import tensor_bytes
+
+aten = torch.ops.aten
+
+_FLOAT = 4
+_INDEX = 8
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _copied(tensor: Tensor) -> list[Scratch]:
+    """What ``contiguous()`` makes of it, if anything."""
+    return [] if tensor.is_contiguous() else [Scratch(tensor_bytes(tensor))]
+
+
+def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``mha_bwd`` (flash_api.cpp): one number a row, and the query's gradient in float32, rows padded to 128 and heads to 32.
+
+    With grouped heads also keys' and values' gradients of every head, before they are summed. The output and its gradient are copied
+    where their rows don't lie one after the other, heads side by side (``_flash_attention_backward``, attention_backward.cu).
+    """
+    gradient, query, key, _, made = args[:5]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * _up(length, 128)
+    blocks = [*_copied(gradient.transpose(1, 2)), *_copied(made.transpose(1, 2))]
+    blocks += [Scratch(rows * _FLOAT), Scratch(rows * _up(width, 32) * _FLOAT)]
+    if key.size(1) != heads:
+        blocks += [Scratch(batch * heads * key.size(2) * width * key.element_size())] * 2
+    return Rounds([blocks])
+
+
+def _cudnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``run_cudnn_SDP_bprop`` (cudnn/MHA.cpp): the query's gradient in float32 and one number a row, the graph's workspace.
+
+    cuDNN's engine may take more. A gradient that isn't laid out as the output is copied.
+    """
+    gradient, query, made = args[0], args[1], args[4]
+    copied = [] if gradient.stride() == made.stride() else [Scratch(tensor_bytes(made))]
+    return Rounds([[*copied, Scratch((query.numel() + query.numel() // max(1, query.size(-1))) * _FLOAT)]])
+
+
+#: Wider values don't stay in registers (``kKeepOutputInRF``, mem_eff_attention/kernel_forward.h).
+_EFFICIENT_WIDTH = 128
+#: Up to this width a block has 64 queries, above it 128, and in float32 its counters are still one for 64 (kernel_backward.h).
+_EFFICIENT_NARROW = 64
+
+
+def _efficient_forward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+    """``_efficient_attention_forward`` (attention.cu): for wide heads in half precision, the output in float32."""
+    made = output[0]
+    return Scratch(made.numel() * _FLOAT) if made.size(-1) > _EFFICIENT_WIDTH and made.element_size() < _FLOAT else None
+
+
+def _efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``_efficient_attention_backward`` (attention_backward.cu): a sum a row, and the kernel's workspace (``workspace_elements_gq``).
+
+    That is the query's gradient in float32, in whole blocks, with counters of them; for wide heads the keys' and values', too. Outside of
+    half precision the sum is made before, of the product of the output and its gradient.
+    """
+    query, key, half = args[1], args[2], args[1].element_size() < _FLOAT
+    batch, heads, length, width = query.shape
+    block = _EFFICIENT_NARROW if width <= _EFFICIENT_NARROW else 2 * _EFFICIENT_NARROW
+    rows, columns = _up(length, block), _up(width, block)
+    counters = 4 * rows // (block if half else _EFFICIENT_NARROW)
+    wide = 2 * _up(key.size(2), block) * columns if width > _EFFICIENT_WIDTH else 0
+    sums, workspace = Scratch(batch * heads * length * _FLOAT), Scratch(batch * heads * (rows * columns + counters + wide) * _FLOAT)
+    product = [] if half else [[Scratch(query.numel() * _FLOAT), sums, sums]]
+    return Rounds([*product, [sums, workspace]])
+
+
+def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``_safe_softmax`` (transformers/attention.cpp): which scores are masked, a byte each, and which rows are so altogether."""
+    scores, dim = args[:2]
+    return Rounds([[*_copied(scores), Scratch(scores.numel()), Scratch(scores.numel() // max(1, scores.size(dim)))]])
+
+
+def _softmax_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``softmax_backward_cuda_out`` (SoftMax.cu): the product of the output and its gradient; and copies."""
+    return Rounds([[Scratch(tensor_bytes(args[0])), *_copied(args[0]), *_copied(args[1])]])
+
+
+def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """``layer_norm_backward_cuda`` (layer_norm_kernel.cu): the gradient and the input are made contiguous."""
+    return Rounds([[*_copied(args[0]), *_copied(args[1])]])
+
+
+def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+    """A convolution by cuDNN, of tensors that don't lie channels last: copies of input, weight and output that do, an estimate.
+
+    Its matrix units read channels last (NVIDIA's guide to the performance of convolutional layers, "Tensor layouts"), and torch lets it
+    take any workspace (``Conv_v8.cpp``). None for groups of one channel, which torch runs by itself, without scratch.
+    """
+    image, weight, groups = args[0], args[1], args[8]
+    if _without_copy(image, weight, groups):
+        return None
+    return Scratch(tensor_bytes(image) + tensor_bytes(output), tensor_bytes(weight))
+
+
+def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """As :func:`_convolution`, for the input's gradient and the weight's, one after the other; then the bias's is summed."""
+    gradient, image, weight, groups = args[0], args[1], args[2], args[9]
+    rounds = Rounds()
+    if not _without_copy(image, weight, groups):
+        rounds.append([Scratch(tensor_bytes(image) + tensor_bytes(gradient), tensor_bytes(weight))])
+    if args[10][2]:
+        rounds.append([reduction(gradient, [dim for dim in range(gradient.dim()) if dim != 1])])
+    return rounds
+
+
+def _without_copy(image: Tensor, weight: Tensor, groups: int) -> bool:
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
+    return (groups > 1 and weight.size(1) == 1) or (channels_last is not None and image.is_contiguous(memory_format=channels_last))
+
+
+#: Up to so many indices a kernel without scratch is taken (``embedding_dense_backward_cuda``, Embedding.cu).
+_FEW_INDICES = 3072
+#: Rows that a thread sums (``NROWS_PER_THREAD``, EmbeddingBackwardKernel.cu).
+_ROWS_A_THREAD = 10
+
+
+def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
+    """``embedding_backward_cuda_kernel``: sorted indices, where they were, how often each is there, runs of equal ones, and sums.
+
+    The sums of runs are in float32, those of long ones in parts.
+    """
+    gradient, indices = args[0], args[1]
+    number = indices.numel()
+    if number <= _FEW_INDICES:
+        return None
+    segments = min(number, output.size(0))
+    partial = number // _ROWS_A_THREAD + segments
+    index = indices.element_size()
+    blocks = [*[Scratch(number * index)] * 3, *[Scratch(segments * index)] * 2, Scratch(partial * index)]
+    return Rounds([[*blocks, Scratch(partial * gradient.size(-1) * _FLOAT)]])
+
+
+def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
+    """``index_put_with_sort_kernel`` (Indexing.cu): a linear index, sorted, and where each was."""
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    if not accumulate:
+        return None
+    shapes = [index.shape for index in args[1] if isinstance(index, Tensor)]
+    return Rounds([[Scratch(torch.Size(torch.broadcast_shapes(*shapes)).numel() * _INDEX)] * 4]) if shapes else None
+
+
+def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+    """``sort_cuda_kernel`` (Sort.cpp): values and indices once more, before and after a pass."""
+    return Scratch(tensor_bytes(output[0]) + tensor_bytes(output[1]))
+
+
+def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
+    """A reduction: see :func:`reduction`. A sum of integers and booleans is in 64 bits: the input is cast first (ReduceOps.cpp)."""
+    dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    cast = not args[0].dtype.is_floating_point and args[0].dtype is not output.dtype
+    return Rounds([[*([Scratch(args[0].numel() * output.element_size())] if cast else []), reduction(args[0], dims)]])
+
+
+def _scanned(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+    """``cumsum`` of integers and booleans: cast first."""
+    return Scratch(tensor_bytes(output)) if args[0].dtype is not output.dtype else None
+
+
+def _fourier(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+    """The workspace of cuFFT's plan (``_exec_fft``, SpectralOps.cpp): as much as it makes, an estimate; powers of two may need none."""
+    return Scratch(tensor_bytes(output))
+
+
+def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+    """The workspace of cuDNN's recurrent layers, an estimate: one and a half times the weights; and the input, if it lies batch first.
+
+    So it was printed for four layers of 320 (https://github.com/pytorch/pytorch/issues/2895: LSTM 17,730,560 bytes for 12,139,520 of
+    weights, GRU 13,169,920 for 9,104,640). The copy of the input is torch's (``_cudnn_rnn``, RNN.cpp).
+    """
+    weights = sum(tensor_bytes(weight) for weight in args[1])
+    return Scratch(tensor_bytes(args[0]) if args[10] else 0, weights * 3 // 2)
+
+
+def _recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+    """As :func:`_recurrent`; batch first, input and output's gradient are copied."""
+    return Scratch(
+        tensor_bytes(args[0]) + tensor_bytes(args[6]) if args[14] else 0, sum(tensor_bytes(weight) for weight in args[1]) * 3 // 2
+    )
+
+
+def _statistics(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tensor: Tensor) -> int | None:
+    """CUDA keeps means and deviations in float32, also of half-precision input (layer_norm_kernel.cu, cudnn/BatchNorm.cpp)."""
+    return tensor.numel() * _FLOAT if tensor is not output[0] and tensor.element_size() < _FLOAT else None
+
+
+#: What to tell where such an operation was met.
+_ESTIMATES = {
+    aten.convolution.default: "cuDNN's workspace is taken to be a copy of a convolution's tensors, unless they lie channels last",
+    **dict.fromkeys(
+        (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default),
+        "cuFFT's workspace is taken to be as large as a transform's output",
+    ),
+    aten._cudnn_rnn.default: "cuDNN's workspace of recurrent layers is taken to be one and a half times the weights",
+}
+
+
+def cuda_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
+    """:data:`CUDA_SCRATCH`; ``notes`` gets a sentence for each estimate that is asked for."""
+
+    def telling(found: ScratchOf, sentence: str) -> ScratchOf:
+        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | Rounds | None:
+            scratch = found(args, kwargs, output)
+            if scratch is not None:
+                notes[sentence] = None
+            return scratch
+
+        return tell
+
+    return {**CUDA_SCRATCH, **{operation: telling(CUDA_SCRATCH[operation], sentence) for operation, sentence in _ESTIMATES.items()}}
+
+
+#: What is the same on a CPU, as the code around the kernel is: losses before they are reduced, copies of what isn't contiguous
+#: (Loss.cpp, SoftMax.cu, layer_norm_kernel.cu, ReduceOps.cpp, attention.cpp).
+_SHARED = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.logsumexp.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten.native_layer_norm.default,
+    aten.roll.default,
+)
+_SHARED_HIDDEN = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.binary_cross_entropy.default)
+
+_REDUCTIONS = (
+    ("sum", "default"), ("sum", "dim_IntList"), ("mean", "default"), ("mean", "dim"), ("amax", "default"), ("amin", "default"),
+    ("linalg_vector_norm", "default"), ("prod", "default"),
+)  # fmt: skip
+
+#: Scratch on CUDA, by operation.
+CUDA_SCRATCH: Mapping[Any, ScratchOf] = {
+    **{operation: CPU_SCRATCH[operation] for operation in _SHARED},
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten._safe_softmax.default: _safe_softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    **dict.fromkeys((getattr(getattr(aten, name), overload) for name, overload in _REDUCTIONS), _reduced),
+    aten.cumsum.default: _scanned,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.index_put.default: _index_put,
+    aten.index_put_.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+    aten.sort.default: _sort,
+    aten.sort.stable: _sort,
+    aten._fft_r2c.default: _fourier,
+    aten._fft_c2r.default: _fourier,
+    aten._fft_c2c.default: _fourier,
+    aten._cudnn_rnn.default: _recurrent,
+    aten._cudnn_rnn_backward.default: _recurrent_backward,
+}
+#: Outputs on CUDA that are larger than their fakes, by operation.
+CUDA_HIDDEN: Mapping[Any, HiddenOf] = {
+    **{operation: CPU_HIDDEN[operation] for operation in _SHARED_HIDDEN},
+    aten.native_layer_norm.default: _statistics,
+    aten.native_batch_norm.default: _statistics,
+}

@@ -1,0 +1,277 @@
+"""Residuals: what earlier runs of a module were measured to take beside what was predicted, and how that corrects the next prediction.
+
+Values and arithmetic: it reads no file and knows no run. :mod:`lightning_autopar.memory.learned.records` keeps the records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.learned.step_times import StepTimes, TimeFactors
+from lightning_autopar.plans import Plan
+
+_Need = TypeVar("_Need")
+
+#: A correction stays within these multiples of the prediction, by the same plan's figures and by another's: beyond is another job.
+LEAST, MOST, MOST_BY_OTHERS = 0.5, 16.0, 4.0
+#: Two predictions that differ by less are of the same step: the batch's shapes are in them, and the optimizer.
+_SAME = 1e-3
+#: How much of what another plan missed is believed of this one.
+_BELIEVED = 0.5
+#: By how much more than what wasn't enough is reckoned with: nobody knows how much was missing.
+_BEYOND = 0.05
+#: Smaller corrections aren't worth a sentence.
+_WORTH_TELLING = 5e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """One rank's bytes at the peak of a step.
+
+    Args:
+        predicted: what was predicted, uncorrected.
+        variable: activations and temporaries of that.
+        measured: what tensors took.
+        reserved: what the allocator of a GPU held, None on other devices.
+        context: what the process held of a GPU beside that; None where it isn't known.
+    """
+
+    predicted: int
+    variable: int
+    measured: int
+    reserved: int | None = None
+    context: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.measured / self.predicted
+
+    @property
+    def missed(self) -> float:
+        """What was measured beyond the prediction, in parts of activations and temporaries."""
+        return (self.measured - self.predicted) / self.variable if self.variable else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One run's.
+
+    Args:
+        shape: :func:`plan_shape` of its plan.
+        title: that plan's title.
+        devices: what each rank's device was: :func:`device_name`.
+        ranks: one for each.
+        day: when, as "2026-11-21".
+        short: whether memory ran out: then what was measured is less than what it takes.
+    """
+
+    shape: str
+    title: str
+    devices: tuple[str, ...]
+    ranks: tuple[RankRecord, ...]
+    day: str
+    short: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Record:
+        """The record of such values.
+
+        Raises:
+            ValueError: if they aren't those of a record.
+        """
+        try:
+            ranks = tuple(RankRecord(**rank) for rank in data["ranks"])
+            record = cls(**{**data, "devices": tuple(data["devices"]), "ranks": ranks})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a record of a run: {error}") from error
+        texts = (record.shape, record.title, record.day, *record.devices)
+        needed = [size for rank in ranks for size in (rank.predicted, rank.variable, rank.measured)]
+        known = [size for rank in ranks for size in (rank.reserved, rank.context) if size is not None]
+        whole = all(isinstance(size, int) and size >= 0 for size in (*needed, *known))
+        whole = whole and isinstance(record.short, bool)
+        if not whole or not all(isinstance(text, str) for text in texts) or not 0 < len(ranks) == len(record.devices):
+            raise ValueError("not a record of a run: its values are of other kinds")
+        if any(rank.predicted == 0 for rank in ranks):
+            raise ValueError("not a record of a run: nothing was predicted")
+        return record
+
+    @property
+    def how(self) -> str:
+        """How it came about, in words that follow a plan's name."""
+        return f"ran out of memory on {self.day}" if self.short else f"was measured on {self.day}"
+
+    def same_as(self, other: Record) -> bool:
+        """Whether both are of the same step under the same plan on the same devices."""
+        return self.of(other.shape, other.devices, [rank.predicted for rank in other.ranks])
+
+    def of(self, shape: str, devices: Sequence[str], predicted: Sequence[int]) -> bool:
+        """Whether it is of this plan and this step."""
+        if (self.shape, self.devices) != (shape, tuple(devices)):
+            return False
+        return all(abs(rank.predicted - size) <= _SAME * rank.predicted for rank, size in zip(self.ranks, predicted, strict=True))
+
+
+def make_record(
+    plan: Plan, devices: Sequence[str], held: Sequence[DeviceBytes], measured: Sequence[Mapping[str, Any]], day: str
+) -> Record | None:
+    """The record of a run; None where it says nothing: some rank's step was too short to be measured, or isn't what was predicted.
+
+    Args:
+        plan: that ran.
+        devices: each rank's :func:`device_name`.
+        held: each rank's uncorrected prediction.
+        measured: each rank's, as ``strategy.measured`` has it.
+        day: today.
+    """
+    ranks = []
+    for predicted, values in zip(held, measured, strict=True):
+        step_bytes = sum(values["bytes"].values())
+        if not step_bytes or not predicted.allocated or predicted.occasion != "step":
+            return None
+        ranks.append(
+            RankRecord(
+                predicted=predicted.allocated,
+                variable=_variable(predicted),
+                measured=step_bytes,
+                reserved=values["reserved_bytes"],
+                context=values["context_bytes"],
+            )
+        )
+    return Record(shape=plan_shape(plan), title=plan.title(), devices=tuple(devices), ranks=tuple(ranks), day=day)
+
+
+def make_shortage(plan: Plan, devices: Sequence[str], held: Sequence[DeviceBytes], lacked: Sequence[int | None], day: str) -> Record | None:
+    """The record of a run whose memory ran out; None where no rank had as much as was predicted, so that it was none of the prediction's.
+
+    Args:
+        plan: that ran.
+        devices: each rank's :func:`device_name`.
+        held: each rank's uncorrected prediction.
+        lacked: each rank's, bytes of its device that weren't enough; None where it didn't run out of any.
+        day: today.
+    """
+    if any(not predicted.allocated or predicted.occasion != "step" for predicted in held):
+        return None
+    ranks, more = [], False
+    for predicted, bound in zip(held, lacked, strict=True):
+        beyond = 0 if bound is None else max(0, round(bound * (1 + _BEYOND)) - predicted.reserved)
+        more = more or beyond > 0
+        ranks.append(RankRecord(predicted=predicted.allocated, variable=_variable(predicted), measured=predicted.allocated + beyond))
+    if not more:
+        return None
+    return Record(shape=plan_shape(plan), title=plan.title(), devices=tuple(devices), ranks=tuple(ranks), day=day, short=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """What is known of one module under one precision.
+
+    Args:
+        records: the newest first.
+        devices: by device id what each device is: :func:`device_name`.
+        key: under which the cache keeps them; None where nothing is to be kept.
+        times: how long steps took on this machine.
+    """
+
+    records: tuple[Record, ...] = ()
+    devices: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
+    times: StepTimes = field(default_factory=StepTimes)
+
+    @cached_property
+    def time_factors(self) -> TimeFactors:
+        """By what to multiply the predicted seconds of any plan on these devices, going by measured runs."""
+        return self.times.factors(set(self.devices.values()))
+
+    def corrected(self, plan: Plan, sizes: Mapping[str, _Need]) -> tuple[Mapping[str, _Need], tuple[str, ...]]:
+        """A prediction as it should have been, going by what was measured, with a sentence that says so.
+
+        What this very plan took in this very step is taken over, never less than that. What another plan of the module took beyond its
+        prediction is believed by half, in parts of activations and temporaries; what it took less is not.
+
+        Args:
+            plan: what is predicted.
+            sizes: the prediction by device id; what isn't :class:`DeviceBytes` of a step's peak stays as it is.
+        """
+        if not self.records:
+            return sizes, ()
+        held = [sizes[device] for device in plan.devices]
+        names = [self.devices.get(device, "") for device in plan.devices]
+        ranks = [each for each in held if isinstance(each, DeviceBytes) and each.occasion == "step" and each.allocated]
+        if len(ranks) < len(held):
+            return sizes, ()
+        shape, predicted = plan_shape(plan), [each.allocated for each in ranks]
+        same = [record for record in self.records if record.of(shape, names, predicted)]
+        if same:
+            found = [_exactly(each, [record.ranks[rank] for record in same]) for rank, each in enumerate(ranks)]
+            because = f"as this plan {same[0].how}"
+        else:
+            near = [record for record in self.records if set(record.devices) == set(names)]
+            if not near:
+                return sizes, ()
+            alike = [record for record in near if record.shape == shape]
+            told = (alike or near)[0]
+            missed = max(0.0, statistics.median(rank.missed for rank in told.ranks)) * (1.0 if alike else _BELIEVED)
+            several = [rank for record in near if (len(record.ranks) > 1) == (len(ranks) > 1) for rank in record.ranks]
+            found = [_cautiously(each, missed, several) for each in ranks]
+            because = f"as {'it' if alike else told.title} {told.how}" + (" at another batch" if alike else "")
+        corrected: Any = zip(plan.devices, found, strict=True)
+        return {**sizes, **dict(corrected)}, _notes(ranks, found, because)
+
+
+def plan_shape(plan: Plan) -> str:
+    """A digest of all that a plan does, whichever devices it does it on."""
+    values = {name: value for name, value in plan.to_dict().items() if name not in ("devices", "reasons")}
+    return hashlib.sha256(json.dumps([values, plan.world_size], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def device_name(device: Any) -> str:
+    """What a :class:`lightning_autopar.devices.inventory.Device` is, whichever of its kind."""
+    return f"{device.kind}: {device.name}"
+
+
+def _variable(held: DeviceBytes) -> int:
+    return held.activations + held.temporary
+
+
+def _exactly(held: DeviceBytes, ranks: Sequence[RankRecord]) -> DeviceBytes:
+    """As this rank was measured, the most of several times."""
+    ratio = min(MOST, max(LEAST, *(rank.ratio for rank in ranks)))
+    reserved = [rank.reserved - rank.measured for rank in ranks if rank.reserved is not None]
+    contexts = [rank.context for rank in ranks if rank.context is not None]
+    return dataclasses.replace(
+        held,
+        correction=round(held.allocated * (ratio - 1)),
+        rounding=max(0, *reserved) if reserved else held.rounding,
+        context=max(contexts) if contexts else held.context,
+    )
+
+
+def _cautiously(held: DeviceBytes, missed: float, ranks: Sequence[RankRecord]) -> DeviceBytes:
+    """With what others missed, upwards alone; what lies outside of the allocator depends on the device, not on the plan."""
+    extra = min(missed * _variable(held), (MOST_BY_OTHERS - 1) * held.allocated)
+    context = max((rank.context or 0 for rank in ranks), default=0)
+    return dataclasses.replace(held, correction=round(extra), context=max(held.context, context))
+
+
+def _notes(before: Sequence[DeviceBytes], after: Sequence[DeviceBytes], because: str) -> tuple[str, ...]:
+    """One sentence, about the rank that is corrected most."""
+    share = max((new.allocated / old.allocated - 1 for old, new in zip(before, after, strict=True)), key=abs)
+    around = [new.reserved - new.allocated - old.reserved + old.allocated for old, new in zip(before, after, strict=True)]
+    words = [f"by {share * 100:+.1f} %"] if abs(share) >= _WORTH_TELLING else []
+    if most := max(around, key=abs):
+        words.append(f"around tensors by {most / 2**20:+.0f} MiB")
+    return (f"memory corrected {' and '.join(words)}, {because}",) if words else ()

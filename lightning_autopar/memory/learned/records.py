@@ -1,0 +1,115 @@
+"""The cache of residuals: one small JSON file for each module, precision and set of versions, in the user's cache folder.
+
+What can't be read or written costs the run nothing. Knows nothing of how records are used.
+
+A module's identity as far as memory goes: its structure and its code, not its values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from torch import nn
+
+from lightning_autopar import _version
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.memory.learned import cache_files
+from lightning_autopar.memory.learned.corrections import Record, Residuals, device_name
+from lightning_autopar.memory.learned.step_times import StepTimes, load_step_times
+
+_FOREIGN = ("torch.", "lightning.", "builtins")
+
+
+def module_hash(module: nn.Module) -> str:
+    """A digest of names, classes, shapes and dtypes of all parts, and of the source of the module's class and of each part's ``forward``.
+
+    Two modules with the same digest take the same memory for the same batch, unless something outside of them says otherwise.
+
+    Args:
+        module: as it is before a run, whole.
+    """
+    digest = hashlib.sha256()
+    for line in _lines(module):
+        digest.update(line.encode(errors="backslashreplace"))
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _lines(module: nn.Module) -> Iterator[str]:
+    classes: dict[type, None] = {}
+    for name, part in module.named_modules():
+        classes[type(part)] = None
+        yield f"{name}: {type(part).__module__}.{type(part).__qualname__}"
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield f"{name}: {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield f"{name}: {tuple(buffer.shape)} {buffer.dtype}"
+    for base in type(module).__mro__:
+        if not f"{base.__module__}.".startswith(_FOREIGN):
+            yield _source(base)
+    for each in classes:
+        yield _source(getattr(each, "forward", None))
+
+
+def _source(code: Any) -> str:
+    """Its text; nothing where there is none, as for what was typed into an interpreter."""
+    try:
+        return inspect.getsource(code)
+    except (OSError, TypeError, IndentationError):
+        return ""
+
+
+_FORMAT = 1
+#: Records of the same step and plan in a file, records in a file.
+_MOST_ALIKE, _MOST_RECORDS = 3, 32
+
+
+def cache_folder() -> Path | None:
+    """Where residuals are kept; None if nothing is to be kept."""
+    return cache_files.cache_folder("residuals")
+
+
+def load_residuals(module: torch.nn.Module, precision: str, inventory: Inventory, *, rates: str = "data sheet") -> Residuals:
+    """What is known of a module under this precision and these versions, on such devices.
+
+    Args:
+        module: as it is before a run, whole.
+        precision: Lightning's name of it.
+        inventory: the devices that records are looked up for.
+        rates: by what steps are predicted; see :class:`lightning_autopar.memory.learned.step_times.StepTimes`.
+    """
+    if cache_folder() is None:
+        return Residuals()
+    versions = (torch.__version__, lightning.__version__, _version.__version__)
+    parts = json.dumps([_FORMAT, module_hash(module), precision, *versions])
+    key = hashlib.sha256(parts.encode()).hexdigest()[:32]
+    devices = {device.id: device_name(device) for device in inventory.devices}
+    times = StepTimes(records=load_step_times(inventory.host_threads), module=key, rates=rates)
+    return Residuals(records=load_records(key), devices=devices, key=key, times=times)
+
+
+def load_records(key: str) -> tuple[Record, ...]:
+    """The records of a key, newest first; none where there are none, or where they can't be read."""
+    folder = cache_folder()
+    path = None if folder is None else folder / f"{key}.json"
+    return cache_files.read_records(path, Record.from_dict, "what earlier runs were measured to take")
+
+
+def add_record(key: str, record: Record) -> None:
+    """Put a record in front of a key's; the oldest of the same step and plan, and the oldest of all, make room."""
+    folder = cache_folder()
+    if folder is None:
+        return
+    kept = [record]
+    for other in load_records(key):
+        if not other.same_as(record) or sum(each.same_as(record) for each in kept) < _MOST_ALIKE:
+            kept.append(other)
+    data = {"format": _FORMAT, "records": [each.to_dict() for each in kept[:_MOST_RECORDS]]}
+    cache_files.write_json(folder / f"{key}.json", data)

@@ -1,0 +1,122 @@
+"""The footprint of a step at another batch than the traced one. Knows what grows with the batch, nothing of plans."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.tape import KINDS, Tape
+from lightning_autopar.memory.work.work import Work, flops, moved_bytes
+
+#: What of a tape grows with the batch.
+_GROWING = tuple(KINDS.index(kind) for kind in ("input", "activations", "temporary"))
+
+
+def scaled(footprint: Footprint, batch_size: int) -> Footprint:
+    """The footprint at a batch of so many samples: activations, input and FLOPs in proportion, what has a fixed size left as it is.
+
+    Temporaries go down to no less than the parameters' size: an optimizer's don't depend on the batch. A batch without a
+    batch dimension counts as one sample. A validation step grows along, but doesn't shrink: its loader has a batch size of its own.
+
+    Args:
+        footprint: as traced.
+        batch_size: samples, at least one.
+    """
+    share = Fraction(batch_size, max(1, footprint.batch_size))
+
+    def part(size: int, fixed: int = 0) -> int:
+        """That share of what isn't fixed, rounded up."""
+        fixed = min(fixed, size)
+        return fixed + -(-(size - fixed) * share.numerator // share.denominator)
+
+    evaluation = footprint.evaluation_bytes
+    moved = sum(layer.moved_bytes + layer.backward_moved_bytes for layer in (*footprint.blocks, *footprint.outer))
+    optimizer_moved = max(0, footprint.moved_bytes - moved) if footprint.outer else 0
+    works: dict[int, tuple[Work, ...]] = {}
+
+    def rescale(work: tuple[Work, ...]) -> tuple[Work, ...]:
+        """Operations at the new batch; blocks that are alike share theirs."""
+        if id(work) not in works:
+            works[id(work)] = tuple(one.at(float(share)) for one in work)
+        return works[id(work)]
+
+    blocks, outer = (tuple(_layer(layer, part, rescale) for layer in layers) for layers in (footprint.blocks, footprint.outer))
+    layers = (*blocks, *outer)
+    counted = any(layer.work for layer in layers)
+    moved_after = sum(layer.moved_bytes + layer.backward_moved_bytes for layer in layers)
+    moments = tuple(
+        replace(moment, activation_bytes=part(moment.activation_bytes), temporary_bytes=part(moment.temporary_bytes))
+        for moment in footprint.moments
+    )
+    return replace(
+        footprint,
+        batch_size=batch_size,
+        activation_bytes=part(footprint.activation_bytes, sum(block.fixed_bytes for block in footprint.blocks)),
+        temporary_bytes=max(part(footprint.temporary_bytes), min(footprint.temporary_bytes, footprint.parameter_bytes)),
+        input_bytes=part(footprint.input_bytes),
+        flops=sum(layer.flops + layer.backward_flops for layer in layers) if counted else part(footprint.flops),
+        moved_bytes=moved_after + optimizer_moved if footprint.outer else part(footprint.moved_bytes),
+        blocks=blocks,
+        outer=outer,
+        moments=moments,
+        tape=None if footprint.tape is None else _tape(footprint.tape, share),
+        evaluation_bytes=None if evaluation is None else max(evaluation, part(evaluation)),
+    )
+
+
+def drawn_by_rank(footprint: Footprint) -> Footprint:
+    """The footprint where each rank, and each part of a batch, draws the random numbers of its own samples alone."""
+
+    def own(layer: LayerFootprint) -> LayerFootprint:
+        works = (tuple(replace(one, drawn=False) if one.drawn else one for one in works) for works in (layer.work, layer.backward_work))
+        work, backward_work = works
+        return replace(layer, draw_bytes=0, work=work, backward_work=backward_work)
+
+    return replace(footprint, blocks=tuple(map(own, footprint.blocks)), outer=tuple(map(own, footprint.outer)))
+
+
+def draws_whole(footprint: Footprint) -> bool:
+    """Whether a part of the step's batch draws random numbers for all of it."""
+    return any(work.drawn for layer in (*footprint.blocks, *footprint.outer) for work in (*layer.work, *layer.backward_work))
+
+
+def _layer(layer: LayerFootprint, part: Callable[..., int], rescale: Callable[[tuple[Work, ...]], tuple[Work, ...]]) -> LayerFootprint:
+    """A block or an outer part.
+
+    FLOPs and bytes moved are those of its operations; where those aren't known, what it reads and writes of parameters and gradients is
+    taken to be as much at any batch.
+    """
+    weights = layer.parameter_bytes
+    work, backward_work = rescale(layer.work), rescale(layer.backward_work)
+    return replace(
+        layer,
+        activation_bytes=part(layer.activation_bytes, layer.fixed_bytes),
+        input_bytes=part(layer.input_bytes),
+        input_extra_bytes=part(layer.input_extra_bytes),
+        output_bytes=part(layer.output_bytes),
+        draw_bytes=part(layer.draw_bytes),
+        flops=flops(work) if work else part(layer.flops),
+        backward_flops=flops(backward_work) if backward_work else part(layer.backward_flops),
+        forward_peak_bytes=part(layer.forward_peak_bytes, layer.fixed_bytes),
+        forward_unsaved_bytes=part(layer.forward_unsaved_bytes, layer.fixed_bytes),
+        backward_peak_bytes=part(layer.backward_peak_bytes, layer.fixed_bytes),
+        moved_bytes=moved_bytes(work) if work else part(layer.moved_bytes, weights),
+        backward_moved_bytes=(
+            moved_bytes(backward_work) if backward_work else part(layer.backward_moved_bytes, weights + layer.gradient_bytes)
+        ),
+        work=work,
+        backward_work=backward_work,
+    )
+
+
+def _tape(tape: Tape, share: Fraction) -> Tape:
+    """The same events with other sizes."""
+    sizes, kinds = np.array(tape.sizes, dtype=np.int64), np.array(tape.kinds, dtype=np.int8)
+    growing = np.isin(kinds, _GROWING)
+    sizes[growing] = -(-sizes[growing] * share.numerator // share.denominator)
+    return replace(tape, sizes=array("q", sizes.tobytes()))

@@ -1,0 +1,15 @@
+"""The user's step under fake tensors.
+
+Modules, in reading order:
+
+    trace           a module's step under fake tensors gives its footprint
+    tracker         counts live storages operation by operation; where gradients are added in place
+    layers          what was tracked, by block
+    attribution     a tape gives bytes of each part
+    blocks          finds a module's repeated blocks
+    guess           a coarse footprint where tracing fails
+    first_batch     the first batch, drawn without worker processes
+    bare_step       one step called without Lightning's loops; the trainer as the module sees it there
+    parameter_use   what a step does with parameters besides calling the modules that hold them
+    tensors_beside  tensors held by callbacks, attributes and optimizers
+"""

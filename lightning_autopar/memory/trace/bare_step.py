@@ -1,0 +1,475 @@
+"""One step of a LightningModule, called as Lightning's loops would call it, without them. Knows Lightning; nothing of fakes or memory.
+
+The module may be a fake copy: nothing here reads a tensor's value. No logger is called, no file written, and the trainer isn't changed.
+
+The trainer as a rehearsed module sees it: reads pass through, nothing is written, logged or communicated. Knows Lightning's names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
+from lightning_autopar._temporary import replaced
+from lightning_autopar.memory.trace.first_batch import RAISED
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+#: What ``trainer.estimated_stepping_batches`` answers where the true number needs the loaders; it shapes schedules, never memory.
+_SOME_STEPS = 10_000
+
+
+class Silent:
+    """Stands in for a logger: whatever is asked of it, it answers with itself, and nothing happens."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Whatever is done with it comes to nothing."""
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        return None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        return None
+
+
+class TrainerView:
+    """The trainer, read-only: reads pass through, writes vanish, nothing is logged or saved.
+
+    Args:
+        trainer: the trainer; None where there is none yet.
+    """
+
+    barebones = True
+    progress_bar_callback = None
+
+    def __init__(self, trainer: Trainer | None) -> None:
+        object.__setattr__(self, "_real", trainer)
+        object.__setattr__(self, "_own", {"optimizers": [], "lr_scheduler_configs": [], "precision_plugin": Precision()})
+        object.__setattr__(self, "asked_for_world", False)
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """The true number where it is known, or some number: the loaders aren't set up."""
+        known = getattr(self._real, "num_training_batches", 0)
+        return known if 0 < known < float("inf") else _SOME_STEPS
+
+    @property
+    def strategy(self) -> Any:
+        """The trainer's strategy without its communication, which nothing has set up."""
+        return StrategyView(getattr(self._real, "strategy", None))
+
+    def give(self, **values: Any) -> None:
+        """Answer with these values instead of the trainer's."""
+        self._own.update(values)
+
+    @property
+    def logger(self) -> Any:
+        """A silent one, if there is any."""
+        return Silent() if self._real is not None and self._real.loggers else None
+
+    @property
+    def loggers(self) -> list[Any]:
+        """As :attr:`logger`."""
+        return [Silent()] if self._real is not None and self._real.loggers else []
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """``max_steps``, or some number; the true one would set the loaders up."""
+        steps = getattr(self._real, "max_steps", -1)
+        return steps if steps > 0 else _SOME_STEPS
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Saves nothing."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("world_size", "num_devices"):
+            object.__setattr__(self, "asked_for_world", True)
+        own = object.__getattribute__(self, "_own")
+        if name in own:
+            return own[name]
+        real = object.__getattribute__(self, "_real")
+        if real is None:
+            if name in _WITHOUT_TRAINER:
+                return _WITHOUT_TRAINER[name]
+            raise AttributeError(f"there is no trainer to ask for {name!r}")
+        return getattr(real, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        return None
+
+
+class StrategyView:
+    """A strategy of one process: nobody to wait for, nothing to exchange; reads pass through.
+
+    Args:
+        strategy: the trainer's own; None where there is none.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._real = strategy
+        self.root_device = torch.device("cpu")
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for nobody."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What the only process has."""
+        return obj
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of one process."""
+        return tensor
+
+    all_gather = reduce_boolean_decision = reduce
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+_WITHOUT_TRAINER: dict[str, Any] = {
+    "accumulate_grad_batches": 1,
+    "callbacks": [],
+    "current_epoch": 0,
+    "datamodule": None,
+    "global_rank": 0,
+    "global_step": 0,
+    "gradient_clip_algorithm": None,
+    "gradient_clip_val": None,
+    "is_global_zero": True,
+    "local_rank": 0,
+    "max_epochs": 1,
+    "max_steps": -1,
+    "num_devices": 1,
+    "num_nodes": 1,
+    "is_last_batch": False,
+    "world_size": 1,
+}
+
+
+log = logging.getLogger(__name__)
+
+STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+class Rehearsal:
+    """Calls a module's hooks for a step in the loops' order.
+
+    Args:
+        module: the copy of the user's module; it is changed.
+        trainer: the trainer that the user passed it to, if there is one.
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        autocast_dtype: of mixed precision; None for none.
+        default_dtype: the default floating-point type within the step, as the true-precision plugins set it.
+        enter: called with the name of each phase as it starts: ``"forward"``, ``"backward"``, ``"optimizer"``.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        trainer: Trainer | None,
+        stage: str,
+        *,
+        autocast_dtype: torch.dtype | None,
+        default_dtype: torch.dtype | None,
+        enter: Callable[[str], None],
+    ) -> None:
+        self.module = module
+        self.stage = stage
+        self.optimizers: list[Optimizer] = []
+        self.notes: dict[str, None] = {}
+        self._trainer = TrainerView(trainer)
+        self._autocast_dtype = autocast_dtype
+        self._default_dtype = default_dtype
+        self._enter = enter
+        self._kept: Any = None
+        self._attach()
+
+    @property
+    def asked_for_world(self) -> bool:
+        """Whether the module has asked its trainer for the number of devices."""
+        return bool(self._trainer.asked_for_world)
+
+    @property
+    def accumulate(self) -> int:
+        """Batches to an optimizer step."""
+        return int(self._trainer.accumulate_grad_batches) if self.module.automatic_optimization else 1
+
+    def _attach(self) -> None:
+        """Give the module its trainer, and stubs where Lightning would go through the strategy."""
+        module = self.module
+        for child in module.modules():
+            if isinstance(child, LightningModule):
+                child.__dict__["_trainer"] = self._trainer
+                child.__dict__.update(
+                    log=_nothing,
+                    log_dict=_nothing,
+                    print=_nothing,
+                    all_gather=lambda data, *args, **kwargs: data,
+                    manual_backward=self._backward,
+                )
+            if hasattr(child, "_device"):
+                child.__dict__["_device"] = torch.device("cpu")
+        module.__dict__["optimizers"] = self._optimizers
+        module.__dict__["lr_schedulers"] = self._lr_schedulers
+        stages = {"fit": "training", "validate": "validating", "test": "testing", "predict": "predicting"}
+        self._trainer.give(lightning_module=module, model=module, sanity_checking=False, evaluating=self.stage in ("validate", "test"))
+        self._trainer.give(**{name: stage == self.stage for stage, name in stages.items()})
+
+    def build(self) -> None:
+        """``configure_model``, the mode of the stage, and the optimizers."""
+        with self._defaults():
+            if is_overridden("configure_model", self.module):
+                self.module.configure_model()
+        if self.stage != "fit":
+            self.module.eval()
+            return
+        conf: Any = None
+        if is_overridden("configure_optimizers", self.module):
+            conf = self.module.configure_optimizers()
+        optimizers, schedulers = ([], []) if conf is None else _parse(conf)
+        self.optimizers = optimizers
+        self._schedulers = schedulers
+        strategy = SimpleNamespace(lightning_module=self.module, optimizer_step=self._step_optimizer)
+        self._wrapped = []
+        for optimizer in optimizers:
+            wrapped = LightningOptimizer(optimizer)
+            wrapped._strategy = strategy  # type: ignore[assignment]
+            self._wrapped.append(wrapped)
+        configs = [SimpleNamespace(scheduler=s, interval="epoch", frequency=1, monitor=None, name=None) for s in schedulers]
+        self._trainer.give(optimizers=optimizers, lr_scheduler_configs=configs)
+        for name in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+            self._hook(name)
+
+    def training_step(self, batch: Any, batch_idx: int, *, first: bool = True, last: bool = True) -> None:
+        """One step of training: forward, backward, and the optimizer if it is the last one of an accumulation.
+
+        Args:
+            batch: the batch, as the step gets it.
+            batch_idx: its index.
+            first: the first of an accumulation: gradients are reset, after forward, as in Lightning's closure.
+            last: the last one: the optimizer steps.
+        """
+        self._kept = None
+        if self._hook("on_train_batch_start", batch, batch_idx) == -1:
+            self.notes["on_train_batch_start returned -1; the footprint is that of a batch that isn't skipped"] = None
+        if not self.module.automatic_optimization:
+            self._enter("forward")
+            with self._precision():
+                self._kept = self._call("training_step", batch, batch_idx)
+            return
+        # A LightningOptimizer is an Optimizer as far as the hooks can see, as in Lightning's own loop.
+        optimizer = cast(Any, self._wrapped[0]) if self._wrapped else None
+
+        def closure() -> Tensor | None:
+            self._enter("forward")
+            with self._precision():
+                output = self._call("training_step", batch, batch_idx)
+            loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+            # As in Lightning's ClosureResult: what the step returned is let go of, whose storage may be large (``Loss.cpp``).
+            kept = None if loss is None else loss.detach().clone()
+            self._kept = {**output, "loss": kept} if isinstance(output, Mapping) else kept
+            del output
+            loss = loss if loss is None else loss / self.accumulate
+            if loss is None:
+                self.notes["training_step returned no loss"] = None
+                return None
+            if first and optimizer is not None:
+                self._hook("on_before_zero_grad", optimizer)
+                self.module.optimizer_zero_grad(0, batch_idx, optimizer)
+            if not loss.requires_grad:
+                self.notes["training_step returned a loss that has no gradient"] = None
+            else:
+                self._hook("on_before_backward", loss)
+                self.module.backward(loss)
+                self._hook("on_after_backward")
+            self._enter("optimizer")
+            if last and optimizer is not None:
+                self._unscale(optimizer)
+                self._hook("on_before_optimizer_step", optimizer)
+                self.module.configure_gradient_clipping(
+                    optimizer,
+                    gradient_clip_val=self._trainer.gradient_clip_val,
+                    gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
+                )
+            return loss
+
+        if last and optimizer is not None:
+            self.module.optimizer_step(0, batch_idx, optimizer, closure)
+        else:
+            closure()
+        self._hook("on_train_batch_end", self._kept, batch, batch_idx)
+
+    def evaluation_step(self, batch: Any, stage: str | None = None) -> None:
+        """One step of validation, test or prediction, without gradients; by default of the rehearsal's own stage."""
+        self._kept = None
+        self._enter("forward")
+        with torch.no_grad(), self._precision():
+            self._kept = self._call(STEPS[stage or self.stage], batch, 0)
+
+    def begin_evaluation(self, stage: str = "validation") -> None:
+        """After steps of training: what Lightning calls before the first batch of a validation loop within ``fit``, or of a test."""
+        self._kept = None
+        self._trainer.give(training=False, validating=stage == "validation", testing=stage == "test")
+        self.module.eval()
+        for name in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
+            self._hook(name)
+
+    def _call(self, name: str, batch: Any, batch_idx: int) -> Any:
+        """Call a step with as many arguments as it takes."""
+        step = getattr(self.module, name)
+        accepted = inspect.signature(step).parameters
+        if "dataloader_iter" in accepted:
+            raise TypeError(f"{name} takes a dataloader_iter, and draws its batches by itself")
+        kwargs: dict[str, Any] = {}
+        if "batch_idx" in accepted or len(accepted) > 1:
+            kwargs["batch_idx"] = batch_idx
+        if "dataloader_idx" in accepted and accepted["dataloader_idx"].default is inspect.Parameter.empty:
+            kwargs["dataloader_idx"] = 0
+        return step(batch, *kwargs.values())
+
+    def _hook(self, name: str, *args: Any) -> Any:
+        """Call a hook that the module overrides; if it fails, say so and go on, as hooks rarely matter to memory."""
+        if not is_overridden(name, self.module):
+            return None
+        try:
+            return getattr(self.module, name)(*args)
+        except RAISED as error:
+            log.debug("%s failed while tracing", name, exc_info=True)
+            self.notes[f"{name} was left out, as it failed while tracing ({_first_line(error)})"] = None
+            return None
+
+    # -- what Lightning's strategy would do ------------------------------------------------------------------------------------------------
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        """Under float16: ``GradScaler.unscale_``, one pass over all gradients of a type, unless the optimizer does so itself."""
+        if self._autocast_dtype is not torch.float16 or getattr(optimizer, "_step_supports_amp_scaling", False):
+            return
+        found = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in found:
+            if gradient is not None and gradient.layout is torch.strided:
+                by_type.setdefault(gradient.dtype, []).append(gradient)
+        for gradients in by_type.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(1), torch.ones(1))
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.module.backward(loss, *args, **kwargs)
+
+    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        found: list[Any] = list(self._wrapped if use_pl_optimizer else self.optimizers)
+        return found[0] if len(found) == 1 else found
+
+    def _lr_schedulers(self) -> Any:
+        return None if not self._schedulers else self._schedulers[0] if len(self._schedulers) == 1 else self._schedulers
+
+    def _step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        return optimizer.step(closure=closure, **kwargs)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """What the precision plugin's ``forward_context`` would be."""
+        if self._autocast_dtype is not None:
+            return torch.autocast("cpu", dtype=self._autocast_dtype, cache_enabled=False)
+        return self._defaults()
+
+    def _defaults(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._default_dtype is None else default_dtype(self._default_dtype)
+
+
+@contextmanager
+def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None]) -> Iterator[None]:
+    """While open, ``enter`` hears of each backward pass and each optimizer's step, whoever starts them.
+
+    Args:
+        optimizers: those to watch.
+        automatic: after backward comes the optimizer; otherwise whatever the user's step does next.
+        enter: gets the phase's name.
+    """
+    original = torch.autograd.backward
+    inside = False
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:  # a backward pass of its own within a node's: reentrant checkpointing
+            return original(*args, **kwargs)
+        inside = True
+        enter("backward")
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            inside = False
+        enter("optimizer" if automatic else "forward")
+        return result
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.autograd, "backward", backward))
+        for optimizer in optimizers:
+            before = optimizer.register_step_pre_hook(lambda *_: enter("optimizer"))
+            after = optimizer.register_step_post_hook(lambda *_: enter("forward"))
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """While open, new floating-point tensors have that type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _parse(conf: Any) -> tuple[list[Optimizer], list[Any]]:
+    """The optimizers and schedulers of whatever ``configure_optimizers`` returned."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizers, schedulers = parse_optimizers(conf)
+    plain = [optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer for optimizer in optimizers]
+    return plain, [scheduler["scheduler"] if isinstance(scheduler, Mapping) else scheduler for scheduler in schedulers]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,468 @@
+"""A LightningModule's step under fake tensors → Footprint. Knows Lightning modules and torch; nothing of devices, plans or strategies.
+
+Meant for a forked child (``_fork.run_forked``): the user's code runs here. The module that is passed in stays as it is all the same.
+
+Method: a deep copy whose tensors are fake; its own hooks and ``configure_optimizers``; two steps (the first has no optimizer state), the
+second one counted. Against the CPU's real peak the error is below 1 % for most architectures; what most kernels take inside of one
+operation stays unseen.
+
+What a Trainer's ``precision`` means to the types of a step. Knows no module.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.memory.fakes.fakes import UNCOMPILED, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
+from lightning_autopar.memory.fakes.shadow_values import ShadowValues
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, UNREAD, cpu_scratch
+from lightning_autopar.memory.kernels.cuda import CUDA_HIDDEN, cuda_scratch
+from lightning_autopar.memory.storages import tensor_bytes
+from lightning_autopar.memory.tape import Kind, Tape
+from lightning_autopar.memory.trace.bare_step import Rehearsal, announced
+from lightning_autopar.memory.trace.blocks import BlockWatcher, batch_norms, find_blocks, tied_groups
+from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, first_batch, tensors_of
+from lightning_autopar.memory.trace.guess import guess
+from lightning_autopar.memory.trace.layers import forward_bytes, layers
+from lightning_autopar.memory.trace.parameter_use import ConductWatch
+from lightning_autopar.memory.trace.tensors_beside import by_callbacks, fill_history, keep_searching, loose
+from lightning_autopar.memory.trace.tracker import MemoryTracker, Phase
+from lightning_autopar.memory.workspace import Target
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Types of a step.
+
+    Args:
+        autocast: what operations are cast to under autocast; None without it.
+        true: what parameters and inputs are made of; None where they stay as they are.
+    """
+
+    autocast: torch.dtype | None = None
+    true: torch.dtype | None = None
+
+
+_PRECISIONS = {
+    "16-mixed": Precision(autocast=torch.float16),
+    "bf16-mixed": Precision(autocast=torch.bfloat16),
+    "16-true": Precision(true=torch.float16),
+    "bf16-true": Precision(true=torch.bfloat16),
+    "32-true": Precision(),
+    "64-true": Precision(true=torch.float64),
+    "transformer-engine": Precision(true=torch.bfloat16),
+    "transformer-engine-float16": Precision(true=torch.float16),
+}
+_ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true", "None": "32-true"}
+
+
+def precision_of(setting: str | int | None) -> Precision:
+    """The types of a setting.
+
+    Raises:
+        ValueError: for an unknown one.
+    """
+    name = _ALIASES.get(str(setting), str(setting))
+    if name not in _PRECISIONS:
+        raise ValueError(f"unknown precision {setting!r}; use one of {', '.join(_PRECISIONS)}")
+    return _PRECISIONS[name]
+
+
+__all__ = ["FirstBatch", "first_batch", "trace"]
+
+log = logging.getLogger(__name__)
+
+#: A module up to this size is run for real, once, where fakes won't do.
+_SMALL_BYTES = 200 << 20
+_MARGIN_REAL = 0.1
+#: Where convolutions couldn't be asked what they take.
+_MARGIN_UNREAD = 0.2
+#: What a guess that decides about shapes is taken to be worth at least.
+_MARGIN_SHAPED = 0.05
+#: A trace that took longer isn't repeated to learn what its guesses are worth.
+_AGAIN_SECONDS = 4.0
+#: So many batches a manual optimization may take until every optimizer has stepped.
+_MOST_BATCHES = 8
+#: Optimizers that count in tensors of the host (``torch/optim``; ASGD's are on the device), and by which names.
+_COUNTS_ON_HOST = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+    if hasattr(torch.optim, name)
+)
+_NUMBERS = ("step", "mu_product")
+_RESIDENT: tuple[Kind, ...] = ("parameters", "buffers", "optimizer", "input")
+
+
+def trace(
+    module: LightningModule,
+    trainer: Trainer | None,
+    batch: FirstBatch | Any,
+    *,
+    stage: str = "fit",
+    precision: str | int | None = "32-true",
+    target: Target = "cpu",
+    validation: FirstBatch | Any | None = None,
+    crashed: str | None = None,
+) -> Footprint:
+    """What one step of the module needs, found out without running it.
+
+    Where the step can't be traced, it is run once for real if the module is small, else guessed; the footprint says so.
+
+    Args:
+        module: the user's module. It isn't changed.
+        trainer: the trainer it was passed to, read only; None if there is none yet.
+        batch: what :func:`first_batch` gave, or a batch as the step gets it.
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        precision: the Trainer's ``precision``.
+        target: the kind of device that will run it (:func:`.workspace.target_of`); decides
+            between kernels that keep different things (attention, dropout, optimizers).
+        validation: for ``"fit"``, the first batch of the validation loader, to be traced as well; None where there is no validation.
+        crashed: how a process ended that traced this step before. Then the step isn't traced again.
+
+    Raises:
+        ValueError: for an unknown stage or precision.
+    """
+    types = precision_of(precision)
+    if stage not in ("fit", "validate", "test", "predict"):
+        raise ValueError(f"unknown stage {stage!r}; use 'fit', 'validate', 'test' or 'predict'")
+    first = batch if isinstance(batch, FirstBatch) else FirstBatch(batch=batch, batch_size=batch_size_of(batch))
+    tracing = _Tracing(module, trainer, first, stage, types, target, validation)
+    try:
+        if crashed is None:
+            return tracing.with_margin()
+        reason = crashed
+    except RAISED as error:
+        log.debug("the step can't be traced", exc_info=True)
+        reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    if module_bytes(module) <= _SMALL_BYTES:
+        try:
+            return tracing.measure(fake=False, note=f"the step can't be traced ({reason}), and was run once for real on the CPU instead")
+        except RAISED:
+            log.debug("the step can't be run on the CPU either", exc_info=True)
+    return guess(module, trainer, first, stage=stage, dtype=types.true, reason=reason)
+
+
+class _Tracing:
+    """The arguments of one call of :func:`trace`."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        trainer: Trainer | None,
+        first: FirstBatch,
+        stage: str,
+        precision: Precision,
+        target: Target,
+        validation: FirstBatch | Any | None,
+    ) -> None:
+        self.module = module
+        self.trainer = trainer
+        self.first = first
+        self.stage = stage
+        self.precision = precision
+        self.target = target
+        self.validation = validation.batch if isinstance(validation, FirstBatch) else validation
+
+    def with_margin(self) -> Footprint:
+        """The fake step; where it rests on guesses about values, the margin is what other guesses would add.
+
+        How much a guess is worth nobody can tell without the values, but a step that is traced with every guess made another way shows what
+        it may move: nothing, for a number that is only logged.
+        """
+        started = time.process_time()
+        shadow = ShadowValues()
+        footprint = self.measure(fake=True, shadow=shadow)
+        if not shadow.guessed:
+            return footprint
+        margin = _MARGIN_SHAPED if shadow.shaped else 0.0
+        if time.process_time() - started < _AGAIN_SECONDS:
+            try:
+                other = self.measure(fake=True, shadow=ShadowValues(other=True), validated=False)
+                margin = max(margin, _whole_bytes(other) / _whole_bytes(footprint) - 1)
+            except Exception:  # such values would end the user's own run as well
+                log.debug("the step fails where guesses are made another way", exc_info=True)
+        elif shadow.branched:
+            margin = _MARGIN_SHAPED
+        return replace(footprint, margin=max(footprint.margin, margin))
+
+    def measure(self, *, fake: bool, note: str | None = None, shadow: ShadowValues | None = None, validated: bool = True) -> Footprint:
+        """Two steps, the last one counted; with fake tensors or, where those won't do, real ones."""
+        with ExitStack() as stack:
+            stack.enter_context(drawing_nothing())
+            mode = fake_mode()
+            shadow = ShadowValues() if shadow is None else shadow
+            validation = self.validation if validated else None
+            if fake:
+                module = fake_copy(self.module, mode, shadow, dtype=self.precision.true)
+                batch = fake_copy(self.first.batch, mode, shadow, dtype=self.precision.true)
+                validation = fake_copy(validation, mode, shadow, dtype=self.precision.true)
+                stack.enter_context(as_if_real(shadow, self.target))
+                stack.enter_context(mode)
+                stack.enter_context(shadow)
+            else:
+                module = fake_copy(self.module, None, None, dtype=self.precision.true)
+                batch = fake_copy(self.first.batch, None, None, dtype=self.precision.true)
+                validation = fake_copy(validation, None, None, dtype=self.precision.true)
+            return self._measure(module, batch, validation, shadow, note)
+
+    def _tracker(self, module: LightningModule, batch: Any, shadow: ShadowValues, conduct: ConductWatch | None = None) -> MemoryTracker:
+        """A ledger that knows what is there before the step."""
+        on_cpu = self.target == "cpu"
+        tracker = MemoryTracker(
+            batch_size=self.first.batch_size,
+            scratch=(cpu_scratch if on_cpu else cuda_scratch)(shadow.guesses),
+            hidden=CPU_HIDDEN if on_cpu else CUDA_HIDDEN,
+            see=None if conduct is None else conduct.see,
+        )
+        for parameter in module.parameters():
+            tracker.mark(parameter, "parameters")
+        for buffer in (*module.buffers(), *loose(module)):
+            tracker.mark(buffer, "buffers")
+        for tensor in tensors_of(batch):
+            tracker.mark(tensor, "input")
+        return tracker
+
+    def _measure(self, module: LightningModule, batch: Any, validation: Any, shadow: ShadowValues, note: str | None) -> Footprint:
+        tracker: MemoryTracker | None = None
+
+        def enter(phase: str) -> None:
+            if tracker is not None:
+                tracker.enter(cast(Phase, phase))
+
+        training = self.stage == "fit"
+        rehearsal = Rehearsal(
+            module,
+            self.trainer,
+            self.stage,
+            autocast_dtype=self.precision.autocast,
+            default_dtype=self.precision.true,
+            enter=enter,
+        )
+        rehearsal.build()
+        if searching := keep_searching(rehearsal.optimizers):
+            rehearsal.notes["LBFGS was taken to go through all iterations, and to keep its whole history"] = None
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        parameters = list(module.parameters())
+        trainable = [parameter for parameter in parameters if parameter.requires_grad] if training else []
+        conduct = ConductWatch(module) if training else None
+        tracker = self._tracker(module, batch, shadow, conduct)
+        watcher = BlockWatcher(find_blocks(module), tracker)
+
+        reached: set[int] = set()
+
+        def complete(parameter: Tensor) -> None:
+            reached.add(id(parameter))
+            if parameter.grad is not None:
+                tracker.mark(parameter.grad, "gradients")
+
+        hooks = [parameter.register_post_accumulate_grad_hook(complete) for parameter in trainable]
+        with ExitStack() as stack:
+            stack.enter_context(announced(rehearsal.optimizers, automatic=module.automatic_optimization, enter=enter))
+            stack.enter_context(tracker)
+            if conduct is not None:
+                stack.enter_context(conduct.watching(rehearsal))
+            batches = self._train(rehearsal, batch, watcher, tracker) if training else 1
+            if not training:
+                watcher.begin_step()
+                tracker.record()
+                rehearsal.evaluation_step(batch)
+        for hook in hooks:
+            hook.remove()
+
+        states: dict[int, int] = dict.fromkeys(map(id, parameters), 0)
+        for parameter, value in self._states(rehearsal.optimizers):
+            if id(parameter) in states:
+                states[id(parameter)] += tensor_bytes(value)
+        learns = {id(parameter) for parameter in trainable}
+
+        def bytes_of(parameter: nn.Parameter) -> tuple[int, int, int]:
+            size = tensor_bytes(parameter)
+            return size, size if id(parameter) in learns else 0, states.get(id(parameter), 0)
+
+        updates = 1 if module.automatic_optimization else batches
+        found = layers(module, tracker, watcher, bytes_of, batches=batches, updates=updates)
+        live = tracker.live
+        parameter_bytes, buffer_bytes, optimizer_bytes, input_bytes = (live[kind] for kind in _RESIDENT)
+        gradient_bytes = sum(bytes_of(parameter)[1] for parameter in trainable)
+        peak_bytes = max((moment.total_bytes for moment in found.moments), default=0)
+        held_bytes, changes = by_callbacks(self.trainer, module, on_cpu=self.target == "cpu") if training else (0, [])
+        normed = tuple(batch_norms(module))  # the evaluation below leaves the module in eval mode, in which none counts
+        evaluated: tuple[int | None, tuple[int, ...]] = None, ()
+        if training and validation is not None:
+            evaluated = self._evaluation_bytes(rehearsal, validation, shadow, watcher, [block.fqn for block in found.blocks])
+        if any(is_compiled(part) for part in (*self.module.modules(), *module.modules())):
+            changes.append(UNCOMPILED)
+        assumptions = [*([note] if note else []), *shadow.guesses, *rehearsal.notes, *changes]
+        return Footprint(
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            batch_size=self.first.batch_size,
+            parameter_bytes=parameter_bytes,
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=optimizer_bytes,
+            buffer_bytes=buffer_bytes + held_bytes,
+            activation_bytes=found.activation_bytes,
+            temporary_bytes=max(0, peak_bytes - gradient_bytes - found.activation_bytes),
+            input_bytes=input_bytes,
+            largest_parameter_bytes=max((tensor_bytes(parameter) for parameter in parameters), default=0),
+            flops=found.flops,
+            moved_bytes=found.moved_bytes,
+            optimizer_work=found.optimizer_work,
+            blocks=found.blocks,
+            outer=found.outer,
+            also_uses=found.also_uses,
+            holders=found.holders,
+            tape=found.tape,
+            conduct=None if conduct is None else conduct.found(),
+            tied=tied_groups(module),
+            training=training,
+            automatic_optimization=module.automatic_optimization,
+            optimizers=len(rehearsal.optimizers),
+            optimizer_classes=_torchs_own(rehearsal.optimizers),
+            batch_norm=normed,
+            random_draws=tuple(tracker.random_draws),
+            unused_parameters=tuple(names[id(parameter)] for parameter in trainable if id(parameter) not in reached),
+            configures_model=is_overridden("configure_model", self.module),
+            moments=found.moments,
+            traced=note is None,
+            margin=_MARGIN_UNREAD if UNREAD in shadow.guesses else _MARGIN_REAL if note is not None or searching else 0.0,
+            asks_for_world=rehearsal.asked_for_world,
+            evaluation_bytes=evaluated[0],
+            evaluation_parts=evaluated[1],
+            assumptions=tuple(dict.fromkeys(assumptions)),
+        )
+
+    def _train(self, rehearsal: Rehearsal, batch: Any, watcher: BlockWatcher, tracker: MemoryTracker) -> int:
+        """Steps of training, first to let the optimizers have their state, then counted; the number of the counted ones.
+
+        Under manual optimization only the module knows when its optimizers step: as many batches as it takes for all of them to have done
+        so are one cycle.
+        """
+        automatic = rehearsal.module.automatic_optimization
+        waiting = {id(optimizer) for optimizer in rehearsal.optimizers}
+
+        def stepped(optimizer: Any, *_: Any) -> None:
+            waiting.discard(id(optimizer))
+
+        hooks = [optimizer.register_step_post_hook(stepped) for optimizer in rehearsal.optimizers]
+        index = 0
+
+        def step(*, first: bool, last: bool) -> None:
+            nonlocal index
+            watcher.begin_step()
+            rehearsal.training_step(batch, index, first=first, last=last)
+            self._mark_states(rehearsal, tracker)
+            index += 1
+
+        step(first=True, last=True)
+        while not automatic and waiting and index < _MOST_BATCHES:
+            step(first=True, last=True)
+        for hook in hooks:
+            hook.remove()
+        if waiting:
+            rehearsal.notes[f"an optimizer took no step in {index} batches; its state is unknown"] = None
+        fill_history(rehearsal.optimizers)
+        self._mark_states(rehearsal, tracker)
+        tracker.record()
+        if not automatic:
+            batches = index
+            for _ in range(batches):
+                step(first=True, last=True)
+        else:
+            # Of an accumulation the first batch and the last: those between are like the last one's beginning.
+            batches = min(rehearsal.accumulate, 2)
+            for position in range(batches):
+                step(first=position == 0, last=position == batches - 1)
+        return batches
+
+    def _mark_states(self, rehearsal: Rehearsal, tracker: MemoryTracker) -> None:
+        for _, value in self._states(rehearsal.optimizers):
+            tracker.mark(value, "optimizer")
+        if self.target != "cpu":
+            for value in _on_host(rehearsal.optimizers):
+                tracker.forget(value)
+
+    def _states(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, Tensor]]:
+        """Every tensor in the optimizers' state that is on the device, with the parameter that it is of."""
+        host = set() if self.target == "cpu" else {id(value) for value in _on_host(optimizers)}
+        for parameter, state in itertools.chain.from_iterable(optimizer.state.items() for optimizer in optimizers):
+            yield from ((parameter, value) for value in tree_leaves(state) if isinstance(value, Tensor) and id(value) not in host)
+
+    def _evaluation_bytes(
+        self, rehearsal: Rehearsal, batch: Any, shadow: ShadowValues, watcher: BlockWatcher, blocks: Sequence[str]
+    ) -> tuple[int | None, tuple[int, ...]]:
+        """The most that a validation step holds beside what lives from step to step, its batch included; None where it fails.
+
+        And the same by parts, where it runs the same blocks as training.
+        """
+        try:
+            tracker = self._tracker(rehearsal.module, batch, shadow)
+            watcher.follow(tracker)
+            with tracker:
+                rehearsal.begin_evaluation()
+                watcher.begin_step()
+                tracker.record()
+                rehearsal.evaluation_step(batch, "validate")
+            assert tracker.tape is not None
+            most = _top_bytes(tracker.tape) - tracker.live["parameters"] - tracker.live["buffers"]
+            return most, tuple(size + tracker.live["input"] for size in forward_bytes(tracker, watcher, blocks))
+        except RAISED as error:
+            log.debug("the validation step can't be traced", exc_info=True)
+            rehearsal.notes[f"the validation step can't be traced ({type(error).__name__}), and is taken to need less than training"] = None
+            return None, ()
+
+
+def _torchs_own(optimizers: Sequence[Any]) -> tuple[str, ...]:
+    """The names of the optimizers' classes; none where one isn't torch's."""
+    kinds = [type(optimizer) for optimizer in optimizers]
+    own = all(kind.__module__.startswith("torch.optim") and getattr(torch.optim, kind.__name__, None) is kind for kind in kinds)
+    return tuple(kind.__name__ for kind in kinds) if own else ()
+
+
+def _on_host(optimizers: Sequence[Any]) -> Iterator[Tensor]:
+    """Numbers in the state of torch's optimizers that are in the host's memory, unless those are fused or capturable."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(optimizer, _COUNTS_ON_HOST) and not group.get("fused") and not group.get("capturable"):
+                states = [optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state]
+                yield from (state[name] for state in states for name in _NUMBERS if isinstance(state.get(name), Tensor))
+
+
+def _top_bytes(tape: Tape) -> int:
+    """The most that is alive at any moment of a tape."""
+    sizes: dict[int, int] = {}
+    level = top = 0
+    for event in tape:
+        if event.action in ("allocate", "free", "resize"):
+            level += event.size_bytes - sizes.get(event.storage, 0)
+            sizes[event.storage] = event.size_bytes
+            top = max(top, level)
+    return top
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of its parameters, those without a shape yet left out."""
+    return sum(tensor_bytes(parameter) for parameter in module.parameters() if not is_lazy(parameter))
+
+
+def _whole_bytes(footprint: Footprint) -> int:
+    """What a step takes at its peak on one device."""
+    resident = footprint.parameter_bytes + footprint.optimizer_bytes + footprint.buffer_bytes + footprint.input_bytes
+    return max(1, resident + max((moment.total_bytes for moment in footprint.moments), default=0))

@@ -1,0 +1,10 @@
+"""FLOPs and bytes of operations.
+
+Modules, in reading order:
+
+    work              FLOPs and bytes of operations, and their kinds
+    operations        what is known of each operator
+    calls             one call gives its kernels
+    tally             the operations of a step, added up
+    batch_dependence  whether a tensor's size depends on the batch
+"""

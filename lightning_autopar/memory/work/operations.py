@@ -1,0 +1,242 @@
+"""What is known of an operation whatever it is called with: kind, FLOPs, arguments that it reads, random draws. Knows torch's operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from lightning_autopar.memory.work.work import WorkKind, kind_of, names_of
+
+aten = torch.ops.aten
+
+
+class Operation:
+    """What is known of an operation, whatever it is called with.
+
+    Attributes:
+        name: as in ``aten.mm``.
+        short_name: as in ``mm``.
+        kind: for a roofline.
+        is_view: its outputs share storage with its inputs, and it moves nothing.
+        moves: whether it reads its inputs and writes its outputs.
+        unread: names of arguments whose elements it doesn't read.
+        picks: names of arguments of which it reads no more than it writes, or than there are targets.
+        touches: whether it writes its first argument in few places, which others tell.
+        writes: names of arguments that it writes and doesn't give back.
+        again: by the name of an argument, how often more it passes over as many elements.
+        flops: (args, kwargs, output) → FLOPs; None where it has none worth counting.
+        draws: whether it may draw random numbers.
+    """
+
+    __slots__ = (
+        "_function",
+        "again",
+        "draws",
+        "flops",
+        "is_view",
+        "kind",
+        "moves",
+        "name",
+        "picks",
+        "short_name",
+        "touches",
+        "unread",
+        "writes",
+    )
+
+    def __init__(self, function: Any) -> None:
+        packet = getattr(function, "_overloadpacket", None)
+        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+        schema = function._schema
+        self._function = function
+        self.name = str(packet)
+        short: str = schema.name.partition("::")[2]
+        self.short_name = short
+        self.kind: WorkKind = kind_of(function)
+        self.is_view = bool(getattr(function, "is_view", False)) and packet is not aten.lift_fresh
+        self.moves = not self.is_view and packet not in _STILL and not schema.name.startswith("profiler::")
+        self.unread: frozenset[str] = _UNREAD.get(short, _FILLED if short in _FILLS or short.endswith("_like") else frozenset())
+        self.picks: frozenset[str] = _PICKS.get(short, frozenset())
+        self.touches = short in _TOUCHES
+        written = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+        self.writes = frozenset(written) if not schema.returns else frozenset()
+        self.again: dict[str, int] = _AGAIN.get(short, {})
+        self.flops: Callable[[Any, Any, Any], int] | None = None
+        if formula is not None:
+            self.flops = lambda args, kwargs, output: int(formula(*args, **kwargs, out_val=output))
+        self.draws = torch.Tag.nondeterministic_seeded in function.tags
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, in order."""
+        return dict(zip((argument.name for argument in self._function._schema.arguments), args, strict=False)) | kwargs
+
+    def has_drawn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call has drawn random numbers: dropout of probability zero, or out of training, draws none."""
+        if not self.draws:
+            return False
+        schema = self._function._schema
+        values = self.named(args, kwargs)
+        if schema.name in ("aten::bernoulli_", "aten::bernoulli"):
+            return values.get("p") not in (0, 0.0, 1, 1.0)
+        if "attention" in schema.name:
+            return bool(values.get("dropout_p", 0.0))
+        if "dropout" in values and "train" in values:  # a recurrent layer's kernel, which may have none
+            return bool(values["dropout"] and values["train"])
+        return values.get("train", values.get("training", True)) is not False
+
+    def drawn_bytes(self, output: Tensor) -> int:
+        """What it takes to draw as much as this output: a mask as integers of four bytes; on CUDA dropout's input, output and mask.
+
+        Fused attention's dropout is drawn inside its kernel.
+        """
+        if self.kind == "attention":
+            return 0
+        of_each = {"bernoulli_": 4, "native_dropout": 2 * output.element_size() + 1}.get(self.short_name, output.element_size())
+        return output.numel() * of_each
+
+
+_known: dict[Any, Operation] = {}
+
+
+def operation(function: Any) -> Operation:
+    """What is known of an operator; looked up once."""
+    found = _known.get(function)
+    if found is None:
+        found = _known[function] = Operation(function)
+    return found
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Scores, and the values' sum. The formula of torch before 2.13 may refuse grouped heads (``torch/utils/flop_counter.py``)."""
+    batch, heads, length, width = query.shape
+    return int(2 * batch * heads * length * key.shape[2] * (width + value.shape[3]))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """The scores again, and the gradients of weights, values, keys and queries."""
+    batch, heads, length, width = query.shape
+    return int(2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3]))
+
+
+def _product(first: Any, second: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Matrix or vector times vector."""
+    return 2 * int(first.numel())
+
+
+def _added_product(start: Any, first: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return 2 * int(first.numel())
+
+
+def _convolution(
+    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    """A multiply-add for each element of the weight at every position: of the output, or of the input where that is the smaller one."""
+    over = input if transposed else out_val
+    return int(2 * over.shape[0] * math.prod(over.shape[2:]) * weight.numel())
+
+
+def _convolution_backward(
+    gradient: Any, input: Any, weight: Any, sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any, **_: Any
+) -> int:
+    """As much as forward for the input's gradient, and for the weight's; torch's own formula leaves groups out for the weight's."""
+    products = sum(rest[-1][:2])
+    return int(products) * _convolution(input, weight, None, stride, padding, dilation, transposed, out_val=gradient)
+
+
+def _recurrent(input: Any, *rest: Any, out_val: Any = None, **_: Any) -> int:
+    """A recurrent layer: each position is multiplied with every matrix of the weights."""
+    weights = rest[0] if isinstance(rest[0], (list, tuple)) else rest[:2]
+    positions = input.numel() // input.shape[-1]
+    return int(2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2))
+
+
+def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent(*args, **kwargs)
+
+
+#: Operations that torch's own table leaves out, or takes too narrowly.
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_efficient_attention,
+            aten._scaled_dot_product_cudnn_attention,
+            aten._scaled_dot_product_flash_attention_for_cpu,
+        ),
+        _attention,
+    ),
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_flash_attention_backward,
+            aten._scaled_dot_product_efficient_attention_backward,
+            aten._scaled_dot_product_cudnn_attention_backward,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        ),
+        _attention_backward,
+    ),
+    **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _product),
+    aten.addmv: _added_product,
+    **dict.fromkeys((aten.convolution, aten._convolution), _convolution),
+    aten.convolution_backward: _convolution_backward,
+    aten.mkldnn_rnn_layer: _recurrent,
+    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    aten._cudnn_rnn: _recurrent,
+    aten._cudnn_rnn_backward: _recurrent_backward,
+}
+#: Operations that allocate or rename, and touch no element.
+_STILL = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten._unsafe_view,
+    aten.lift_fresh,
+    aten.detach,
+    aten.detach_,
+    aten.alias,
+}
+#: Arguments of which an operation reads no more than it writes; of losses, than there are targets.
+_PICKS = {
+    "embedding": frozenset({"weight"}),
+    "_embedding_bag": frozenset({"weight"}),
+    **dict.fromkeys(("index_select", "index", "gather", "take", "nll_loss_forward", "nll_loss2d_forward"), frozenset({"self"})),
+}
+_FILLED = frozenset({"self"})
+#: Operations that write their first argument without reading it, or take no more than its shape; so do those whose names end in ``_like``.
+_FILLS = frozenset(
+    names_of(
+        "copy_ fill_ zero_ _foreach_zero_ _foreach_copy_ normal_ uniform_ bernoulli_ random_ exponential_ log_normal_ geometric_ cauchy_ "
+        "new_zeros new_ones new_full"
+    )
+)
+_UNREAD = {
+    "nll_loss_backward": frozenset({"self"}),
+    "nll_loss2d_backward": frozenset({"self"}),
+    "max_pool2d_with_indices_backward": frozenset({"self"}),
+    "max_pool3d_with_indices_backward": frozenset({"self"}),
+    "_cudnn_rnn": frozenset({"weight_buf"}),  # the weights once more
+    "_cudnn_rnn_backward": frozenset({"weight_buf"}),
+}
+#: Operations that are several passes, of which a later one can't find in a cache what an earlier one has read.
+_AGAIN: dict[str, dict[str, int]] = {
+    # Statistics first, over the whole batch, then the normalisation; backward the sums first (aten/src/ATen/native/cuda/Normalization.cuh).
+    "native_batch_norm": {"input": 1},
+    "_native_batch_norm_legit": {"input": 1},
+    "cudnn_batch_norm": {"input": 1},
+    "native_batch_norm_backward": {"grad_out": 1, "input": 1},
+    "cudnn_batch_norm_backward": {"grad_output": 1, "input": 1},
+    # Zeros everywhere, then a sum or a copy where the gradient goes.
+    "embedding_dense_backward": {"grad_output": 2},
+    "select_backward": {"grad_output": 1},
+    "slice_backward": {"grad_output": 1},
+    # A softmax; which rows are all minus infinity; zeros in their place (aten/src/ATen/native/transformers/attention.cpp).
+    "_safe_softmax": {"self": 3},
+}
+#: Operations in place that write where an index says.
+_TOUCHES = frozenset(names_of("index_put_ _index_put_impl_ index_add_ index_copy_ index_fill_ scatter_ scatter_add_ scatter_reduce_ put_"))

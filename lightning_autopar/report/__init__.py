@@ -1,0 +1,10 @@
+"""What planning found, as values, text, page. Knows not how it is found.
+
+Modules, in reading order:
+
+    report       Report with its views, NothingFits
+    table        the report as text
+    comparison   predicted against measured
+    run_history  a run over time as a page
+    page/        the HTML page
+"""

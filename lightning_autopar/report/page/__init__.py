@@ -1,0 +1,13 @@
+"""The HTML page.
+
+Modules, in reading order:
+
+    report_page  the report's HTML page
+    markup       HTML and SVG from values, escaped
+    style        colours and the style sheet
+    memory       the section on memory, and its bars
+    step         the section on the step, and the spans that it draws
+    plan_list    the section with every candidate
+    figure       rows and axes that the page and the picture share
+    picture      figures as one SVG file that needs nothing but itself, in the colours of a light page
+"""

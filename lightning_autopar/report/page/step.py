@@ -1,0 +1,377 @@
+"""The page's step: what each rank does and when, with what it waits, and where the seconds go.
+
+It reads a report and the spans of :mod:`timeline`, and must not know how seconds are predicted.
+
+What each rank does in one step, as spans of time: what a picture of a plan draws. It predicts by the same step as the seconds do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.planning.timing import step_of
+from lightning_autopar.plans import Plan
+from lightning_autopar.report.page.figure import Figure, Row, axis
+from lightning_autopar.report.page.markup import Html, element, percent, rect, scrolled, share, text
+from lightning_autopar.report.page.style import color_class
+from lightning_autopar.report.report import Candidate, Report
+from lightning_autopar.strategies.pipeline.timing import PipelineStep, play
+from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.timing.rank import Event
+from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.step import Step, Wire
+
+Lane = Literal["compute", "communication"]
+SpanKind = Literal["forward", "backward", "recompute", "communication", "optimizer", "offload", "input", "idle"]
+#: What is shorter than this share of the step is rounding, not waiting.
+_NOTHING = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Something that a rank does, from when to when.
+
+    Args:
+        rank: of the plan's.
+        start_seconds: since the step began.
+        end_seconds: likewise.
+        kind: what it is.
+        label: of which block or stage.
+        lane: a GPU computes and communicates at once; what a rank's cores do themselves is all on the first.
+    """
+
+    rank: int
+    start_seconds: float
+    end_seconds: float
+    kind: str
+    label: str
+    lane: Lane = "compute"
+
+
+def timeline(
+    footprint: Footprint,
+    plan: Plan,
+    inventory: Inventory,
+    *,
+    precision: str = "32-true",
+    rates: Rates | None = None,
+    ranks: int | None = None,
+    wire: Wire | None = None,
+) -> tuple[Span, ...]:
+    """The spans of one step by rank, in the order of their beginning on each lane.
+
+    Args:
+        footprint: as for :func:`lightning_autopar.planning.timing.predict_seconds`; so are ``plan``, ``inventory``, ``precision``,
+            ``rates`` and ``wire``.
+        ranks: the first so many ranks only; all of them by default.
+
+    Raises:
+        ValueError: if a device of the plan isn't in the inventory, or the plan names blocks that the footprint hasn't.
+    """
+    step = step_of(footprint, plan, inventory, precision=precision, rates=rates, wire=wire)
+    most = min(plan.world_size, ranks or plan.world_size)
+    events = _of_stages(step, most) if isinstance(step, PipelineStep) else _of_ranks(step, most)
+    seconds = step.seconds().step
+    return tuple(span for rank, found in enumerate(events) for span in _spans(rank, found, seconds))
+
+
+def _of_ranks(step: Step, most: int) -> list[list[Event]]:
+    """Each rank's own work and its collectives; ranks that are alike do alike."""
+    made: dict[Hashable, list[Event]] = {}
+    by_rank: dict[int, Hashable] = {rank: key for key, members in step.classes().items() for rank in members}
+    for rank in range(most):
+        key = by_rank[rank]
+        if key not in made:
+            made[key] = _of_rank(step, rank)
+    return [made[by_rank[rank]] for rank in range(most)]
+
+
+def _of_rank(step: Step, rank: int) -> list[Event]:
+    """What one rank does up to the end of its update."""
+    run = step.run(rank)
+    events: list[Event] = []
+    played = step.played(run, events)
+    on_cpu = run.device.kind == "cpu"
+    if on_cpu:
+        events = _on_one_lane(events)
+    clock = max([played.end, *(event.end for event in events)])
+    for seconds, kind, label in (
+        (step.waited(), "communication", "batch norms"),
+        (step.offload(run), "offload", "update on the host"),
+        (run.update, "optimizer", "update"),
+        (step.after(), "communication", "gather parameters"),
+    ):
+        if seconds > 0:
+            events.append(Event("compute" if on_cpu or kind != "communication" else "communication", clock, clock + seconds, kind, label))
+            clock += seconds
+    return events
+
+
+def _on_one_lane(events: Iterable[Event]) -> list[Event]:
+    """What the same cores do, one after the other: computing waits while they communicate."""
+    out: list[Event] = []
+    clock = 0.0
+    for event in sorted(events, key=lambda event: (event.start, event.lane != "communication")):
+        end = clock + event.end - event.start
+        out.append(Event("compute", clock, end, event.kind, event.label))
+        clock = end
+    return out
+
+
+def _of_stages(step: PipelineStep, most: int) -> list[list[Event]]:
+    """Each rank's actions; those of the replicas are alike."""
+    plan = step.plan
+    count = plan.devices_per_replica
+    runs = step.stage_runs()
+    stages = step.stages(runs)
+    events: list[list[Event]] = [[] for _ in range(count)]
+    for rank, action, start, end in play(stages):
+        label = f"stage {action.stage}, micro-batch {action.micro_batch}"
+        again = runs[action.stage].again
+        if action.work == "forward":
+            events[rank].append(Event("compute", start, end, "forward", label))
+            if action.stage + 1 < plan.stages and (sent := stages.sends[action.stage]):
+                events[rank].append(Event("communication", end, end + sent, "communication", f"send {label}"))
+            continue
+        second = min(sum(again), end - start)
+        if second:
+            events[rank].append(Event("compute", start, start + second, "recompute", label))
+        events[rank].append(Event("compute", start + second, end, "backward", label))
+        if action.stage and (sent := stages.sends[action.stage - 1]):
+            events[rank].append(Event("communication", end, end + sent, "communication", f"send gradients of {label}"))
+    for position, found in enumerate(events):
+        clock = max(event.end for event in found if event.lane == "compute")
+        if (talk := step.synced(position, runs)) > 0:
+            found.append(Event("communication", clock, clock + talk, "communication", "gradients"))
+            clock += talk
+        if (update := sum(run.update for run in runs[position::count])) > 0:
+            found.append(Event("compute", clock, clock + update, "optimizer", "update"))
+    return [events[rank % count] for rank in range(most)]
+
+
+def _spans(rank: int, events: Iterable[Event], step_seconds: float) -> list[Span]:
+    """In order, with what the compute lane waits in between."""
+    spans: list[Span] = []
+    lanes: tuple[Lane, Lane] = ("compute", "communication")
+    ordered = sorted(events, key=lambda event: event.start)
+    for lane in lanes:
+        clock = 0.0
+        for event in ordered:
+            if event.lane != lane:
+                continue
+            if lane == "compute" and event.start - clock > _NOTHING * step_seconds:
+                spans.append(Span(rank=rank, start_seconds=clock, end_seconds=event.start, kind="idle", label=""))
+            spans.append(Span(rank=rank, start_seconds=event.start, end_seconds=event.end, kind=event.kind, label=event.label, lane=lane))
+            clock = event.end
+        if lane == "compute" and step_seconds - clock > _NOTHING * step_seconds:
+            spans.append(Span(rank=rank, start_seconds=clock, end_seconds=step_seconds, kind="idle", label=""))
+    return spans
+
+
+__all__ = ["parts_figure", "step_figure", "step_section"]
+
+#: More ranks can't be read, unless one replica's stages are more.
+_MOST_RANKS, _MOST_STAGES = 16, 64
+#: A page has so many spans about; shorter ones are drawn together until they are as few.
+_MOST_SPANS, _LEAST_SHARE = 4000, 1 / 2000
+#: Blocks that take less of the step are drawn together; micro-batches, which are what is looked for, aren't.
+_BLOCK_SHARE = 0.012
+#: From this share of the axis on there is room for a character of a micro-batch's number: where the page is wide, and always.
+_CHARACTER_SHARE, _ALWAYS_SHARE = 0.008, 0.02
+_ROW_PIXELS, _BESIDE_PIXELS, _MOST_COMPARED = 24, 9, 4
+_STAGE, _MICRO_BATCH = re.compile(r"\bstage (\d+)"), re.compile(r"\bmicro-batch (\d+)")
+
+
+def step_section(report: Report, candidate: Candidate) -> Html:
+    """A row for each rank, and the parts of the seconds.
+
+    Args:
+        report: has the candidate.
+        candidate: one with a prediction of its time.
+    """
+    parts = parts_figure(candidate)
+    return element(
+        "section",
+        step_figure(report, candidate).html(),
+        None if parts is None else parts.html("h3"),
+        element("details", element("summary", "Compared with the next plans", class_="head"), _compared(report, candidate)),
+    )
+
+
+def step_figure(report: Report, candidate: Candidate) -> Figure:
+    """A row for each rank, those alike as one.
+
+    Args:
+        report: has the candidate.
+        candidate: one with a prediction of its time.
+    """
+    plan = candidate.plan
+    limit = max(_MOST_RANKS, min(plan.devices_per_replica if plan.engine == "pipeline" else 0, _MOST_STAGES))
+    spans = timeline(report.footprint, plan, report.inventory, precision=report.precision, rates=report.rates, ranks=limit)
+    end = max((span.end_seconds for span in spans), default=0.0)
+    groups = _alike(spans)
+    short = (_LEAST_SHARE if plan.engine == "pipeline" else _BLOCK_SHARE) * end
+    drawn = [(_merged(found, end * _LEAST_SHARE, short), ranks) for found, ranks in groups]
+    while sum(len(found) for found, _ in drawn) > _MOST_SPANS:
+        short *= 2
+        drawn = [(_merged(found, short, short), ranks) for found, ranks in drawn]
+    more = f" Shown are ranks 0 to {limit - 1} of {plan.world_size}." if plan.world_size > limit else ""
+    every = [span for found, _ in drawn for span in found]
+    numbers = " Numbers are micro-batches." if any(_MICRO_BATCH.search(span.label) for span in every) else ""
+    beside = " The thin row is communication that goes on beside computing." if any(span.lane != "compute" for span in every) else ""
+    scale, unit = (1e6, "µs") if end < 1e-3 else (1e3, "ms") if end < 1 else (1.0, "s")
+    return Figure(
+        title="One training step" if report.footprint.training else "One step",
+        caption=f"What each rank does, and when.{numbers}{beside}{more}",
+        legend=tuple(_marks(every, plan.devices_per_replica)),
+        rows=tuple(_row(report, candidate, found, ranks, end) for found, ranks in drawn),
+        axis=axis(end * scale, unit),
+    )
+
+
+def _alike(spans: Iterable[Span]) -> list[tuple[list[Span], list[int]]]:
+    """What ranks do, and which ranks do just that."""
+    found: dict[tuple[object, ...], tuple[list[Span], list[int]]] = {}
+    for rank, group in groupby(spans, key=lambda span: span.rank):
+        its = list(group)
+        key = tuple((span.start_seconds, span.end_seconds, span.kind, span.label, span.lane) for span in its)
+        found.setdefault(key, (its, []))[1].append(rank)
+    return list(found.values())
+
+
+def _merged(spans: Iterable[Span], gap_seconds: float, short_seconds: float) -> list[Span]:
+    """Those of a kind that follow each other closely as one, where one of them is too short to be seen or they are the same."""
+    merged: list[Span] = []
+    for span in spans:
+        last = merged[-1] if merged else None
+        if last is not None and (last.lane, last.kind) == (span.lane, span.kind) and span.start_seconds - last.end_seconds < gap_seconds:
+            short = min(last.end_seconds - last.start_seconds, span.end_seconds - span.start_seconds) < short_seconds
+            if short or span.label == last.label:
+                first, _, _ = last.label.partition(" … ")
+                words = first if first == span.label else f"{first} … {span.label.rpartition(' … ')[2]}"
+                merged[-1] = Span(
+                    rank=last.rank,
+                    start_seconds=last.start_seconds,
+                    end_seconds=max(last.end_seconds, span.end_seconds),
+                    kind=last.kind,
+                    label=words,
+                    lane=last.lane,
+                )
+                continue
+        merged.append(span)
+    return merged
+
+
+def _row(report: Report, candidate: Candidate, spans: Sequence[Span], ranks: Sequence[int], end: float) -> Row:
+    """A rank's name, what it does, and how much of the step it waits."""
+    device = report.inventory.device(candidate.plan.devices[ranks[0]])
+    name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_runs(ranks)} ({len(ranks)} alike)"
+    beside = any(span.lane != "compute" for span in spans)
+    drawn, words = [], []
+    for span in spans:
+        computing = span.lane == "compute"
+        kind = _shade(span, candidate.plan.devices_per_replica)
+        tip = f"{'waiting' if span.kind == 'idle' else span.kind}{', ' + span.label if span.label else ''}: "
+        tip += f"{format_seconds(span.end_seconds - span.start_seconds)}, at {format_seconds(span.start_seconds)}"
+        y, height = (0, _ROW_PIXELS) if computing else (_ROW_PIXELS + 1, _BESIDE_PIXELS)
+        class_ = f"cell {color_class(kind)}"
+        drawn.append(rect(span.start_seconds, span.end_seconds, end, class_=class_, y=y, height=height, title=tip))
+        number = _MICRO_BATCH.search(span.label)
+        room = (span.end_seconds - span.start_seconds) / end
+        if computing and number and "…" not in span.label and room >= _CHARACTER_SHARE * len(number[1]):
+            middle = (span.start_seconds + span.end_seconds) / 2
+            wide = " wide" if room < _ALWAYS_SHARE * len(number[1]) else ""
+            words.append(text(number[1], share(middle, end), _ROW_PIXELS / 2 + 4, class_=f"on-{color_class(kind)}{wide}"))
+    waits = sum(span.end_seconds - span.start_seconds for span in spans if span.kind == "idle" and span.lane == "compute")
+    waiting = f"waits {percent(waits / end)}" if end and waits / end >= 0.0005 else "never waits"
+    label = f"{name}: {waiting} of the step"
+    height = _ROW_PIXELS + (1 + _BESIDE_PIXELS if beside else 0)
+    where = f" on {report.inventory.device(device.id).name} {device.id}" if len(ranks) == 1 else ""
+    return Row(
+        name=name,
+        height=height,
+        label=label + where,
+        drawn=(*drawn, element("g", *words)) if words else tuple(drawn),
+        words=((waiting, "soft"),),
+        class_="cells",
+    )
+
+
+def _runs(ranks: Sequence[int]) -> str:
+    """``"0–3, 6"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _shade(span: Span, ranks: int) -> str:
+    """Its kind; of a rank's every other stage with a colour of its own."""
+    stage = _STAGE.search(span.label)
+    second = stage is not None and int(stage[1]) // max(1, ranks) % 2 == 1
+    return f"{span.kind}-2" if second and span.kind in ("forward", "backward") else span.kind
+
+
+def _marks(spans: Sequence[Span], ranks: int) -> list[tuple[str, str]]:
+    """The colours that are there, in the order in which a step has them."""
+    order = ("forward", "forward-2", "backward", "backward-2", "recompute", "communication", "optimizer", "offload", "input", "idle")
+    there = {_shade(span, ranks) for span in spans}
+    names = {"idle": "waiting", "forward-2": "forward, the rank's other stage", "backward-2": "backward, the rank's other stage"}
+    return [(color_class(kind), names.get(kind, kind)) for kind in order if kind in there]
+
+
+def parts_figure(candidate: Candidate) -> Figure | None:
+    """Where the slowest rank's seconds go, as one bar and in words."""
+    if candidate.seconds is None or candidate.seconds.step <= 0:
+        return None
+    step = candidate.seconds.step
+    parts = {name: seconds for name, seconds in candidate.seconds.parts().items() if seconds > 0}
+    drawn, start = [], 0.0
+    for name, seconds in parts.items():
+        title = f"{name}: {format_seconds(seconds)}"
+        drawn.append(rect(start, start + seconds, step, class_=f"cell {color_class(name)}", height=_ROW_PIXELS, title=title))
+        start += seconds
+    marks = [
+        (color_class(name), f"{name} {format_seconds(seconds)} ({percent(seconds / step)})")
+        for name, seconds in parts.items()
+        if seconds >= _LEAST_SHARE * step
+    ]
+    said = ", ".join(words for _, words in marks)
+    return Figure(
+        title=f"Where the slowest rank's {format_seconds(step)} go",
+        legend=tuple(marks),
+        rows=(Row(height=_ROW_PIXELS, label=f"the step's parts: {said}", drawn=tuple(drawn)),),
+    )
+
+
+def _compared(report: Report, candidate: Candidate) -> Html:
+    """Seconds by part of the first plans, the shown one first."""
+    others = [each for each in report.candidates if each.seconds is not None and each is not candidate]
+    shown = [candidate, *others][:_MOST_COMPARED]
+    parts = [each.seconds.parts() for each in shown if each.seconds is not None]
+    names = [name for name in parts[0] if any(each[name] for each in parts)]
+    head = element("tr", element("th", "of a step", scope="col"), *(element("th", each.plan.title(), scope="col") for each in shown))
+    rows = [
+        element(
+            "tr",
+            element("th", name, scope="row"),
+            *(element("td", format_seconds(each[name]) if each[name] else "–") for each in parts),
+        )
+        for name in names
+    ]
+    sums = [format_seconds(each.seconds.step) for each in shown if each.seconds is not None]
+    rows.append(element("tr", element("th", "step", scope="row"), *(element("td", words) for words in sums), class_="sum"))
+    needs = [format_bytes(max(each.needs.values())) if each.needs else "–" for each in shown]
+    rows.append(
+        element("tr", element("th", "memory of the device that needs most", scope="row"), *(element("td", words) for words in needs))
+    )
+    return scrolled("seconds by part and plan", element("table", element("thead", head), element("tbody", *rows), class_="figures"))

@@ -1,0 +1,332 @@
+"""The report: every candidate with its prediction, in order, and advice; as values and JSON.
+
+It must not know how plans are found or predicted; it shows what the planner made. :mod:`table` and :mod:`page` show it to people.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from lightning_autopar.devices.inventory import Inventory, device_label, devices_label
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.learned.corrections import Residuals
+from lightning_autopar.planning.host_memory import HostNeed
+from lightning_autopar.planning.refusals import cannot_run
+from lightning_autopar.planning.timing import Seconds
+from lightning_autopar.plans import ENGINES, Plan
+from lightning_autopar.timing.rates import Rates
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lightning_autopar.report.page.picture import Picture
+
+__all__ = ["Advice", "Candidate", "DeviceNeed", "NothingFits", "Report", "Seconds", "device_label", "devices_label"]
+
+_WIDTH = 110
+
+
+class DeviceNeed(Protocol):
+    """Predicted bytes on one device, as :class:`lightning_autopar.planning.memory.DeviceBytes` has them."""
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in tensors at the peak."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the process takes of the device at the peak."""
+
+    def to_dict(self) -> dict[str, int]:
+        """Bytes by category."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan with its prediction.
+
+    Args:
+        plan: what is predicted.
+        fits: whether it can be taken.
+        reason: why not, one sentence; None where it fits.
+        bytes: predicted bytes by device id, corrected by what earlier runs took; empty where a plan is ruled out before any prediction.
+        raw: the same before the correction: what a run is compared with, for the next one.
+        needs: by device id, the bytes that must be there for it: the prediction with what the footprint may miss.
+        host: what it takes of the memory of the host that has least to spare; None where it offloads nothing.
+        seconds: predicted seconds of a step, corrected by what earlier runs took; None where there is no prediction.
+        raw_seconds: the same before the correction; None where nothing was predicted.
+        notes: what a reader should know, a sentence each.
+        learned: how earlier runs correct the prediction, a sentence each.
+        replayed: whether the allocations of its steps were replayed, which says to some MiB what the allocator holds.
+        held_back: whether no such plan is taken, though it can be predicted.
+    """
+
+    plan: Plan
+    fits: bool
+    reason: str | None = None
+    bytes: Mapping[str, DeviceNeed] = field(default_factory=dict)
+    raw: Mapping[str, DeviceNeed] = field(default_factory=dict)
+    needs: Mapping[str, int] = field(default_factory=dict)
+    host: HostNeed | None = None
+    seconds: Seconds | None = None
+    raw_seconds: Seconds | None = None
+    notes: tuple[str, ...] = ()
+    learned: tuple[str, ...] = ()
+    replayed: bool = False
+    held_back: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.fits == (self.reason is None), "a candidate fits, or says in one sentence why it doesn't"
+        assert cannot_run(self.plan, pinned=True) is None or not self.fits, "what can't be run is not to be taken"
+
+    @property
+    def runnable(self) -> bool:
+        """Whether this version can run such a plan. One that it can't is predicted all the same, and never taken."""
+        return self.fits or (not self.held_back and cannot_run(self.plan, allow=ENGINES) is None)
+
+    @property
+    def short_reason(self) -> str:
+        """The reason without what is the same for all plans, or stands beside it in a table: how the budget came to be, the seconds."""
+        reason = self.reason or ""
+        if not self.runnable:
+            return reason.partition("; it would")[0]
+        return reason.partition(" (")[0] if self.bytes else reason
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a step, of a candidate that has a prediction, as every fitting one."""
+        assert self.seconds is not None, "a plan that is ruled out has no prediction"
+        return self.seconds.step
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "plan": self.plan.to_dict(),
+            "fits": self.fits,
+            "reason": self.reason,
+            "runnable": self.runnable,
+            "bytes": {
+                device: {**need.to_dict(), "allocated": need.allocated, "reserved": need.reserved} for device, need in self.bytes.items()
+            },
+            "needs_bytes": dict(self.needs),
+            "host_bytes": None if self.host is None else self.host.to_dict(),
+            "seconds": self.seconds.to_dict() if self.seconds else {},
+            "notes": [*self.notes, *self.learned],
+            "replayed": self.replayed,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One change that would let a plan fit, or a faster one than the best that does.
+
+    Args:
+        kind: what is to be changed. ``"memory"``: free bytes of devices or hosts; ``"batch_size"``; ``"setting"``: an argument of the
+            strategy or the Trainer; ``"others"``: what other processes hold; ``"package"``: one that isn't installed; ``"module"``: the
+            user's own code, its optimizer or its validation loader; ``"devices"``: how many there are.
+        text: the sentence.
+        change: the same for a program: ``{"batch_size": 12}``, ``{"more_free_bytes": {"cpu:1": 4096}}``, ``{"allow": ["single", "ddp"]}``.
+        plan: the plan that would be taken; None where nothing is promised.
+        speedup: seconds a sample as it is now over those after the change, both predicted; None where nothing fits now.
+        gained_seconds: by how many seconds a batch is shorter then; None where nothing fits now.
+        gained_bytes: by how many bytes the fullest device is emptier then, below 0 where it is fuller; None where nothing fits now.
+    """
+
+    kind: Literal["memory", "batch_size", "setting", "others", "package", "module", "devices"]
+    text: str
+    change: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    speedup: float | None = None
+    gained_seconds: float | None = None
+    gained_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "kind": self.kind,
+            "text": self.text,
+            "change": dict(self.change),
+            "plan": self.plan.to_dict() if self.plan else None,
+            "speedup": self.speedup,
+            "gained_seconds": self.gained_seconds,
+            "gained_bytes": self.gained_bytes,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Every candidate for one footprint on one inventory, the fitting ones first, best first.
+
+    Args:
+        inventory: the devices as they were.
+        footprint: what one step needs.
+        candidates: best first; behind the fitting ones those that don't fit, then those that are ruled out.
+        best_index: which of them is to be run; None where nothing fits.
+        budgets: bytes that a plan may use, by device id.
+        residuals: what earlier runs were measured to take, by which the predictions are corrected.
+        adviser: finds the advice when somebody asks for it: it plans a few times more, which the search needn't wait for.
+        precision: Lightning's name of the precision that was planned for.
+        rates: how fast devices are, where that isn't the data sheets' word.
+    """
+
+    inventory: Inventory
+    footprint: Footprint
+    candidates: tuple[Candidate, ...]
+    best_index: int | None
+    budgets: Mapping[str, int] = field(default_factory=dict)
+    residuals: Residuals = field(default_factory=Residuals)
+    adviser: Callable[[], tuple[Advice, ...]] | None = field(default=None, repr=False, compare=False)
+    precision: str = "32-true"
+    rates: Rates | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def best_candidate(self) -> Candidate | None:
+        """The candidate to be run; None where nothing fits."""
+        return None if self.best_index is None else self.candidates[self.best_index]
+
+    @property
+    def best(self) -> Plan | None:
+        """The plan to be run; None where nothing fits."""
+        candidate = self.best_candidate
+        return None if candidate is None else candidate.plan
+
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """What would make something fit, or a faster plan, the most helpful first. Found when it is first asked for."""
+        return self.adviser() if self.adviser is not None else ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the advice instead of the adviser, which knows the whole search."""
+        return {**self.__dict__, "advice": self.advice, "adviser": None}
+
+    def headroom_bytes(self, candidate: Candidate) -> dict[str, int]:
+        """What the plan leaves of what it may use, by device id; below 0 where that much is missing."""
+        return {
+            device: self.budgets.get(device, self.inventory.device(device).free_bytes) - need for device, need in candidate.needs.items()
+        }
+
+    def shown_candidate(self) -> Candidate | None:
+        """The one to look at closely: the best, or, where nothing fits, the first with a prediction, preferably one that could be run."""
+        predicted = [candidate for candidate in self.candidates if candidate.bytes]
+        return self.best_candidate or next(iter(sorted(predicted, key=lambda candidate: not candidate.runnable)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: inventory, footprint, budgets, the index of the best or None, candidates, advice."""
+        return {
+            "inventory": self.inventory.to_dict(),
+            "footprint": self.footprint.to_dict(),
+            "precision": self.precision,
+            "budgets": dict(self.budgets),
+            "best": self.best_index,
+            "candidates": [{**candidate.to_dict(), "headroom_bytes": self.headroom_bytes(candidate)} for candidate in self.candidates],
+            "advice": [advice.to_dict() for advice in self.advice],
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as a JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def table(self) -> RenderableType:
+        """What rich shows, as wide as the console: model and devices, a line for each candidate worth one, notes and advice."""
+        from lightning_autopar.report.table import ReportTable
+
+        return ReportTable(self)
+
+    def picture(self, candidate: Candidate | None = None) -> Picture:
+        """Memory by device and a step's timeline as SVG, which a notebook shows as a cell's last value.
+
+        Args:
+            candidate: one with a prediction; the best unless given, or where nothing fits the one that lacks least.
+
+        Raises:
+            ValueError: if there is no prediction to draw.
+        """
+        from lightning_autopar.report.page.report_page import report_picture
+
+        return report_picture(self, candidate)
+
+    def save_picture(self, path: str | Path, candidate: Candidate | None = None) -> None:
+        """Write :meth:`picture` (``.svg``) or :meth:`to_html` (``.html``) to a file, as its ending says.
+
+        Raises:
+            ValueError: as :meth:`picture`, or if the ending is another one, or the file can't be written.
+        """
+        from lightning_autopar.report.page.picture import save
+
+        save(path, picture=lambda: self.picture(candidate), page=lambda: self.to_html(candidate))
+
+    def to_html(self, candidate: Candidate | None = None) -> str:
+        """The whole report as one HTML page that needs nothing but itself: readable in light and dark, and printable.
+
+        Args:
+            candidate: whose memory and step are drawn; as for :meth:`picture`.
+        """
+        from lightning_autopar.report.page.report_page import report_page
+
+        return str(report_page(self, candidate))
+
+    def save_page(self, path: str | Path, candidate: Candidate | None = None) -> None:
+        """:meth:`to_html` as a file.
+
+        Raises:
+            ValueError: if it can't be written.
+        """
+        from lightning_autopar.report.page.markup import write
+
+        write(self.to_html(candidate), path)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page as a fragment whose style touches nothing else."""
+        from lightning_autopar.report.page.report_page import report_fragment
+
+        return str(report_fragment(self))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal, and keeps beside the fragment in a notebook: the table."""
+        printer.text(str(self))
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        out = io.StringIO()
+        plain = {"color_system": None, "force_terminal": False, "force_jupyter": False, "legacy_windows": False}
+        console = Console(file=out, width=_WIDTH, **plain)  # type: ignore[arg-type]
+        console.print(self.table())
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+class NothingFits(ValueError):
+    """No plan can be run. The message holds the report's table, what is needed, what is there and what would help.
+
+    Args:
+        report: one without a best plan, kept in :attr:`report`.
+        waited: for what and how long the run waited before, a sentence; "" where it didn't.
+    """
+
+    def __init__(self, report: Report, waited: str = "") -> None:
+        assert report.best_index is None, "something fits"
+        self.report, self.waited = report, waited
+        after = f"; {waited}" if waited else ""
+        super().__init__(f"no plan fits: {_shortest_reason(report)}{after}\n\n{report}")
+
+    def __reduce__(self) -> tuple[type[NothingFits], tuple[Report, str]]:
+        """Pickled with the report rather than the message, so that it can come from another process."""
+        return type(self), (self.report, self.waited)
+
+
+def _shortest_reason(report: Report) -> str:
+    """What the plan that needs least needs, and what there is."""
+    predicted = [candidate for candidate in report.candidates if candidate.needs and candidate.runnable]
+    if not predicted:
+        return "; ".join(dict.fromkeys(f"{candidate.plan.engine}: {candidate.short_reason}" for candidate in report.candidates))
+    least = min(predicted, key=lambda candidate: max(candidate.needs.values()))
+    return f"the one that needs least memory, {least.plan.title()}, {least.reason}"

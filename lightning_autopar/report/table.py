@@ -1,0 +1,311 @@
+"""The report as a text for a person: in a wide terminal with the parts of the time, in a narrow one with the reasons below the plans.
+
+It reads a report, and must not know how it came about.
+
+A candidate's bytes by category, the candidates' seconds by part, and the footprint by layer, as tables for a person.
+
+Doesn't know how any of them was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from lightning_autopar.devices.inventory import Device, Inventory, devices_label
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.report.report import Candidate, Report
+from lightning_autopar.text import format_bytes, format_of, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from lightning_autopar.planning.timing import Seconds
+
+
+#: From this width on the parts of the time and the headroom have columns; below that the reasons stand under the plans.
+_WIDE, _NARROW = 150, 100
+_MOST_FITTING = 8
+_MOST_OTHERS = 3
+#: Parts of a step that are a smaller share of it aren't named.
+_LEAST_SHARE = 0.02
+#: When a device is fullest, where that is not in a training step.
+_OCCASIONS = {"validation": "in validation", "checkpoint": "saving a checkpoint", "start": "at the start"}
+
+
+class ReportTable:
+    """What rich shows of a report, at whatever width there is."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        yield from map(Text, self._header())
+        yield self._lines(width)
+        yield from map(Text, self._footer())
+
+    def _header(self) -> list[str]:
+        """The model and the devices, in words."""
+        needs = self.report.footprint
+        sizes = {name: size for name, size in needs.to_dict()["bytes"].items() if size}
+        batch = f"batch of {needs.batch_size}" if needs.batch_size else "batch without a batch dimension"
+        step = "training step" if needs.training else "step without gradients"
+        header = [
+            f"Model: {needs.parameters:,} parameters, {needs.trainable_parameters:,} of them trainable; {batch}",
+            f"One {step} needs: " + (", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()) or "nothing known"),
+        ]
+        if needs.margin:
+            header.append(f"Up to {needs.margin * 100:.3g} % more is allowed for, as the prediction may miss it")
+        header += [f"Assumed: {assumption}" for assumption in needs.assumptions]
+        header.append("Devices: " + "; ".join(device_words(self.report.inventory)))
+        header.append("Host memory: " + host_words(self.report.inventory))
+        header.append(f"Times: by rates {name}" if (name := getattr(self.report.rates, "name", "")) else "Times: by data sheets")
+        header += [f"Note: {note}" for note in self.report.inventory.notes]
+        return header
+
+    def _lines(self, width: int) -> Table:
+        """The table itself."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, padding=(0, 1, 0, 0))
+        if width < _NARROW:
+            for title, least in (("#", 2), ("plan", 12), ("memory", 6), ("a step", 7)):
+                table.add_column(title, min_width=least, no_wrap=title != "plan", ratio=1 if title == "plan" else None)
+        else:
+            wide = width >= _WIDE
+            columns: list[tuple[str, int, int | None]] = [
+                ("#", 2, None),
+                ("plan", 18, 34 if wide else 26),
+                ("devices", 9, 18 if wide else 12),
+            ]
+            columns += [("memory of the fullest", 21, 23)] + [("headroom", 8, None)] * wide + [("a step", 7, None)]
+            columns += [("where the time goes", 24, 28)] * wide
+            for title, least, most in columns:
+                table.add_column(title, min_width=least, max_width=most, no_wrap=title in ("#", "a step", "headroom"))
+            table.add_column("why, or why not", ratio=1)
+        limits = {"that fit": _MOST_FITTING, "ruled out": len(self.report.candidates)}
+        for which, shown in grouped(self.report).items():
+            chosen = self._spread(shown, limits.get(which, _MOST_OTHERS))
+            for index in chosen:
+                table.add_row(*map(Text, self._row(index, width)))
+            if len(shown) > len(chosen):
+                table.add_row(Text(""), Text(f"… {len(shown) - len(chosen)} more {which}"))
+        return table
+
+    def _spread(self, indices: Sequence[int], most: int) -> list[int]:
+        """The first ``most``, but of every engine at least the first: why it isn't the best is what people ask."""
+        first = {self.report.candidates[index].plan.engine: index for index in reversed(indices)}
+        chosen = set(first.values())
+        for index in indices:
+            if len(chosen) >= most:
+                break
+            chosen.add(index)
+        return sorted(chosen)
+
+    def _row(self, index: int, width: int) -> tuple[str, ...]:
+        """One candidate's cells."""
+        candidate = self.report.candidates[index]
+        best = index == self.report.best_index
+        devices = devices_label([self.report.inventory.device(device) for device in candidate.plan.devices])
+        rank = f"▸{index + 1}" if best else str(index + 1) if candidate.fits else "–"
+        step = format_seconds(candidate.seconds.step) if candidate.seconds else "–"
+        title, why = candidate.plan.title(), "; ".join(self._why(candidate, best))
+        if width < _NARROW:
+            on_host = [f"host memory {candidate.host.words()}"] if candidate.host else []
+            occasion = [f"fullest {words}"] if (words := occasion_words(self.report, candidate)) else []
+            words = "\n".join((f"{title} on {devices}", *on_host, *occasion, *([why] if why else [])))
+            return rank, words, fullest_words(self.report, candidate)[1], step
+        memory = " ".join(fullest_words(self.report, candidate)).strip()
+        if when := occasion_words(self.report, candidate):
+            memory += f"\n{when}"
+        if candidate.host is not None:
+            memory += f"\nhost {candidate.host.words()}"
+        if width < _WIDE:
+            return rank, title, devices, memory, step, why
+        return rank, title, devices, memory, headroom_words(self.report, candidate), step, time_words(candidate.seconds), why
+
+    def _why(self, candidate: Candidate, best: bool) -> tuple[str, ...]:
+        """Sentences for the last column."""
+        reason = candidate.short_reason
+        first = [reason] if reason else ["chosen, see below"] if best else []
+        return (*first, *candidate.notes, *candidate.learned)
+
+    def _footer(self) -> list[str]:
+        """What the reader should do or know."""
+        best = self.report.best_candidate
+        chosen = [f"Chosen: {best.plan.title()}"] + [f"  - {reason}" for reason in best.plan.reasons] if best else ["Nothing fits."]
+        if best and best.host:
+            chosen.append(f"  - it takes {format_bytes(best.host.total)} of the host's memory, of {format_bytes(best.host.budget)}")
+        if best and best.seconds and (words := time_words(best.seconds)):
+            chosen.append(f"  - of its {format_seconds(best.seconds.step)}: {words}")
+        return chosen + [f"Advice: {advice}" for advice in self.report.advice]
+
+
+def device_words(inventory: Inventory) -> list[str]:
+    """Devices with their memory, those alike as one."""
+    alike: dict[str, list[Device]] = {}
+    for device in inventory.devices:
+        words = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
+        name = device.name if device.kind == "cuda" else ""
+        busy = f", {device.utilization:.0%} busy" if device.utilization and device.utilization >= 0.05 else ""
+        alike.setdefault(f"{name + ', ' if name else ''}{words}{busy}", []).append(device)
+    return [f"{devices_label(devices)} ({words}{' each' if len(devices) > 1 else ''})" for words, devices in alike.items()]
+
+
+def host_words(inventory: Inventory) -> str:
+    """What the hosts have: ``"18.2 GiB free of 23.5 GiB"``, or of those that are only planned for ``"47.3 GiB, assumed …"``."""
+    if not inventory.node_host_bytes:
+        return f"{format_bytes(inventory.host_free_bytes)} free of {format_bytes(inventory.host_total_bytes)}"
+    alike: dict[tuple[int, bool], int] = {}
+    for node, size in enumerate(inventory.node_host_bytes):
+        key = size, node in inventory.assumed_hosts
+        alike[key] = alike.get(key, 0) + 1
+    several = len(inventory.node_host_bytes) > 1
+    parts = [
+        format_bytes(size) + (f" on {count} node{'s' if count > 1 else ''}" if several else "") + (", assumed" if assumed else "")
+        for (size, assumed), count in alike.items()
+    ]
+    if inventory.assumed_hosts:
+        name = inventory.devices[0].name
+        rule = "twice the devices', at most 256 GiB a device"
+        parts[-1] += f" ({rule}; '{name}@128GiB' in the spec says that a node has 128 GiB)"
+    return "; ".join(parts)
+
+
+def grouped(report: Report) -> dict[str, list[int]]:
+    """Indices of the candidates by what came of them; the groups' names go on after a number of them."""
+    groups: dict[str, list[int]] = {"that fit": [], "that are held back": [], "that don't fit": [], "ruled out": []}
+    for index, candidate in enumerate(report.candidates):
+        if candidate.fits:
+            which = "that fit"
+        elif not candidate.bytes:
+            which = "ruled out"
+        else:
+            which = "that don't fit" if candidate.runnable else "that are held back"
+        groups[which].append(index)
+    return groups
+
+
+def fullest(report: Report, candidate: Candidate) -> tuple[int, int] | None:
+    """Of the fullest device the bytes that are needed and those that may be used; None without a prediction."""
+    if (device := _fullest_device(report, candidate)) is None:
+        return None
+    need = candidate.needs[device]
+    return need, need + report.headroom_bytes(candidate)[device]
+
+
+def _fullest_device(report: Report, candidate: Candidate) -> str | None:
+    """The device that is used most, by its id."""
+    left = report.headroom_bytes(candidate)
+    used = {device: (need / max(1, need + left[device]), need) for device, need in candidate.needs.items()}
+    return max(used, key=lambda device: used[device]) if used else None
+
+
+def occasion_words(report: Report, candidate: Candidate) -> str:
+    """When the fullest device is that full, where that isn't in forward or backward: ``"in validation"``; else nothing."""
+    size = candidate.bytes.get(_fullest_device(report, candidate) or "")
+    occasion = getattr(size, "occasion", "step")
+    if occasion == "step" and getattr(size, "updates", False):
+        return "in the optimizer's step"
+    return _OCCASIONS.get(occasion, "")
+
+
+def fullest_words(report: Report, candidate: Candidate) -> tuple[str, str]:
+    """The fullest device: ``"3.1 / 3.8 GiB"`` and ``"82%"``."""
+    if (found := fullest(report, candidate)) is None:
+        return "", "–"
+    need, budget = found
+    return format_of(need, budget), f"{need / max(1, budget):.0%}"
+
+
+def headroom_words(report: Report, candidate: Candidate) -> str:
+    """What is left on the device that has least left, with a minus where it is missing."""
+    left = report.headroom_bytes(candidate)
+    return format_bytes(min(left.values())).replace("-", "−") if left else "–"
+
+
+def time_words(seconds: Seconds | None) -> str:
+    """Where a step's time goes, the largest part first: ``"compute 61 %, communication 30 %"``."""
+    if seconds is None or seconds.step <= 0:
+        return "–"
+    shares = {name: part / seconds.step for name, part in seconds.to_dict().items() if name != "step"}
+    named = sorted((item for item in shares.items() if item[1] >= _LEAST_SHARE), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share * 100:.0f} %" for name, share in named)
+
+
+#: Sums of the others, shown after them.
+_SUMS = ("allocated", "reserved")
+_MOST_COMPARED = 4
+
+
+def by_category(report: Report, candidate: Candidate) -> Table:
+    """What the candidate holds at its fullest moment, and what that leaves: a column for each group of devices that hold the same.
+
+    Args:
+        report: has the candidate's devices.
+        candidate: one with a prediction.
+    """
+    left = report.headroom_bytes(candidate)
+    held = [
+        (device, (candidate.bytes[device].to_dict(), candidate.needs.get(device), left.get(device))) for device in candidate.plan.devices
+    ]
+    columns = [(figures, [device for device, _ in group]) for figures, group in groupby(held, key=lambda item: item[1])]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{candidate.plan.title()}, bytes of a device", title_justify="left")
+    table.add_column("")
+    for _, devices in columns:
+        table.add_column(devices_label([report.inventory.device(device) for device in devices]), justify="right")
+    names = [name for name, size in columns[0][0][0].items() if isinstance(size, int) and name not in _SUMS]
+    for name in (*(name for name in names if any(sizes[name] for (sizes, _, _), _ in columns)), *_SUMS):
+        table.add_row(name, *(format_bytes(sizes[name]) for (sizes, _, _), _ in columns), style="bold" if name in _SUMS else None)
+    if candidate.needs:
+        table.add_row("needed, with what may be missed", *(format_bytes(need or 0) for (_, need, _), _ in columns))
+        table.add_row("may be used", *(format_bytes((need or 0) + (rest or 0)) for (_, need, rest), _ in columns))
+        table.add_row("headroom", *(format_bytes(rest or 0).replace("-", "−") for (_, _, rest), _ in columns), style="bold")
+    return table
+
+
+def by_part(report: Report) -> Table:
+    """Where a step's time goes: a column for each of the first candidates with a prediction, the chosen one first."""
+    timed = [candidate for candidate in report.candidates if candidate.seconds is not None][:_MOST_COMPARED]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="seconds of a step", title_justify="left")
+    table.add_column("")
+    for candidate in timed:
+        table.add_column(candidate.plan.title(), justify="right")
+    parts = [candidate.seconds.to_dict() for candidate in timed if candidate.seconds is not None]
+    for name in dict.fromkeys(name for each in parts for name in each):
+        if any(each.get(name) for each in parts):
+            words = (format_seconds(each[name]) if each.get(name) else "–" for each in parts)
+            table.add_row(name, *words, style="bold" if name == "step" else None)
+    return table
+
+
+def by_layer(footprint: Footprint) -> Table:
+    """What each block takes at the whole batch on one device; blocks in a row that take the same are one line."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="by layer, at the whole batch", title_justify="left")
+    table.add_column("")
+    for title in ("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs"):
+        table.add_column(title, justify="right")
+    for name, part, _ in layer_groups(footprint):
+        table.add_row(name, *layer_figures(part))
+    return table
+
+
+def layer_groups(footprint: Footprint) -> list[tuple[str, LayerFootprint, int]]:
+    """The parts that hold or compute anything, those in a row that take the same as one: a name, one's figures, how many there are."""
+    shown = [(name, part) for name, part in footprint.parts() if part.parameter_bytes or part.activation_bytes or part.flops]
+    found = []
+    for _, group in groupby(shown, key=lambda item: layer_figures(item[1])):
+        parts = list(group)
+        many = f" … {parts[-1][0]} ({len(parts)}×)" if len(parts) > 1 else ""
+        found.append((parts[0][0] + many, parts[0][1], len(parts)))
+    return found
+
+
+def layer_figures(layer: LayerFootprint) -> tuple[str, ...]:
+    """What a block takes, in words: parameters, gradients, optimizer, activations, output, GFLOPs of its forward."""
+    sizes = (layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_bytes, layer.activation_bytes, layer.output_bytes)
+    return (*(format_bytes(size) if size else "–" for size in sizes), f"{layer.flops / 1e9:.3g}" if layer.flops else "–")

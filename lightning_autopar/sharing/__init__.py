@@ -1,0 +1,16 @@
+"""Others on this host. Knows no trainer.
+
+Modules, in reading order:
+
+    live_files   files that live as long as their process; its locks
+    processes    which process is meant by a number
+    lease_files  one run's promised memory, as a file
+    ledger       all promises of this host; an inventory less what is promised
+    leases       what this process was promised
+    queue        a run's place in the queue, as a file
+    reservation  what a waiting run reserves, and whose turn it is
+    waiting      waits until it is the run's turn
+    turn         `Turn`: how long a user waits, and the run's priority
+    runs/        runs as others see them
+    sweep/       many runs at once
+"""

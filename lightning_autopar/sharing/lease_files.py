@@ -1,0 +1,172 @@
+"""Leases, as each run of a host writes its own and everybody reads them. Doesn't know how much there is to be leased."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_autopar.sharing.live_files import Found, LiveFile, byte_sizes, live_files
+
+_PREFIX = "autopar-lease-"
+#: Digits of a number that is written over while others read it.
+_DIGITS = 20
+#: A line that is written over once.
+_ASKED, _GRANTED = b"0\n", b"1\n"
+#: Twice the number on the next, so that whoever reads it half written notices.
+_ENDS_BYTES = 2 * (_DIGITS + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """A lease that is alive, as anybody on the host can read it.
+
+    Args:
+        name: of its file.
+        uid: whose it is, by the file system.
+        pid: its process, as that one's namespace counts.
+        here: whether that is this process's namespace; else it is a container's.
+        run: what its owner calls the run.
+        bytes: what is leased, by device id.
+        visible_bytes: how much of that its owner has taken already, so that the driver's figures show it.
+        granted: whether it is decided; else somebody is just asking for it.
+        made_ns: when it was made, on the host's monotonic clock, which no change of the date moves.
+        priority: of its run, larger first.
+        elastic: whether the run can give devices back before its end.
+        since_ns: when the run first asked for anything, on the same clock.
+        ends_ns: when it expects to end, on the same clock; None where nobody knows.
+        part_of: the process whose run this is a part of, beside that one's own lease, counted as ``pid`` is; 0: it is the run's own.
+    """
+
+    name: str
+    uid: int
+    pid: int
+    here: bool = True
+    run: str
+    bytes: Mapping[str, int]
+    visible_bytes: Mapping[str, int] = field(default_factory=dict)
+    granted: bool = True
+    made_ns: int = 0
+    priority: int = 0
+    elastic: bool = False
+    since_ns: int = 0
+    ends_ns: int | None = None
+    part_of: int = 0
+
+    def pending_bytes(self, device: str) -> int:
+        """What is promised on a device and can't be seen there yet."""
+        return max(0, self.bytes.get(device, 0) - self.visible_bytes.get(device, 0))
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Who asked before whom."""
+        return self.made_ns, self.name
+
+
+class LeaseFile:
+    """A lease of this process.
+
+    Args:
+        folder: the shared one.
+        wants: bytes by device id.
+        run: a name for others to read.
+        priority: see :class:`Lease`.
+        elastic: see :class:`Lease`.
+        since_ns: see :class:`Lease`; now by default.
+        part_of: see :class:`Lease`.
+
+    Raises:
+        OSError: if the file can't be written; nothing is left behind then.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        wants: Mapping[str, int],
+        run: str,
+        *,
+        priority: int = 0,
+        elastic: bool = False,
+        since_ns: int | None = None,
+        part_of: int = 0,
+    ) -> None:
+        self._devices = list(wants)
+        said = {"run": run, "bytes": dict(wants), "priority": priority, "elastic": elastic, "since": since_ns, "part_of": part_of}
+        body = _ASKED + _ends_line(None) + b"".join(b"%0*d\n" % (_DIGITS, 0) for _ in self._devices)
+        self._file = LiveFile(folder, _PREFIX, said, body)
+
+    @property
+    def name(self) -> str:
+        """The file's."""
+        return self._file.name
+
+    @property
+    def made_ns(self) -> int:
+        """When it was made, on the host's monotonic clock."""
+        return self._file.made_ns
+
+    def grant(self) -> None:
+        """It is decided."""
+        self._file.write(0, _GRANTED)
+
+    def expect(self, ends_ns: int | None) -> None:
+        """Its run expects to end then."""
+        self._file.write(len(_GRANTED), _ends_line(ends_ns))
+
+    def show(self, device: str, visible_bytes: int) -> None:
+        """So much of a device's share is taken, and seen by others as used."""
+        place = len(_GRANTED) + _ENDS_BYTES + self._devices.index(device) * (_DIGITS + 1)
+        self._file.write(place, b"%0*d" % (_DIGITS, visible_bytes))
+
+    def withdraw(self) -> None:
+        """It is no more."""
+        self._file.withdraw()
+
+
+def live_leases(folder: Path) -> Iterator[Lease]:
+    """All leases that are alive, in no order; dead ones are removed where this user may.
+
+    Raises:
+        OSError: if the folder can't be read.
+    """
+    for found in live_files(folder, _PREFIX):
+        lease = _parsed(found)
+        if lease is not None:
+            yield lease
+
+
+def _ends_line(ends_ns: int | None) -> bytes:
+    ends = b"%0*d" % (_DIGITS, ends_ns or 0)
+    return ends + b" " + ends + b"\n"
+
+
+def _parsed(found: Found) -> Lease | None:
+    """The lease in a file; None where that is no lease's words."""
+    said, body = found.said, found.body
+    state, ends, shown = body[: len(_GRANTED)], body[len(_GRANTED) :][:_ENDS_BYTES], body[len(_GRANTED) + _ENDS_BYTES :]
+    try:
+        wants = byte_sizes(said["bytes"])
+        visible = dict(zip(wants, map(int, shown.split()), strict=True))
+        run, priority, elastic = str(said["run"]), int(said["priority"]), bool(said["elastic"])
+        part_of, since_ns = int(said["part_of"]), found.since_ns
+        expected = [int(word) for word in ends.split()]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return None
+    if min(visible.values(), default=0) < 0 or state not in (_ASKED, _GRANTED):
+        return None
+    return Lease(
+        name=found.name,
+        uid=found.uid,
+        pid=found.pid,
+        here=found.here,
+        run=run,
+        bytes=wants,
+        visible_bytes=visible,
+        granted=state == _GRANTED,
+        made_ns=found.made_ns,
+        priority=priority,
+        elastic=elastic,
+        since_ns=since_ns,
+        ends_ns=expected[0] or None if len(expected) == 2 and expected[0] == expected[1] else None,
+        part_of=part_of,
+    )

@@ -1,0 +1,101 @@
+"""Which process is meant: a number alone may be another one's by now, and a container's numbers are its own. Needs the standard library
+alone; knows nothing of what processes do.
+
+Whether a process's number means here what it means to a GPU's driver, which counts as the host does. Knows neither devices nor runs.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+
+def started_ticks(pid: int) -> int:
+    """When a process began, in the kernel's ticks since the host's start: with its number it is known for good; 0 where there is none."""
+    try:
+        return int(_read(pid, "stat").rpartition(b")")[2].split()[19])
+    except (IndexError, ValueError):
+        return 0
+
+
+def lives(pid: int, started: int) -> bool:
+    """Whether the process that began then is there; one that this user may not look at counts as it."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        pass
+    except (ProcessLookupError, OverflowError):
+        return False
+    return started_ticks(pid) in (0, started)
+
+
+@lru_cache(maxsize=1)
+def pid_namespace() -> str:
+    """Which processes' numbers this process knows: a container's are its own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def owner_uid(pid: int) -> int | None:
+    """Whose process it is, by its effective user; None where that can't be seen."""
+    found = _field(pid, b"Uid")
+    return int(found.split()[1]) if found else None
+
+
+def inner_pid(pid: int) -> int | None:
+    """What a process's number is in the innermost namespace that it is in, such as a container's; None where the kernel doesn't say."""
+    found = _field(pid, b"NSpid").split()
+    return int(found[-1]) if found else None
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether a process ignores a signal, as jobs that a shell script has put in the background do with SIGINT."""
+    found = _field(pid, b"SigIgn")
+    return bool(found) and bool(int(found, 16) >> (number - 1) & 1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z), so that it does nothing until it is let go on."""
+    return _field(pid, b"State").startswith((b"T", b"t"))
+
+
+def _field(pid: int, name: bytes) -> bytes:
+    """What the kernel says of a process under that name (proc_pid_status(5)); empty where it says nothing."""
+    for line in _read(pid, "status").splitlines():
+        key, _, value = line.partition(b":")
+        if key == name:
+            return value.strip()
+    return b""
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, 16384)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+#: Of the host's own process namespace (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO).
+_HOST_NAMESPACE = 0xEFFFFFFC
+
+
+def is_drivers(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a process of that number is the one that the driver means, which counts as the host does; in a container most aren't."""
+    try:
+        if (proc / "self" / "ns" / "pid").stat().st_ino == _HOST_NAMESPACE:
+            return True
+        handles = proc / str(pid) / "fd"
+        return any(os.readlink(handle).startswith("/dev/nvidia") for handle in handles.iterdir())
+    except OSError:  # no Linux, no such process, or somebody else's
+        return False

@@ -1,0 +1,189 @@
+"""What one call of the trainer shows of itself on its host, from its planning to its end, whatever kind of run it is.
+
+A run is never the worse for it: what can't be shown costs a warning. Only the process that planned shows anything; of those that a launcher
+started, the first. Knows decisions and what was promised; where it is shown ``run_files`` knows, how far the run has come ``progress``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_autopar.sharing.runs.progress import Pace, Progress
+from lightning_autopar.sharing.runs.status import SHOW_SECONDS, Request, RunFiles, open_run
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.strategies.preparation.decision import Decision
+
+
+def _nobody_asked(seconds: float) -> None:
+    """Whoever makes no use of the time to go; a function with a name, as a module that is pickled after its run may lead here."""
+
+
+class Showing:
+    """How a run is, for others on its host.
+
+    Args:
+        files: the run's; None where there are none.
+        leased: what the run was promised by now, by device id.
+        expect: told how many seconds the run has to go by its pace, while it trains.
+    """
+
+    def __init__(
+        self,
+        files: RunFiles | None,
+        leased: Callable[[], Mapping[str, int]],
+        expect: Callable[[float], None] = _nobody_asked,
+    ) -> None:
+        self._files, self._leased, self._expect = files, leased, expect
+        self._pid = os.getpid()
+        self._progress: Progress | None = None
+        self._devices: tuple[str, ...] = ()
+        self._pace = Pace()
+        self._next = 0.0
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's name on this host; None where it shows nothing."""
+        return None if self._files is None else self._files.run_id
+
+    def show(self, **changes: Any) -> None:
+        """Show these fields of :class:`~lightning_autopar.sharing.runs.status.RunStatus` from now on; cheap enough for every round.
+
+        A state that is another one than before begins now, unless ``since`` says when it did.
+        """
+        if self._files is None or os.getpid() != self._pid:  # the user's own fork
+            return
+        before = self._files.status
+        if changes.get("state", before.state) != before.state:
+            changes = {"since": time.time(), **changes}
+        self._files.show(replace(before, leased_bytes=dict(self._leased()), **changes))
+
+    def planning(self, **changes: Any) -> None:
+        """The run plans (anew)."""
+        self.show(state="planning", waits_for="", **changes)
+
+    def queued(
+        self, waits_for: str, *, wanted_bytes: Mapping[str, int] | None = None, ends_at: float | None = None, **changes: Any
+    ) -> None:
+        """The run waits for its turn; to be called every few seconds at least.
+
+        Args:
+            waits_for: what for and behind whom.
+            wanted_bytes: what it reserves, by device id.
+            ends_at: when it may be expected to end, in seconds since the epoch.
+            changes: of further fields, such as ``priority``.
+        """
+        self.show(state="queued", waits_for=waits_for, predicted_bytes=dict(wanted_bytes or {}), ends_at=ends_at, **changes)
+
+    def running(self, decision: Decision, progress: Progress | None = None, **changes: Any) -> None:
+        """The run has begun under this decision.
+
+        Args:
+            decision: what it runs.
+            progress: where its processes tell how far they are; :meth:`look` reads it.
+            changes: of further fields.
+        """
+        plan, expected = decision.assignment.plan, decision.expected_seconds
+        self._progress, self._devices, self._pace = progress, plan.devices, Pace()
+        self.show(
+            state="running",
+            plan=plan.title(),
+            devices=plan.devices,
+            predicted_bytes=decision.assignment.reserved_bytes,
+            waits_for="",
+            ends_at=None if expected is None else time.time() + expected,
+            **changes,
+        )
+
+    def watch(self, decision: Decision, engine: Any, trainer: Trainer) -> None:
+        """The run has begun under this decision in this very process, which is its first: show at its batches how far it has come."""
+        if self._files is None:
+            return
+        progress = Progress(decision.assignment.plan.world_size)
+        progress.watch(engine, trainer, 0, self.look)
+        self.running(decision, progress)
+
+    def look(self) -> None:
+        """Show how far the run has come; cheap enough for every round of whoever waits for it."""
+        now = time.monotonic()
+        if self._files is None or self._progress is None or now < self._next:
+            return
+        self._next = now + SHOW_SECONDS
+        note = self._progress.read()
+        if note is None:
+            self.show()
+            return
+        self._pace.take(note)
+        left = self._pace.seconds_left
+        changes = {}
+        if left is not None:
+            left = max(0.0, left - (now - note.at_ns * 1e-9))
+            changes["ends_at"] = time.time() + left
+            self._expect(left)
+        used = zip(self._devices, self._progress.used_bytes, strict=True)
+        self.show(
+            step=note.step,
+            steps=note.steps,
+            step_seconds=self._pace.step_seconds,
+            used_bytes={device: size for device, size in used if size},
+            **changes,
+        )
+
+    def requests(self) -> list[Request]:
+        """What others ask, each once."""
+        return [] if self._files is None else self._files.requests()
+
+    def answer(self, request: Request, words: str) -> None:
+        """Say what is done about a request."""
+        if self._files is not None:
+            self._files.answer(request, words)
+
+    def close(self) -> None:
+        """The run is over; nothing is shown any more."""
+        self._files = self._progress = None
+
+
+@contextmanager
+def showing(
+    trainer: Trainer,
+    leased: Callable[[], Mapping[str, int]] = dict,
+    expect: Callable[[float], None] = _nobody_asked,
+    *,
+    silent: bool = False,
+    external: bool = False,
+) -> Iterator[Showing]:
+    """While open, this process's run is shown on its host, as one that plans.
+
+    Args:
+        trainer: of the run.
+        leased: what the run was promised by now, by device id.
+        expect: see :class:`Showing`.
+        silent: whether another process shows it.
+        external: whether torchrun or Slurm started its processes.
+    """
+    if silent:
+        yield Showing(None, leased)
+        return
+    opened = open_run()
+    try:
+        files = opened.__enter__()
+    except (ValueError, OSError) as error:
+        rank_zero_warn(f"autopar: {error}; the run goes on, and lightning-autopar status doesn't see it")
+        yield Showing(None, leased)
+        return
+    shown = Showing(files, leased, expect)
+    try:
+        shown.show(task=str(trainer.state.fn.value) if trainer.state.fn is not None else "fit", external=external)
+        yield shown
+    finally:
+        shown.close()
+        opened.__exit__(None, None, None)

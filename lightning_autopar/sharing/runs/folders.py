@@ -1,0 +1,222 @@
+"""Folders of runs in a place that all users share: whose they are, whether their run is alive, and files in them that are whole.
+
+A run's folder has a lock that the kernel lets go of however its process dies; its user alone can open that. In such a place anybody can
+make a folder of any name, so one is this user's only if the file system says so, and another user's files are read as anybody's might be.
+Needs the standard library alone; doesn't know what the files say.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pwd
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_autopar.sharing.live_files import let_go, own
+
+#: A folder for all runs' folders, where the host has no ``/dev/shm`` that its processes share.
+RUNS_VARIABLE = "AUTOPAR_RUNS"
+_SHARED_MEMORY = Path("/dev/shm")
+_LOCK = "lock"
+#: Larger files aren't ours.
+_MOST_BYTES = 64 * 1024
+#: Of one user; whoever has more makes others wait who look at them.
+_MOST_FOLDERS = 1000
+#: What all may read, and what nobody else may.
+PUBLIC, PRIVATE = 0o644, 0o600
+_PUBLIC_FOLDER = 0o755
+_ROOT = "autopar-runs-"
+#: A hidden folder without a lock may be one that is being made; not so long.
+_MAKING_SECONDS = 60.0
+
+
+def user_name(uid: int | None = None) -> str:
+    """A user's name, this process's by default; ``"user 1001"`` where the host knows none."""
+    number = os.geteuid() if uid is None else uid
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # a container's user
+        return f"user {number}"
+
+
+def run_homes() -> list[Path]:
+    """Where runs' folders may lie, the best place first."""
+    if named := os.environ.get(RUNS_VARIABLE, "").strip():
+        return [Path(named).expanduser()]
+    homes = [_SHARED_MEMORY, Path("/tmp")]
+    with suppress(OSError):  # no temporary folder at all
+        homes.insert(1, Path(tempfile.gettempdir()))
+    return list(dict.fromkeys(homes))
+
+
+def own_root(home: Path) -> Path:
+    """The folder of this user's runs, made if need be.
+
+    Raises:
+        OSError: if it can't be made, or is somebody else's.
+    """
+    root = home / f"{_ROOT}{os.geteuid()}"
+    with suppress(FileExistsError):
+        root.mkdir(mode=_PUBLIC_FOLDER)
+    if not is_own(root):
+        raise PermissionError(f"{root.name} is there already, and is {user_name(root.lstat().st_uid)}'s or no folder")
+    if stat.S_IMODE(root.stat().st_mode) != _PUBLIC_FOLDER:
+        root.chmod(_PUBLIC_FOLDER)
+    return root
+
+
+def roots() -> list[tuple[Path, int]]:
+    """All users' folders of runs on this host, each with whose it is: a folder that somebody else made in a user's name is none."""
+    found = []
+    for home in run_homes():
+        with suppress(OSError):  # no such place, or it isn't for us to read
+            for root in sorted(home.glob(f"{_ROOT}*")):
+                entry = root.lstat()
+                if stat.S_ISDIR(entry.st_mode) and root.name == f"{_ROOT}{entry.st_uid}":
+                    found.append((root, entry.st_uid))
+    return found
+
+
+def folders_in(root: Path) -> list[Path]:
+    """The folders in a user's, by their names; of somebody who has too many some."""
+    found = []
+    with suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    found.append(root / entry.name)
+            if len(found) == _MOST_FOLDERS:
+                break
+    return sorted(found)
+
+
+def is_own(path: Path) -> bool:
+    """Whether it is a folder of this user's: in a shared place anybody can make one of that name, or a link to something else."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def make_folder(folder: Path, files: Mapping[str, Any]) -> int:
+    """A run's folder with its first files, seen by others only once it is locked; returns the lock, for
+    :func:`~lightning_autopar.sharing.live_files.let_go`.
+
+    Raises:
+        FileExistsError: if there is one of that name.
+        OSError: if it can't be made.
+    """
+    hidden = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    lock = None
+    try:
+        lock = own(os.open(hidden / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name, data in files.items():
+            write_json(hidden / name, data, PUBLIC)
+        hidden.chmod(_PUBLIC_FOLDER)
+        if os.path.lexists(folder):  # an empty one would be replaced
+            raise FileExistsError(f"{folder} is there")
+        try:
+            hidden.rename(folder)
+        except OSError as error:
+            raise FileExistsError(f"{folder} is there") if os.path.lexists(folder) else error from None
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        if lock is not None:
+            let_go(lock)
+        raise
+    return lock
+
+
+def is_alive(folder: Path) -> bool:
+    """Whether the run is alive: its agent holds the lock. What can't be told counts as alive, since dead runs are removed."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether it may be removed: its run is dead, and it isn't one that is being made right now."""
+    if is_alive(folder):
+        return False
+    try:
+        return not folder.name.startswith(".") or time.time() - folder.lstat().st_mtime > _MAKING_SECONDS
+    except OSError:
+        return False
+
+
+def remove_folder(folder: Path) -> None:
+    """Hidden first, so that nobody sees a half, and what is written there meanwhile goes with it."""
+    hidden = folder.with_name(f".gone-{secrets.token_hex(8)}")
+    with suppress(OSError):  # somebody is quicker
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def write_json(path: Path, data: Any, mode: int = PRIVATE) -> None:
+    """A file that is there whole or not at all, and is for those to read whom the mode says, whatever the umask is.
+
+    Raises:
+        OSError: if it can't be written.
+    """
+    hidden = path.with_name(f".{secrets.token_hex(8)}")
+    try:
+        handle = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchmod(handle, mode)
+            json.dump(data, file, allow_nan=False)
+        os.replace(hidden, path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path, uid: int | None = None) -> Any:
+    """What a file holds; only a plain one of that user's own: a pipe or a link could make the reader wait, or read something else.
+
+    Args:
+        path: where it lies.
+        uid: whose it has to be, this user's by default.
+
+    Raises:
+        OSError: if it can't be read.
+        ValueError: if it isn't ours.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb", closefd=True) as file:
+        found = os.fstat(handle)
+        owner = os.geteuid() if uid is None else uid
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != owner or found.st_size > _MOST_BYTES:
+            raise ValueError(f"it is no file of {user_name(owner)}'s of at most {_MOST_BYTES} bytes")
+        return json.loads(file.read(_MOST_BYTES))
+
+
+def take_away(path: Path) -> bool:
+    """Whether it was this call that removed it."""
+    try:
+        path.unlink()
+    except (IsADirectoryError, PermissionError):
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError:
+        return False
+    return True

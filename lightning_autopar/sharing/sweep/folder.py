@@ -1,0 +1,134 @@
+"""A sweep's folder: what is done, what was planned, which devices each run may use, and its log. One sweep at a time uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_autopar.sharing.live_files import let_go, own
+from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep
+
+_DONE = "done.json"
+
+
+class SweepFolder:
+    """The folder ``sweep-<name>``. Made by :func:`sweep_folder`, which locks it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: dict[str, dict[str, Any]] = _read(path / _DONE).get("runs", {})
+
+    def log(self, run: ListedRun) -> Path:
+        """Its log's file, whose folder is there."""
+        path = self.path / f"{run.name}.log" if run.log is None else Path(run.cwd, run.log)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def devices(self, run: ListedRun) -> Path:
+        """The file of the devices that it may use."""
+        return self._in("devices", f"{run.name}.txt")
+
+    def summary(self, run: ListedRun) -> Path:
+        """What ``lightning-autopar run --json`` writes of it."""
+        return self._in("results", f"{run.name}.json")
+
+    def plan(self, run: ListedRun) -> Path:
+        """What ``lightning-autopar plan --json`` said of it."""
+        return self._in("plans", f"{run.name}.json")
+
+    def is_done(self, run: ListedRun) -> dict[str, Any] | None:
+        """What came of it, if this very run has ended well before."""
+        entry = self.done.get(run.name)
+        return entry if isinstance(entry, dict) and entry.get("exit_code") == 0 and entry.get("key") == key_of(run) else None
+
+    def note(self, run: ListedRun, entry: Mapping[str, Any]) -> None:
+        """Keep what came of a run."""
+        self.done[run.name] = {"key": key_of(run), "command": run.command, **entry}
+        write(self.path / _DONE, {"runs": self.done})
+
+    def known_report(self, run: ListedRun, devices: str) -> dict[str, Any] | None:
+        """What was planned for this very run before, its script being as it was."""
+        entry = _read(self.plan(run))
+        return entry if entry.get("key") == _plan_key(run, devices) and "report" in entry and "seconds" in entry else None
+
+    def keep_report(self, run: ListedRun, devices: str, report: Mapping[str, Any], seconds: float) -> None:
+        """Keep what was planned, for when the sweep is started again."""
+        write(self.plan(run), {"key": _plan_key(run, devices), "seconds": seconds, "report": report})
+
+    def _in(self, folder: str, name: str) -> Path:
+        (self.path / folder).mkdir(exist_ok=True)
+        return self.path / folder / name
+
+
+@contextlib.contextmanager
+def sweep_folder(sweep: ListedSweep, parent: str | Path = ".") -> Iterator[SweepFolder]:
+    """The sweep's folder, made if need be, and nobody else's while open.
+
+    Raises:
+        ValueError: if another process has it, or it can't be made.
+    """
+    path = Path(parent).absolute() / f"sweep-{sweep.name}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = own(os.open(path / "lock", os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as error:
+        raise ValueError(f"the sweep's folder {str(path)!r} can't be made ({error.strerror}); start it where you may write") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"the sweep {sweep.name!r} runs already, in {str(path)!r}; give this one another name (--name)") from error
+        yield SweepFolder(path)
+    finally:
+        let_go(lock)
+
+
+def key_of(run: ListedRun) -> str:
+    """What makes it this run: its command, where it runs, and its variables."""
+    return _hash([run.words, os.path.abspath(run.cwd), sorted(run.env.items())])
+
+
+def write(path: Path, data: Any) -> None:
+    """A file that is there whole or not at all."""
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=2)
+            file.write("\n")
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def _plan_key(run: ListedRun, devices: str) -> str:
+    """What a plan depends on, but for what the script reads: its own text, the devices asked for and the variables about them."""
+    texts = []
+    for word in run.words:
+        path = Path(run.cwd, word)
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                texts.append(path.read_bytes().hex() if path.stat().st_size < 1_000_000 else str(path.stat().st_mtime_ns))
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("AUTOPAR_") or name == "CUDA_VISIBLE_DEVICES")
+    return _hash([key_of(run), devices, texts, variables])
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where it is missing or malformed: what isn't known is done again."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

@@ -1,0 +1,303 @@
+"""What a sweep's schedule is made of: devices, jobs with the ways in which each may run, and where each is put.
+
+Plain values. Knows no model, no report and no process: how a way's seconds and bytes came to be is somebody else's.
+
+A plan's report, as ``lightning-autopar plan --json`` prints it, made into the ways in which its run may be placed.
+
+A report names particular devices; a way may have any others of the same kinds that are linked as well. Knows JSON's values, no process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from lightning_autopar.planning.device_sets import LINKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepDevice:
+    """A device that runs are put on.
+
+    Args:
+        id: its own.
+        kind: devices of one kind are as fast as each other; a way names kinds, not devices.
+        free_bytes: what a run may take of it.
+    """
+
+    id: str
+    kind: str
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What one rank of a way needs.
+
+    Args:
+        kind: of the device.
+        needed_bytes: that must be free there.
+    """
+
+    kind: str
+    needed_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to run a job: on how many devices of which kinds, and for how long.
+
+    Args:
+        seats: one a device.
+        seconds: of the whole run, predicted.
+        title: the plan in words.
+        among: the sets of devices that it may have, where not all devices of its kinds are linked as well; empty where any will do.
+
+    Raises:
+        ValueError: if it needs no device, or takes no time.
+    """
+
+    seats: tuple[Seat, ...]
+    seconds: float
+    title: str = ""
+    among: tuple[frozenset[str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.seats:
+            raise ValueError(f"the way {self.title!r} has no seats; a run needs a device at least")
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"the way {self.title!r} takes {self.seconds} s; it must be a number above 0")
+
+    @property
+    def device_seconds(self) -> float:
+        """What it takes of the devices in all."""
+        return len(self.seats) * self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run that has to be done.
+
+    Args:
+        name: its own among the sweep's.
+        ways: how it may run; at least one.
+        priority: a larger one is put first.
+    """
+
+    name: str
+    ways: tuple[Way, ...]
+    priority: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where and when a job runs.
+
+    Args:
+        job: its name.
+        way: how.
+        devices: their ids.
+        start_seconds: from now on.
+    """
+
+    job: str
+    way: Way
+    devices: tuple[str, ...]
+    start_seconds: float
+
+    @property
+    def end_seconds(self) -> float:
+        """When it is over, from now on."""
+        return self.start_seconds + self.way.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Every job's place.
+
+    Args:
+        placed: in the order in which they start.
+        busy_seconds: until when devices are taken by what runs already, by id.
+    """
+
+    placed: tuple[Placed, ...] = ()
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def makespan_seconds(self) -> float:
+        """When the last job is over, what runs already among them."""
+        return max([place.end_seconds for place in self.placed] + list(self.busy_seconds.values()), default=0.0)
+
+    @property
+    def now(self) -> tuple[Placed, ...]:
+        """Those that start at once."""
+        return tuple(place for place in self.placed if place.start_seconds <= 0)
+
+
+def check_schedule(schedule: Schedule, jobs: Sequence[Job], devices: Sequence[SweepDevice]) -> None:
+    """Whether a schedule can be: each job once, no device twice at a time, no more memory than is free.
+
+    Raises:
+        AssertionError: if it can't.
+    """
+    by_id = {device.id: device for device in devices}
+    assert sorted(place.job for place in schedule.placed) == sorted(job.name for job in jobs), "each job has one place"
+    ways = {job.name: job.ways for job in jobs}
+    taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for device, seconds in schedule.busy_seconds.items():
+        taken[device].append((0.0, seconds))
+    for place in schedule.placed:
+        assert place.way in ways[place.job], f"{place.job} runs in a way of its own"
+        assert len(set(place.devices)) == len(place.devices) == len(place.way.seats), f"{place.job} has a device for each rank"
+        for seat, device in zip(place.way.seats, place.devices, strict=True):
+            assert seat.kind == by_id[device].kind, f"{place.job} needs {seat.kind}"
+            assert seat.needed_bytes <= by_id[device].free_bytes, f"{place.job} needs more memory than {device} has"
+            taken[device].append((place.start_seconds, place.end_seconds))
+        assert not place.way.among or frozenset(place.devices) in place.way.among, f"{place.job} can't have these devices"
+    for device, spans in taken.items():
+        for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
+            assert start >= end - 1e-9 * max(1.0, end), f"two jobs are on {device} at a time"
+
+
+def seatings(way: Way, devices: Sequence[SweepDevice]) -> list[tuple[int, ...]]:
+    """Every set of devices on which a way can run, as indices in the order of its seats; for few devices only."""
+    wanted = sorted(range(len(way.seats)), key=lambda index: -way.seats[index].needed_bytes)
+    found = []
+    for chosen in combinations(range(len(devices)), len(way.seats)):
+        if way.among and frozenset(devices[index].id for index in chosen) not in way.among:
+            continue
+        left = sorted(chosen, key=lambda index: -devices[index].free_bytes)
+        seated: dict[int, int] = {}
+        for seat in wanted:
+            need = way.seats[seat]
+            # The seat that needs most takes the largest device of its kind.
+            on = next((index for index in left if devices[index].kind == need.kind), None)
+            if on is None or devices[on].free_bytes < need.needed_bytes:
+                break
+            left.remove(on)
+            seated[seat] = on
+        else:
+            found.append(tuple(seated[seat] for seat in range(len(way.seats))))
+    return found
+
+
+#: Where there are more sets of devices than that to choose from, a way keeps the one that it was planned for.
+_MOST_SETS = 300
+
+Report = Mapping[str, Any]
+
+
+def devices_of(report: Report) -> list[SweepDevice]:
+    """The devices that a report was made for. Those with an error aren't among them."""
+    nodes = {device["node"] for device in report["inventory"]["devices"]}
+    return [
+        SweepDevice(id=device["id"], kind=_kind(device, several_nodes=len(nodes) > 1), free_bytes=int(device["free_bytes"]))
+        for device in report["inventory"]["devices"]
+        if device["error"] is None
+    ]
+
+
+def ways_of(report: Report, *, start_seconds: float = 0.0, unknown_seconds: float | None = None) -> tuple[Way, ...]:
+    """How a run may be placed by its report's fitting plans: for each number of devices of each kind the fastest.
+
+    Args:
+        report: with ``run_seconds`` of each candidate.
+        start_seconds: until the first step; added to each way.
+        unknown_seconds: how long a run takes at its fastest where nobody knows; without it such a run has no ways.
+    """
+    devices = {device.id: device for device in devices_of(report)}
+    left_alone = {device: devices[device].free_bytes - budget for device, budget in report["budgets"].items() if device in devices}
+    fitting = [each for each in report["candidates"] if each["fits"] and all(device in devices for device in each["plan"]["devices"])]
+    fastest = min((each["seconds"]["step"] for each in fitting), default=None)
+    links = _Links(report, list(devices.values()))
+    found: dict[tuple[_Able, tuple[frozenset[str], ...]], Way] = {}
+    for each in fitting:
+        seconds = each.get("run_seconds")
+        if seconds is None:
+            if unknown_seconds is None or not fastest:
+                continue
+            seconds = unknown_seconds * each["seconds"]["step"] / fastest
+        ids = each["plan"]["devices"]
+        seats = tuple(
+            Seat(kind=devices[device].kind, needed_bytes=int(each["needs_bytes"].get(device, 0)) + left_alone.get(device, 0))
+            for device in ids
+        )
+        title = f"{each['plan']['engine']} on {len(ids)}" if len(ids) > 1 else str(each["plan"]["engine"])
+        way = Way(seats=seats, seconds=start_seconds + float(seconds), title=title, among=links.as_good(ids))
+        able = tuple(sorted((seat.kind, _able(seat, devices.values())) for seat in seats))
+        if (key := (able, way.among)) not in found or way.seconds < found[key].seconds:
+            found[key] = way
+    ways = sorted(((able, way) for (able, _), way in found.items()), key=lambda each: (len(each[1].seats), each[1].seconds))
+    return tuple(way for index, (able, way) in enumerate(ways) if not any(_beats(other, (able, way)) for other in ways[:index]))
+
+
+def scaled(ways: Sequence[Way], factor: float) -> tuple[Way, ...]:
+    """The same, so many times slower."""
+    return tuple(replace(way, seconds=way.seconds * factor) for way in ways)
+
+
+def _kind(device: Mapping[str, Any], *, several_nodes: bool) -> str:
+    """Devices of one kind are as fast as each other."""
+    words = [device["name"]]
+    if device["kind"] == "cpu":
+        words.append(f"{device['threads']} threads")
+    if device["slowdown"] != 1:
+        words.append(f"{device['slowdown']:.2g} times slower")
+    if several_nodes:
+        words.append(f"node {device['node']}")
+    return ", ".join(words)
+
+
+_Able = tuple[tuple[str, int], ...]
+
+
+def _able(seat: Seat, devices: Iterable[SweepDevice]) -> int:
+    """On how many devices there is room for a rank; of two ranks on a kind, the one with more has all that the other has."""
+    return sum(device.kind == seat.kind and device.free_bytes >= seat.needed_bytes for device in devices)
+
+
+def _beats(one: tuple[_Able, Way], other: tuple[_Able, Way]) -> bool:
+    """Whether one is no slower, and runs wherever the other does, on some of its devices."""
+    if one[1].seconds > other[1].seconds or one[1].among:
+        return False
+    for kind in {kind for kind, _ in one[0]}:
+        rooms, theirs = ([room for name, room in able if name == kind] for able in (one[0], other[0]))  # the most demanding first
+        if len(rooms) > len(theirs) or any(room < their for room, their in zip(rooms, theirs, strict=False)):
+            return False
+    return True
+
+
+class _Links:
+    """How well sets of a report's devices are linked."""
+
+    def __init__(self, report: Report, devices: Sequence[SweepDevice]) -> None:
+        self._devices = devices
+        self._by_id = {device.id: device for device in devices}
+        self._quality = {
+            frozenset((link["a"], link["b"])): (LINKS.index(link["kind"]), link["bytes_per_second"] or 0.0)
+            for link in report["inventory"]["links"]
+        }
+        pairs: dict[tuple[str, ...], set[tuple[int, float]]] = {}
+        for a, b in combinations(devices, 2):
+            pairs.setdefault(tuple(sorted((a.kind, b.kind))), set()).add(self._of((a.id, b.id)))
+        self._even = all(len(found) == 1 for found in pairs.values())
+
+    def as_good(self, ids: Sequence[str]) -> tuple[frozenset[str], ...]:
+        """The sets of devices of the same kinds that are linked at least as well; none where all are."""
+        if self._even or len(ids) == 1:
+            return ()
+        wanted, least = Counter(self._by_id[device].kind for device in ids), self._of(ids)
+        found: list[frozenset[str]] = []
+        for looked, chosen in enumerate(combinations(self._devices, len(ids))):
+            if looked > 100 * _MOST_SETS or len(found) > _MOST_SETS:
+                return (frozenset(ids),)
+            if Counter(device.kind for device in chosen) == wanted and self._of([device.id for device in chosen]) >= least:
+                found.append(frozenset(device.id for device in chosen))
+        return tuple(found)
+
+    def _of(self, ids: Sequence[str]) -> tuple[int, float]:
+        """The worst link of a set."""
+        return min(self._quality.get(frozenset(pair), (LINKS.index("host"), 0.0)) for pair in combinations(ids, 2))

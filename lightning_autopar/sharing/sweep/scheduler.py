@@ -1,0 +1,299 @@
+"""Put jobs on devices so that the last is over soonest: which way each takes, on which devices, in which order.
+
+The problem (moldable jobs on a few devices) is NP-hard. Here allotments that are good for some deadline (J. Turek, J. L. Wolf, P. S. Yu:
+Approximate algorithms for scheduling parallelizable tasks, SPAA 1992) are listed longest first, and the best lists are then improved by
+annealing, as Saturn (K. Nagrecha, A. Kumar, VLDB 2023) leaves to a solver. Small cases are compared with the best schedule there is
+(``benchmarks/sweep_exact.py``). The same jobs on the same devices give the same schedule.
+
+List scheduling: jobs in an order, each in a way that was chosen for it, each as early as its devices are free.
+
+For devices that are alike the best schedule of all is among these (of the order in which it starts its jobs, and of its ways).
+It chooses neither the order nor the ways: ``sweep.py`` does.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from lightning_autopar.sharing.sweep.jobs import Job, Placed, Schedule, SweepDevice, Way, seatings
+
+#: Sets of devices that are looked at one by one, where a way may not have any of its kinds.
+_Sets = tuple[tuple[int, ...], ...]
+
+
+class Seating(NamedTuple):
+    """A way, made ready to be placed often.
+
+    ``groups`` are (devices that will do, the smallest first; how many of them), the most demanding first; ``sets`` stand in their place
+    where the way may have only some sets of devices.
+    """
+
+    seconds: float
+    groups: tuple[tuple[tuple[int, ...], int], ...]
+    sets: _Sets
+
+
+class Listing:
+    """Jobs and devices, made ready for many lists of the same.
+
+    Args:
+        jobs: with their ways; those that fit on no device are left out of each job.
+        devices: to place them on.
+        busy_seconds: until when devices are taken, by id.
+
+    Raises:
+        ValueError: if a job has no way that fits on the devices.
+    """
+
+    def __init__(self, jobs: Sequence[Job], devices: Sequence[SweepDevice], busy_seconds: Mapping[str, float] | None = None) -> None:
+        self.jobs, self.devices = tuple(jobs), tuple(devices)
+        self.busy = {device: seconds for device, seconds in (busy_seconds or {}).items() if seconds > 0}
+        self.ways: list[list[Way]] = []
+        self.seatings: list[list[Seating]] = []
+        for job in jobs:
+            ready = [(way, made) for way in job.ways if (made := _seating(way, self.devices)) is not None]
+            if not ready:
+                raise ValueError(
+                    f"{job.name} fits on none of the devices {', '.join(device.id for device in devices) or '(there are none)'}"
+                )
+            self.ways.append([way for way, _ in ready])
+            self.seatings.append([made for _, made in ready])
+        self._free_at = [self.busy.get(device.id, 0.0) for device in devices]
+
+    def length(self, order: Sequence[int], ways: Sequence[int]) -> tuple[float, float]:
+        """How long the list takes, and the sum of the times at which jobs end, which tells equally long ones apart.
+
+        Args:
+            order: of the jobs, as indices.
+            ways: of each job, as an index.
+        """
+        free_at = self._free_at[:]
+        total = 0.0
+        for job in order:
+            seating = self.seatings[job][ways[job]]
+            start, on = _place(seating, free_at)
+            end = start + seating.seconds
+            total += end
+            for index in on:
+                free_at[index] = end
+        return max(free_at, default=0.0), total
+
+    def schedule(self, order: Sequence[int], ways: Sequence[int]) -> Schedule:
+        """The list's schedule. Arguments as :meth:`length`'s."""
+        free_at = self._free_at[:]
+        placed = []
+        for job in order:
+            seating, way = self.seatings[job][ways[job]], self.ways[job][ways[job]]
+            start, on = _place(seating, free_at)
+            for index in on:
+                free_at[index] = start + seating.seconds
+            devices = _in_order_of_seats(way, [self.devices[index] for index in on])
+            placed.append(Placed(job=self.jobs[job].name, way=way, devices=devices, start_seconds=start))
+        return Schedule(placed=tuple(sorted(placed, key=lambda place: place.start_seconds)), busy_seconds=dict(self.busy))
+
+    def bound_seconds(self) -> float:
+        """No schedule is shorter: neither than any job at its fastest, nor than all work at its least, spread evenly."""
+        if not self.jobs:
+            return max(self._free_at, default=0.0)
+        fastest = max(min(_place(seating, self._free_at[:])[0] + seating.seconds for seating in seatings) for seatings in self.seatings)
+        work = sum(min(way.device_seconds for way in ways) for ways in self.ways)
+        return max(fastest, *self._free_at, (sum(self._free_at) + work) / len(self.devices))
+
+
+def _seating(way: Way, devices: tuple[SweepDevice, ...]) -> Seating | None:
+    """A way on these devices; None where it fits nowhere."""
+    if way.among:
+        sets = tuple(seatings(way, devices))
+        return Seating(way.seconds, (), sets) if sets else None
+    groups: dict[tuple[int, ...], int] = {}
+    for seat in sorted(way.seats, key=lambda seat: (seat.kind, -seat.needed_bytes)):
+        able = [index for index, device in enumerate(devices) if device.kind == seat.kind and device.free_bytes >= seat.needed_bytes]
+        able.sort(key=lambda index: devices[index].free_bytes)
+        groups[tuple(able)] = groups.get(tuple(able), 0) + 1
+    # Of one kind, what a more demanding seat can have is among what a less demanding one can: so enough for each prefix is enough.
+    by_kind: dict[str, int] = {}
+    for able_here, count in groups.items():
+        if not able_here:
+            return None
+        kind = devices[able_here[0]].kind
+        by_kind[kind] = by_kind.get(kind, 0) + count
+        if len(able_here) < by_kind[kind]:
+            return None
+    return Seating(way.seconds, tuple(groups.items()), ())
+
+
+def _place(seating: Seating, free_at: list[float]) -> tuple[float, Sequence[int]]:
+    """The earliest start, and the devices for it: of those free by then the smallest that will do, and of these the latest."""
+    if seating.sets:
+        return min((max(free_at[index] for index in chosen), chosen) for chosen in seating.sets)
+    if len(seating.groups) == 1:  # by far the most
+        able, count = seating.groups[0]
+        start = sorted([free_at[index] for index in able])[count - 1]
+        # Stable: of devices that are free by then those with the least memory, which come first.
+        return start, [index for index in able if free_at[index] <= start][:count]
+    start, taken = 0.0, set[int]()
+    for able, count in seating.groups:
+        soonest = sorted((index for index in able if index not in taken), key=free_at.__getitem__)[:count]
+        taken.update(soonest)
+        start = max(start, free_at[soonest[-1]])
+    on: list[int] = []
+    for able, count in seating.groups:
+        on += [index for index in able if free_at[index] <= start and index not in on][:count]
+    return start, on
+
+
+def _in_order_of_seats(way: Way, devices: Sequence[SweepDevice]) -> tuple[str, ...]:
+    """Which device is which seat's: of a kind, the seat that needs most has the largest."""
+    left = sorted(devices, key=lambda device: -device.free_bytes)
+    seated: dict[int, str] = {}
+    for seat in sorted(range(len(way.seats)), key=lambda index: -way.seats[index].needed_bytes):
+        device = next(device for device in left if device.kind == way.seats[seat].kind)
+        left.remove(device)
+        seated[seat] = device.id
+    return tuple(seated[index] for index in range(len(way.seats)))
+
+
+#: So many lists are looked at for each schedule, divided by the number of jobs: a second for 50 jobs, less for few.
+_LOOKS = 200_000
+_MOST_LOOKS = 8_000
+#: Of the lists to begin with so many are improved.
+_KEPT = 3
+#: Where annealing begins and ends, as a share of the makespan.
+_HOT, _COLD = 0.05, 0.001
+
+_List = tuple[list[int], list[int]]
+
+
+def schedule(
+    jobs: Sequence[Job], devices: Sequence[SweepDevice], busy_seconds: Mapping[str, float] | None = None, *, looks: int | None = None
+) -> Schedule:
+    """A schedule that ends soon. Jobs of a higher priority stand before all others; the rest is free.
+
+    Args:
+        jobs: to be run, each once.
+        devices: to run on, one job at a time each: two that share a device take as long as one after the other, and memory besides.
+        busy_seconds: for how long devices are taken by what runs already, by id.
+        looks: how many lists to look at; by default as many as a second allows.
+
+    Raises:
+        ValueError: if a job fits on none of the devices.
+    """
+    listing = Listing(jobs, devices, busy_seconds)
+    if not jobs:
+        return listing.schedule([], [])
+    bound = listing.bound_seconds() * (1 + 1e-9)
+    starts = _distinct(listing, _starts(listing))
+    best = starts[0]
+    looks = min(_MOST_LOOKS, _LOOKS // len(jobs)) if looks is None else looks
+    draw = random.Random(len(jobs))
+    for start in starts[:_KEPT]:
+        if best[0][0] <= bound:
+            break
+        found = _annealed(listing, start, looks // _KEPT, bound, draw)
+        best = min(best, found, key=lambda each: each[0])
+    return listing.schedule(*best[1])
+
+
+def _starts(listing: Listing) -> Iterator[_List]:
+    """Lists to begin with: for each deadline the ways that keep it with the least work; and for each number of devices the fastest."""
+    count = len(listing.jobs)
+    seconds = sorted({way.seconds for ways in listing.ways for way in ways})
+    for deadline in seconds:
+        chosen = [_for_deadline(ways, deadline) for ways in listing.ways]
+        yield _longest_first(listing, chosen), chosen
+    for most in sorted({len(way.seats) for ways in listing.ways for way in ways}):
+        chosen = [at_most(ways, most) for ways in listing.ways]
+        yield _longest_first(listing, chosen), chosen
+    # The list in which each job, longest first, takes the way that ends soonest.
+    order = _longest_first(listing, [0] * count)
+    chosen = [0] * count
+    for place, job in enumerate(order):
+        so_far = order[: place + 1]
+
+        def end(way: int, job: int = job, so_far: list[int] = so_far) -> float:
+            trial = chosen[:]
+            trial[job] = way
+            return listing.length(so_far, trial)[1]
+
+        chosen[job] = min(range(len(listing.ways[job])), key=end)
+    yield order, chosen
+
+
+def at_most(ways: Sequence[Way], most: int) -> int:
+    """The fastest way of no more than so many devices, or else of those with the fewest; as an index."""
+    few = [index for index, way in enumerate(ways) if len(way.seats) <= most]
+    if not few:
+        fewest = min(len(way.seats) for way in ways)
+        few = [index for index, way in enumerate(ways) if len(way.seats) == fewest]
+    return min(few, key=lambda index: (ways[index].seconds, len(ways[index].seats)))
+
+
+def _for_deadline(ways: Sequence[Way], deadline: float) -> int:
+    in_time = [index for index, way in enumerate(ways) if way.seconds <= deadline]
+    if in_time:
+        return min(in_time, key=lambda index: (ways[index].device_seconds, ways[index].seconds))
+    return min(range(len(ways)), key=lambda index: ways[index].seconds)
+
+
+def _longest_first(listing: Listing, ways: Sequence[int]) -> list[int]:
+    def key(job: int) -> tuple[float, ...]:
+        way = listing.ways[job][ways[job]]
+        return -listing.jobs[job].priority, -way.seconds, -len(way.seats), job
+
+    return sorted(range(len(listing.jobs)), key=key)
+
+
+_Looked = tuple[tuple[float, float], _List]
+
+
+def _distinct(listing: Listing, lists: Iterator[_List]) -> list[_Looked]:
+    """Each with its length, best first, without those of equal ways."""
+    found = {tuple(ways): (listing.length(order, ways), (order, ways)) for order, ways in lists}
+    return sorted(found.values(), key=lambda each: each[0])
+
+
+def _annealed(listing: Listing, start: _Looked, looks: int, bound: float, draw: random.Random) -> _Looked:
+    """The best list found from one, by changing a way or moving a job, where worse ones are taken less and less often."""
+    (order, ways), length = ([*start[1][0]], [*start[1][1]]), start[0]
+    best: _Looked = (length, (order[:], ways[:]))
+    count, scale = len(order), start[0][0]
+    first, last = _class_bounds(listing, order)
+    several = [job for job in range(count) if len(listing.ways[job]) > 1]
+    for look in range(looks):
+        heat = scale * _HOT * (_COLD / _HOT) ** (look / looks)
+        trial_order, trial_ways = order, ways
+        kind = draw.random()
+        if several and kind < 0.45:
+            job = several[draw.randrange(len(several))]
+            way = draw.randrange(len(listing.ways[job]) - 1)
+            trial_ways = ways[:]
+            trial_ways[job] = way + (way >= ways[job])
+        if kind >= 0.35:  # the two overlap: sometimes both
+            at = draw.randrange(count)
+            to = draw.randrange(first[at], last[at])
+            trial_order = order[:]
+            if kind < 0.8:
+                trial_order.insert(to, trial_order.pop(at))
+            else:
+                trial_order[at], trial_order[to] = trial_order[to], trial_order[at]
+        found = listing.length(trial_order, trial_ways)
+        # Equally long lists are told apart by when jobs end on average, which counts little.
+        worse = found[0] - length[0] + 0.01 * (found[1] - length[1]) / count
+        if worse <= 0 or draw.random() < math.exp(-worse / heat):
+            order, ways, length = trial_order, trial_ways, found
+            if length < best[0]:
+                best = length, (order[:], ways[:])
+                if length[0] <= bound:
+                    break
+    return best
+
+
+def _class_bounds(listing: Listing, order: Sequence[int]) -> tuple[list[int], list[int]]:
+    """For each place in the order, where its class of priority begins and ends: no job leaves its class."""
+    priorities = [listing.jobs[job].priority for job in order]
+    first = [priorities.index(priority) for priority in priorities]
+    last = [start + priorities.count(priority) for start, priority in zip(first, priorities, strict=True)]
+    return first, last

@@ -1,0 +1,165 @@
+"""What a Python object is to those who carry its changes: of which kind, what it holds, and whether that is what it was.
+
+Knows no survey and no pickle that objects are written into, and nothing of Lightning.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import pickle
+import random
+import sys
+import types
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autopar.exact import random_state as rng
+
+try:
+    import numpy
+except ImportError:  # torch runs without it
+    numpy = None  # type: ignore[assignment]
+
+#: Of larger buffers a sample is compared.
+_COMPARED_BYTES = 1024**3
+_BLOCK_BYTES = 4096
+
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), torch.dtype, torch.device})
+CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+_VALUES = frozenset({tuple, frozenset, bytearray, torch.Size, torch.UntypedStorage, torch.TypedStorage})
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class written in Python, or one that may as well be
+GENERATORS: tuple[type, ...] = (torch.Generator, random.Random)
+if numpy is not None:
+    GENERATORS += (numpy.random.Generator, numpy.random.RandomState)
+
+
+def kind_of(target: Any) -> str:
+    """``"node"``: changes are looked for in it. ``"opaque"``: can't be pickled, so it is only known. ``"value"``: travels by value."""
+    kind = type(target)
+    if kind in _VALUES:
+        return "value"
+    if kind in CONTAINERS or isinstance(target, GENERATORS) or is_array(target):
+        return "node"
+    if kind in (Tensor, nn.Parameter):
+        return "node" if target.layout == torch.strided and not target.is_meta else "value"
+    if isinstance(target, (types.ModuleType, weakref.ref, *weakref.ProxyTypes)):
+        return "opaque"
+    if isinstance(target, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return "value" if importable(target) else "opaque"
+    if is_plain(target):
+        return "node"
+    try:
+        target.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    except Exception:  # a stranger's class may refuse in any way
+        return "opaque"
+    return "value"
+
+
+def is_plain(target: Any) -> bool:
+    """Whether the object is its ``__dict__`` (and items), as far as anybody could tell from its class."""
+    kind = type(target)
+    return (
+        hasattr(target, "__dict__")
+        and kind not in copyreg.dispatch_table
+        and all(getattr(kind, name, None) is getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
+        and all(base is object or base in CONTAINERS or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    )
+
+
+def importable(target: Any) -> bool:
+    """Whether a function or class can be pickled by its name."""
+    found: Any = sys.modules.get(getattr(target, "__module__", None) or "builtins")
+    for name in str(getattr(target, "__qualname__", "")).split("."):
+        found = getattr(found, name, None)
+    return found is target or isinstance(getattr(target, "__self__", None), (types.ModuleType, type))
+
+
+def is_array(target: Any) -> bool:
+    """Whether it is a numpy array of plain values without gaps."""
+    return numpy is not None and type(target) is numpy.ndarray and not target.dtype.hasobject and target.flags.c_contiguous
+
+
+def _size_bytes(value: Any) -> int:
+    """Of a tensor or an array; 0 of what has to be pickled to know."""
+    return int(value.nbytes) if isinstance(value, Tensor) or is_array(value) else 0
+
+
+def dispensable(owner: Any, attribute: str) -> bool:
+    """Whether a class leaves this attribute out of its own pickles: then it makes it anew, and nothing is lost without it."""
+    if getattr(type(owner), "__getstate__", None) is getattr(object, "__getstate__", None):
+        return False
+    try:
+        state = owner.__getstate__()
+    except Exception:  # a stranger's
+        return False
+    return isinstance(state, dict) and state.get(attribute) is None
+
+
+def get_items(target: Any) -> Any:
+    """What an object holds besides its attributes; of a closure's cell the variable's value, nothing where none is assigned."""
+    if isinstance(target, types.CellType):
+        try:
+            return (target.cell_contents,)
+        except ValueError:
+            return ()
+    if isinstance(target, Tensor):
+        return target.detach().cpu().clone()
+    if is_array(target):
+        return target.copy()
+    if isinstance(target, GENERATORS):
+        return rng.get_generator(target)
+    return tuple(target.items()) if isinstance(target, dict) else tuple(target)
+
+
+def set_items(target: Any, items: Any) -> None:
+    """Put what :func:`get_items` gave into an object, in place."""
+    if isinstance(target, Tensor):
+        if target.shape == items.shape and target.dtype == items.dtype:
+            target.data.copy_(items)
+        else:
+            target.data = items
+    elif is_array(target):
+        if target.shape != items.shape:
+            target.resize(items.shape, refcheck=False)
+        target[...] = items
+    elif isinstance(target, GENERATORS):
+        rng.set_generator(target, items)
+    elif isinstance(target, types.CellType):
+        if items:
+            target.cell_contents = items[0]
+        else:
+            del target.cell_contents
+    else:
+        target.clear()
+        (target.update if isinstance(target, (dict, set)) else target.extend)(items if not isinstance(target, dict) else dict(items))
+
+
+def fingerprint(buffer: Any) -> bytes:
+    """A number for the bytes of a tensor, an array or a buffer that differs where they do, at the speed of memory.
+
+    Sums along rows and columns of its words: a change that leaves all of them would have to be made for it. Of more than
+    ``_COMPARED_BYTES`` every n-th block counts.
+    """
+    if isinstance(buffer, Tensor):
+        data = buffer.contiguous().view(-1).view(torch.uint8) if buffer.numel() else torch.empty(0, dtype=torch.uint8)
+        data = data.cpu() if data.device.type != "cpu" else data
+    elif numpy is not None and isinstance(buffer, numpy.ndarray):
+        data = torch.frombuffer(memoryview(cast(Any, buffer)).cast("B") if buffer.size else bytearray(1), dtype=torch.uint8)
+    else:
+        data = torch.frombuffer(buffer, dtype=torch.uint8)
+    if data.numel() < 2 * _BLOCK_BYTES:
+        return hashlib.blake2b(data.numpy().tobytes()).digest()
+    whole = data.numel() // _BLOCK_BYTES * _BLOCK_BYTES
+    rest = hashlib.blake2b(data[whole:].numpy().tobytes())
+    blocks = data[:whole].view(-1, _BLOCK_BYTES)[:: -(-whole // _COMPARED_BYTES)]
+    if data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0:
+        blocks = blocks.view(torch.int64)
+    for dim in (0, 1):
+        rest.update(blocks.sum(dim, dtype=torch.int64).numpy().tobytes())
+    return rest.digest()

@@ -1,0 +1,160 @@
+"""Pickles in which objects that two processes both have are numbers or names, and local functions travel by value.
+
+Knows what stands for an object, not who surveyed them; nothing of Lightning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import marshal
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autopar.state.objects.contents import ATOMS, fingerprint, importable
+
+#: Objects that one part may consist of to be looked through; a list of millions would cost seconds.
+_MOST_OBJECTS = 1_000_000
+#: Pickled chunks of at least this size are compared by a sum, which is as fast as memory.
+_CHUNK_BYTES = 1024**2
+
+
+class Known(Protocol):
+    """The objects that have numbers."""
+
+    def number(self, target: Any) -> int | None:
+        """The number of an object that has one."""
+
+    def discover(self, target: Any, path: str) -> int | None:
+        """The number of an object that gets one now; None for one that is pickled as a value."""
+
+
+class TooLarge(pickle.PicklingError):
+    """The pickle would be larger than what may travel."""
+
+
+class Sink:
+    """A file for a pickler: hashes what it is given, and keeps it up to a limit."""
+
+    def __init__(self, *, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._hash = hashlib.blake2b()
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        """Take what a pickler writes."""
+        size = data.nbytes if isinstance(data, memoryview) else len(data)
+        self._size += size
+        if self._limit_bytes == 0:
+            self._hash.update(data if size < _CHUNK_BYTES else fingerprint(bytearray(0) if not size else memoryview(data).cast("B")))
+        elif self._limit_bytes is not None and self._size > self._limit_bytes:
+            raise TooLarge(f"more than {self._limit_bytes} bytes")
+        elif self._limit_bytes is None:
+            self._chunks.append(bytes(data))
+        return size
+
+    def digest(self) -> bytes:
+        """Of all that was written."""
+        return self._hash.digest()
+
+    def data(self) -> bytes:
+        """What was kept."""
+        return b"".join(self._chunks)
+
+
+class Pickler(pickle.Pickler):
+    """Writes numbers and names for objects that both sides have, and local functions by value."""
+
+    def __init__(
+        self, sink: Any, known: Known, names: Mapping[int, Any], *, path: str | None = None, hashing: bool = False, **options: Any
+    ) -> None:
+        super().__init__(sink, protocol=pickle.HIGHEST_PROTOCOL, **options)
+        self._known, self._names, self._path, self._hashing = known, names, path, hashing
+        self._left = _MOST_OBJECTS
+
+    def persistent_id(self, target: Any) -> Any:
+        """What stands for an object that isn't written."""
+        self._left -= 1
+        if self._left < 0:
+            raise TooLarge(f"more than {_MOST_OBJECTS} objects")
+        if type(target) in ATOMS:
+            return None
+        number = self._known.number(target)
+        if number is not None:
+            return number
+        if id(target) in self._names:
+            return self._names[id(target)]
+        return self._known.discover(target, self._path) if self._path is not None else None
+
+    def reducer_override(self, target: Any) -> Any:
+        """How objects are written that have no pickle of their own, or one that doesn't fit here."""
+        if self._hashing and type(target) in (Tensor, nn.Parameter) and target.layout == torch.strided and not target.is_meta:
+            kind = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
+            return fingerprint, (kind, fingerprint(target.detach()))  # never called
+        # The way that a result came by, and what waits on it for backward, is nothing elsewhere.
+        if isinstance(target, Tensor) and (
+            target.device.type not in ("cpu", "meta") or (target.grad_fn is not None and not target.is_meta)
+        ):
+            return target.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if type(target) is types.FunctionType and not importable(target) and _globals(_home(target)) is target.__globals__:
+            return _function, _parts_of_function(target), target.__dict__ or None
+        if type(target) is weakref.ref and target() is not None:
+            return weakref.ref, (target(),)
+        if type(target) in weakref.ProxyTypes:
+            return weakref.proxy, (target.__repr__.__self__,)  # what it stands for: the one way to ask for it
+        return NotImplemented
+
+
+def _home(target: types.FunctionType) -> str:
+    """The module whose names a function sees; ``functools.wraps`` gives it another one's ``__module__``."""
+    return str(target.__globals__.get("__name__"))
+
+
+def _parts_of_function(target: types.FunctionType) -> tuple[Any, ...]:
+    """A local function, such as a scheduler's lambda, by value. Both processes run the same interpreter, so its code travels as it is."""
+    cells = tuple(cell.cell_contents for cell in target.__closure__ or ())
+    names = target.__module__, target.__qualname__
+    return marshal.dumps(target.__code__), _home(target), names, target.__defaults__, target.__kwdefaults__, cells
+
+
+def _function(
+    code: bytes,
+    home: str,
+    names: tuple[str, str],
+    defaults: tuple[Any, ...] | None,
+    keywords: dict[str, Any] | None,
+    cells: tuple[Any, ...],
+) -> types.FunctionType:
+    """Undo :func:`_parts_of_function`."""
+    namespace = _globals(home)
+    assert namespace is not None, home
+    closure = tuple(types.CellType(cell) for cell in cells)
+    function = types.FunctionType(marshal.loads(code), namespace, names[1].rpartition(".")[2], defaults, closure)
+    (function.__module__, function.__qualname__), function.__kwdefaults__ = names, keywords
+    return function
+
+
+def _globals(module: str | None) -> dict[str, Any] | None:
+    """A module's names; None where there is no such module."""
+    found = sys.modules.get(module or "")
+    return None if found is None else vars(found)
+
+
+class Unpickler(pickle.Unpickler):
+    """Reads them, in a process that has the same objects."""
+
+    def __init__(self, data: bytes, targets: list[Any], resolve: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._targets, self._resolve = targets, resolve
+
+    def persistent_load(self, name: Any) -> Any:
+        """The object that a number or a name stands for."""
+        return self._targets[name] if isinstance(name, int) else self._resolve(name)

@@ -1,0 +1,189 @@
+"""What the user's functions reach besides their own objects: variables that they close over, globals that they name, lists on classes.
+
+``losses = []`` beside the class and ``losses.append(loss)`` in ``training_step`` is how half of all notebooks keep a curve. Such variables
+are found here, so that what a run does to them can be followed as the module's attributes are. Knows functions, and nothing of Lightning
+but the names of its loaders' hooks.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, get_items
+
+_LIBRARIES = frozenset({"lightning_autopar", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics"})
+_STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_INSTALLED = ("site-packages", "dist-packages")
+#: Functions and classes that are looked into; a program has some hundreds. And how many items of an attribute are looked at.
+_MOST_LOOKED_INTO, _MOST_ITEMS = 10_000, 1_000
+_DATA = (Dataset, DataLoader)
+
+
+class Variables:
+    """The global variables of a module, or what a class holds for all instances, as attributes of an object.
+
+    Args:
+        namespace: the module's own dictionary, which this object shares, or a class's.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.__dict__ = namespace
+
+
+class _ClassNamespace(dict[str, Any]):
+    """A class's own attributes: what is read and written here is read of the class and written to it, which has no dictionary to share."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def data(self) -> dict[str, Any]:
+        """Those that are no code."""
+        return {name: value for name, value in vars(self.kind).items() if not name.startswith("__") and _is_data(value)}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        return vars(self.kind).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.kind, name, value)
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        value = self.get(name, default)
+        if name in vars(self.kind):
+            delattr(self.kind, name)
+        return value
+
+
+class Reached:
+    """What functions reach from ``starts``.
+
+    Args:
+        starts: instances of the user's classes, and functions; what their attributes hold directly counts as well. Hooks that make loaders
+            are left out, and so are datasets: what these reach is data.
+    """
+
+    def __init__(self, starts: Iterable[Any]) -> None:
+        #: What was found, each by the name that a warning calls it: cells and :class:`Variables`.
+        self.roots: list[tuple[str, Any]] = []
+        self._names: dict[int, tuple[Variables, dict[str, None]]] = {}
+        self._classes: set[type] = set()
+        self._seen: set[int] = set()
+        self._pending: list[Any] = []
+        for start in starts:
+            if isinstance(start, _DATA):
+                continue
+            self._look_at(start)
+            for value in getattr(start, "__dict__", {}).values():
+                self._look_at(value)
+                items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+                for item in islice(items, _MOST_ITEMS):
+                    self._look_at(item)
+        while self._pending and len(self._seen) < _MOST_LOOKED_INTO:
+            self._look_into(self._pending.pop(0))
+        self.roots.extend((f"global {_module_of(vars(each))}", each) for each, _ in self._names.values())
+
+    def variables(self, target: Variables) -> dict[str, Any]:
+        """Those that the functions name, as they are now."""
+        namespace = vars(target)
+        if isinstance(namespace, _ClassNamespace):
+            return namespace.data()
+        return {name: namespace[name] for name in self._names[id(namespace)][1] if name in namespace}
+
+    def _look_at(self, value: Any) -> None:
+        """Note what has code of the user's, to be looked into."""
+        if type(value) in ATOMS or type(value) in CONTAINERS or isinstance(value, (Tensor, *_DATA)):
+            return
+        while isinstance(value, (staticmethod, classmethod, functools.partial, functools.partialmethod, types.MethodType)):
+            if isinstance(value, types.MethodType):
+                self._note(type(value.__self__))
+            value = value.func if isinstance(value, (functools.partial, functools.partialmethod)) else value.__func__
+        if isinstance(value, property):
+            for function in (value.fget, value.fset, value.fdel):
+                self._look_at(function)
+        elif isinstance(value, types.FunctionType):
+            self._note(value)
+        elif not isinstance(value, types.ModuleType):
+            self._note(value if isinstance(value, type) else type(value))
+
+    def _note(self, target: Any) -> None:
+        if id(target) not in self._seen:
+            self._seen.add(id(target))
+            self._pending.append(target)
+
+    def _look_into(self, target: Any) -> None:
+        if isinstance(target, type):
+            for kind in target.__mro__:
+                if _is_users(getattr(sys.modules.get(kind.__module__), "__dict__", {"__name__": kind.__module__})):
+                    self._look_into_class(kind)
+        elif isinstance(target, types.FunctionType):
+            users = _is_users(target.__globals__)
+            for name, cell in zip(target.__code__.co_freevars, target.__closure__ or (), strict=True):
+                if name != "__class__" and id(cell) not in self._seen:
+                    self._seen.add(id(cell))
+                    for value in get_items(cell):
+                        self._look_at(value)
+                    if users:
+                        self.roots.append((f"variable {name}", cell))
+            self._look_at(getattr(target, "__wrapped__", None))  # what a decorator hides
+            if users:
+                self._look_into_globals(target.__globals__, list(dict.fromkeys(_names_in(target.__code__))))
+
+    def _look_into_class(self, kind: type) -> None:
+        if kind in self._classes or issubclass(kind, enum.Enum):
+            return
+        self._classes.add(kind)
+        for name, value in vars(kind).items():
+            if name != "__init__" and not name.endswith("_dataloader"):
+                self._look_at(value)
+        self.roots.append((f"class {kind.__qualname__}", Variables(_ClassNamespace(kind))))
+
+    def _look_into_globals(self, namespace: dict[str, Any], names: list[str]) -> None:
+        """Note which of a module's variables code names, and which of those modules of the user's that it names."""
+        _, known = self._names.setdefault(id(namespace), (Variables(namespace), {}))
+        for name in names:
+            if name in known or name.startswith("__"):
+                continue
+            known[name] = None
+            value = namespace.get(name)
+            self._look_at(value)
+            if isinstance(value, types.ModuleType) and vars(value) is not namespace and _is_users(vars(value)):
+                self._look_into_globals(vars(value), [each for each in names if each in vars(value)])
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in code, that of functions in it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a class's attribute is something that instances share and change, rather than code."""
+    return not callable(value) and not hasattr(type(value), "__get__") and not isinstance(value, (types.ModuleType, *_DATA))
+
+
+def _module_of(namespace: Mapping[str, Any]) -> str:
+    return str(namespace.get("__name__", "__main__"))
+
+
+def _is_users(namespace: Mapping[str, Any]) -> bool:
+    """Whether a module's code is the user's own, rather than Python's or an installed package's."""
+    root = _module_of(namespace).partition(".")[0]
+    if root == "__main__":
+        return True
+    file = namespace.get("__file__") or ""
+    library = root in _LIBRARIES or root in sys.stdlib_module_names or root == "builtins"
+    return not library and not file.startswith(_STANDARD_LIBRARY) and not any(f"/{each}/" in file for each in _INSTALLED)

@@ -1,0 +1,16 @@
+"""What every engine shares. Knows no engine.
+
+Modules, in reading order:
+
+    mixin            EngineMixin: what every engine adds to Lightning's strategy
+    assignment       RunPlan: all that a worker is told
+    measure          seconds and bytes that a rank really used
+    resume           goes on exactly where a checkpoint was saved
+    plan_log         what loggers hear of plans and their changes
+    failure          a worker's exception on its way to the parent
+    gpu_limit        how much of a GPU a process may take
+    host_optimizers  the user's optimizer on host memory
+    loaders          the trainer's loaders under a plan; predictions in order
+    process_group    joins the process group; waits for all ranks outside of a step
+    batch_rule       what the user's batch is to several devices
+"""

@@ -1,0 +1,83 @@
+"""What an engine is told before it runs: the plan, and what planning found out about the step.
+
+Values only; knows neither how a plan is found nor how it is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from lightning_autopar.devices.inventory import Device
+from lightning_autopar.exact.data.batch_making import Loading
+from lightning_autopar.exact.logs.log_rules import LogRules
+from lightning_autopar.exact.step.attribute_rules import KeptRules
+from lightning_autopar.exact.step.draws import DrawPlan
+from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import Candidate
+from lightning_autopar.strategies.pipeline.stages.recording import Staging
+
+BatchRule = Literal["global", "per_device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What an engine is told: the plan and what planning found out about the step.
+
+    Args:
+        plan: what to run.
+        devices: the plan's devices, in rank order.
+        batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning
+            does.
+        draws: what the probe learnt about the step's random draws; None where it draws nothing.
+        log_rules: how the ranks' logged values make the whole batch's, where the probe found out.
+        kept_rules: how what ranks keep on the module from step to step makes what one device would keep, by step.
+        data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): there each rank must do all of it, to
+            get what one process would.
+        loadings: what else was found out about loaders, by :func:`.loading.loader_key`.
+        from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
+        weights_only: as given to the trainer; Lightning 2.6 forgets it where a checkpoint is restored after setup (``Trainer._run``).
+        large: whether the module is so large that no rank but the first should ever build all of it.
+        candidate: the plan with its prediction.
+        budgets: bytes that the plan may use of each device, by its id.
+        staging: of a pipeline, where the module's steps can be cut and what crosses each cut.
+        elastic: whether the run may go on under another plan, so that every loader's position must be known.
+        at_least: bytes by device id that are asked for whatever is predicted: the plan ran out of memory before.
+    """
+
+    plan: Plan
+    devices: tuple[Device, ...]
+    batch: BatchRule = "global"
+    draws: DrawPlan | None = None
+    data_draws: tuple[str, ...] = ()
+    loadings: Mapping[str, Loading] = field(default_factory=dict)
+    log_rules: LogRules = field(default_factory=dict)
+    kept_rules: KeptRules = field(default_factory=dict)
+    large: bool = False
+    from_snapshot: bool = False
+    weights_only: bool | None = None
+    candidate: Candidate | None = None
+    budgets: Mapping[str, int] = field(default_factory=dict)
+    staging: Staging | None = None
+    elastic: bool = False
+    at_least: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def reserved_bytes(self) -> dict[str, int]:
+        """What the plan is predicted to take of each device, by its id; empty where nothing was predicted."""
+        return {} if self.candidate is None else {device: held.reserved for device, held in self.candidate.bytes.items()}
+
+    @property
+    def needed_bytes(self) -> dict[str, int]:
+        """What must be there of each device for the plan, by its id: the prediction with its margin; empty where nothing was predicted."""
+        if self.candidate is None:
+            return {}
+        return {device: max(needed, self.at_least.get(device, 0)) for device, needed in self.candidate.needs.items()}
+
+    @property
+    def torch_devices(self) -> list[torch.device]:
+        """The devices as torch names them in this process."""
+        return [torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.index or 0) for device in self.devices]

@@ -1,0 +1,53 @@
+"""What the user's batch is to several devices: the strategy's argument ``batch``, with all that belongs to it.
+
+No ``from __future__ import annotations`` here: jsonargparse reads the annotations as objects.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_autopar.constraints import REFUSALS
+from lightning_autopar.strategies.base.assignment import BatchRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a batch is to several devices, and who draws the random numbers of its samples.
+
+    Args:
+        rule: "global" splits the user's batch over the devices; "per_device" gives each device batches of its own, as Lightning does.
+        draws: Random numbers of a split batch, such as dropout's: "whole": each rank draws them for the whole batch and keeps those of its
+            samples, so that the run is that of one device; "per-rank": each draws for its own samples alone, from a stream of its own,
+            which is less work and another run, though as good a one.
+        despite: Refusals to overrule, by their names, so that plans are taken under which the run is another one than one device's:
+            "batch_norm" (a micro-batch's own statistics), "buffers" (each rank keeps what the step writes of its samples to buffers, as to
+            a memory bank) and "kept" (the same of attributes that the next step's loss depends on). The report and the run say so.
+
+    Raises:
+        ValueError: if it is no such thing, with the value, the bound and the remedy.
+    """
+
+    rule: BatchRule = "global"
+    draws: Literal["whole", "per-rank"] = "whole"
+    despite: tuple[Literal["batch_norm", "buffers", "kept"], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rule not in ("global", "per_device"):
+            raise ValueError(f"batch={self.rule!r} must be 'global' (split the batch) or 'per_device' (a batch for each device)")
+        if self.draws not in ("whole", "per-rank"):
+            raise ValueError(f"draws={self.draws!r} must be 'whole' (as one device draws) or 'per-rank' (each rank for its own samples)")
+        if isinstance(self.despite, str) or (unknown := [name for name in self.despite if name not in REFUSALS]):
+            named = self.despite if isinstance(self.despite, str) else unknown[0]
+            choices = ", ".join(repr(name) for name in REFUSALS)
+            raise ValueError(f"despite={self.despite!r} must be a list of names of refusals, and {named!r} isn't one; they are {choices}")
+        if self.draws == "per-rank" and self.rule == "per_device":
+            raise ValueError("draws='per-rank' is about a batch that is split, which rule='per_device' has none of; leave one of them out")
+
+    @classmethod
+    def of(cls, batch: "BatchRule | Batch") -> "Batch":
+        """The strategy's argument as a whole.
+
+        Raises:
+            ValueError: if it is no such thing.
+        """
+        return batch if isinstance(batch, Batch) else cls(rule=batch)

@@ -1,0 +1,365 @@
+"""How much of a GPU a process may take: what its run was promised, a slack beside that, and more once it has asked; never unasked.
+
+What a lease holds is settled here. A run asks for what its plan is predicted to need with the footprint's margin, and its allocator is
+capped there. A prediction that is some per cent too low must not end it: memory peaks inside the first step, when nobody can ask any more.
+So each process asks for a slack at once, which it gets where nobody else has been promised that memory. When some steps are measured, the
+slack is given back but for what they are short of; the prediction itself is kept, as a validation or a longer batch may still need it.
+Where nobody else is on the device, the slack is all that the run may come to have, until its steps are known or somebody else comes: cuDNN
+tries its kernels out, and batches have several lengths, in the middle of a step.
+Where the allocator comes near its cap, more is asked for between two steps. What isn't granted isn't taken: then the run stays under its
+cap, and what goes beyond it is its own out-of-memory.
+
+A process asks for itself. Its lease stands beside its run's, and what it has taken counts once (:mod:`lightning_autopar.sharing.ledger`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Device
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.sharing.ledger import Held, Ledger, Room, Shortage, is_leased, open_ledger, owners, room_bytes
+from lightning_autopar.sharing.queue import live_places
+from lightning_autopar.text import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.base.assignment import Assignment
+
+#: Beside what is needed, or was seen to be: as much as the allocator is predicted to hold beyond its tensors (``planning/memory.py``).
+SLACK_SHARE = 0.1
+#: More is asked for when less than half of the slack is left.
+_LOW_SHARE = SLACK_SHARE / 2
+#: What a lease grows by when a run has run out of memory in it: how much it lacked nobody knows.
+_AFTER_SHORTAGE = 0.25
+#: Less isn't worth a lease.
+_LEAST_BYTES = 2 << 20
+#: Steps after which a usual one has been seen: the third is the first to begin with the optimizer's state there.
+_SETTLED_STEPS = 3
+#: The same where nobody else is on the device, who could want it: batches of most lengths have been seen by then.
+_SETTLED_STEPS_ALONE = 50
+#: A device of which less is taken has nobody on it, even where the driver doesn't tell who is: it is what the driver keeps for itself.
+_DRIVERS_BYTES = 1 << 30
+_LOOK_SECONDS, _REFUSED_SECONDS = 1.0, 10.0
+
+#: Asks the ledger for so many more bytes.
+Ask = Callable[[int], Held | Shortage | None]
+
+
+class Allocator(Protocol):
+    """A GPU's allocator, as far as growth is concerned."""
+
+    def most_bytes(self) -> int:
+        """The most that it has held of the device so far."""
+
+    def held_bytes(self) -> int:
+        """What tensors take now."""
+
+    def free_bytes(self) -> int:
+        """What anybody could take of the device."""
+
+    def cap(self, limit_bytes: int | None) -> None:
+        """Hold no more than that from now on; None: whatever there is."""
+
+
+class CudaAllocator:
+    """torch's. Its limit is a share of what CUDA says the device has (``CUDACachingAllocator.cpp``, ``setMemoryFraction``).
+
+    Args:
+        device: as this process names it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._users_share: float | None = None
+
+    def most_bytes(self) -> int:
+        """See :class:`Allocator`."""
+        return int(torch.cuda.max_memory_reserved(self._device))
+
+    def held_bytes(self) -> int:
+        """See :class:`Allocator`."""
+        return int(torch.cuda.memory_allocated(self._device))
+
+    def free_bytes(self) -> int:
+        """See :class:`Allocator`."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def cap(self, limit_bytes: int | None) -> None:
+        """See :class:`Allocator`. What the user has set, be it in ``PYTORCH_CUDA_ALLOC_CONF``, stays the most."""
+        if self._users_share is None:
+            ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # newer than the setter
+            self._users_share = 1.0 if ask is None else float(ask(self._device))
+        total_bytes = torch.cuda.get_device_properties(self._device).total_memory
+        share = 1.0 if limit_bytes is None else max(0, limit_bytes) / total_bytes
+        torch.cuda.set_per_process_memory_fraction(min(self._users_share, share), self._device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """What a process may have of a device.
+
+    Args:
+        device: its id.
+        base_bytes: what its run was promised for it: the prediction with its margin.
+        most_bytes: what it may come to: of what was free, what the user leaves to this run.
+        around_bytes: what of it lies outside of the allocator: the context, NCCL's buffers.
+        alone: whether nobody else is on the device.
+    """
+
+    device: str
+    base_bytes: int
+    most_bytes: int
+    around_bytes: int = 0
+    alone: bool = False
+
+
+def target_bytes(lease: Lease, promised_bytes: int, used_bytes: int, *, settled: bool) -> int:
+    """What should be promised, by what is and what is used.
+
+    Args:
+        lease: what a process may have.
+        promised_bytes: all that is promised now.
+        used_bytes: the most that was taken of the device so far, what lies outside of the allocator included.
+        settled: whether usual steps have been seen.
+    """
+    if lease.alone and not settled:
+        return max(lease.base_bytes, lease.most_bytes)
+    floor = lease.base_bytes if settled else int(lease.base_bytes * (1 + SLACK_SHARE))
+    wanted = max(floor, int(used_bytes * (1 + SLACK_SHARE)))
+    near = used_bytes * (1 + _LOW_SHARE) > promised_bytes
+    if floor <= promised_bytes < wanted and not near:
+        return promised_bytes  # there is half of the slack yet
+    return max(lease.base_bytes, min(wanted, lease.most_bytes))
+
+
+class Growth:
+    """The cap of one process's allocator, and the leases behind it.
+
+    Args:
+        lease: what it may have.
+        allocator: that is capped.
+        ask: the ledger for more; None where there are no leases, so that the cap stays where it is.
+        clock: in seconds.
+        alone: whether still nobody else is on the device, where nobody was.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        allocator: Allocator,
+        ask: Ask | None,
+        clock: Callable[[], float] = time.monotonic,
+        alone: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.lease = lease
+        self._allocator, self._ask, self._clock, self._alone = allocator, ask, clock, alone
+        self._more: list[tuple[int, Held]] = []
+        self._steps = 0
+        self._again_at = float("-inf")
+        # What this process has on the device from before was no part of what was free when the run was promised its memory.
+        self._before_bytes = allocator.held_bytes()
+        self._cap()
+        self._adjust(settled=False)
+
+    @property
+    def promised_bytes(self) -> int:
+        """All that is promised to this process now."""
+        return self.lease.base_bytes + sum(size for size, _ in self._more)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What its allocator may hold."""
+        return max(0, self.promised_bytes - self.lease.around_bytes) + self._before_bytes
+
+    def step(self, *, steps: int = 1) -> None:
+        """Between two batches; by now so many more have been run."""
+        self._steps += steps
+        if self._ask is not None and self._clock() >= self._again_at:
+            if self.lease.alone and not self._alone():
+                self.lease = replace(self.lease, alone=False)
+            self._adjust(settled=self._steps > (_SETTLED_STEPS_ALONE if self.lease.alone else _SETTLED_STEPS))
+
+    def release(self) -> None:
+        """The run is over: nothing is capped, and what was asked for is given back."""
+        while self._more:
+            self._more.pop()[1].release()
+        self._ask = None
+        self._allocator.cap(None)
+
+    def lacked_bytes(self) -> int:
+        """What this process needs at least of the device, now that its allocator has failed: more than this.
+
+        All that was promised where the cap was in the way; where there was less on the device, as a stranger has taken it, what it had.
+        """
+        had = self._allocator.most_bytes()
+        capped = self._allocator.free_bytes() >= self.limit_bytes - had
+        return self.promised_bytes if capped else max(0, had - self._before_bytes) + self.lease.around_bytes
+
+    def _cap(self) -> None:
+        self._allocator.cap(self.limit_bytes)
+
+    def _adjust(self, *, settled: bool) -> None:
+        if self._ask is None:
+            return
+        self._again_at = self._clock() + (_LOOK_SECONDS if settled or self.lease.alone else 0.0)
+        used_bytes = max(0, self._allocator.most_bytes() - self._before_bytes) + self.lease.around_bytes
+        target = target_bytes(self.lease, self.promised_bytes, used_bytes, settled=settled)
+        missing_bytes = target - self.promised_bytes
+        if missing_bytes >= _LEAST_BYTES:
+            self._grow(missing_bytes)
+        elif missing_bytes < 0:
+            self._shrink(-missing_bytes)
+
+    def _grow(self, missing_bytes: int) -> None:
+        assert self._ask is not None, "asked before"
+        found = self._ask(missing_bytes)
+        if isinstance(found, Shortage) and found.room_bytes >= _LEAST_BYTES:
+            missing_bytes = min(missing_bytes, found.room_bytes)
+            found = self._ask(missing_bytes)
+        if isinstance(found, Held):
+            self._more.append((missing_bytes, found))
+            self._cap()
+        else:  # others have it
+            self._again_at = self._clock() + _REFUSED_SECONDS
+
+    def _shrink(self, spare_bytes: int) -> None:
+        """Give back what can be given back whole; the cap comes first, so that nothing is taken that isn't promised any more."""
+        given = []
+        while self._more and self._more[-1][0] <= spare_bytes:
+            size, held = self._more.pop()
+            spare_bytes -= size
+            given.append(held)
+        if given:
+            self._cap()
+        for held in given:
+            held.release()
+
+
+def growth_for(assignment: Assignment, rank: int, *, ledger: Ledger | None = None, allocator: Allocator | None = None) -> Growth | None:
+    """The cap of a rank's allocator, by the lease of its run, or by what was free when the plan was made where there is none.
+
+    Args:
+        assignment: with the plan's prediction.
+        rank: whose.
+        ledger: the host's, unless given.
+        allocator: torch's on the rank's device, unless given; without one a CPU device has none.
+
+    Returns:
+        None where there is nothing to cap.
+    """
+    device = assignment.devices[rank]
+    if allocator is None:
+        if device.kind != "cuda":
+            return None
+        allocator = CudaAllocator(assignment.torch_devices[rank])
+    needed = assignment.needed_bytes.get(device.id)
+    if needed is not None and is_leased(device):
+        try:
+            ledger = ledger or open_ledger()
+            if ledger is not None and (leader := _leader(ledger, device.id, needed)) is not None:
+                watch, lease = _Alone(ledger, device.id, leader), _lease(assignment, device, needed)
+                lease = replace(lease, alone=watch.was(device) and watch())
+                return Growth(lease, allocator, _asker(ledger, device.id, leader), alone=watch)
+        except (OSError, ValueError) as error:  # the process that planned has said so, too
+            rank_zero_info(f"autopar: the leases of this host can't be read ({error}); the allocator is capped by what was free")
+    if device.free_bytes >= device.total_bytes:
+        return None
+    return Growth(Lease(device=device.id, base_bytes=device.free_bytes, most_bytes=device.free_bytes), allocator, None)
+
+
+def after_shortage(assignment: Assignment) -> dict[str, int]:
+    """What to ask for on each device of a plan that ran out of memory under its cap, where the devices have more; empty where they haven't.
+
+    Only of GPUs: what caps a plan on a CPU device isn't its lease.
+    """
+    found = {}
+    for device in assignment.devices:
+        needed = assignment.needed_bytes.get(device.id)
+        if device.kind != "cuda" or needed is None:
+            return {}
+        wanted = min(int(needed * (1 + _AFTER_SHORTAGE)), _most(assignment, device))
+        if wanted <= needed * (1 + SLACK_SHARE):  # it had as much
+            return {}
+        found[device.id] = wanted
+    return found
+
+
+def shortage_words(assignment: Assignment, rank: int, growth: Growth | None) -> str:
+    """What a run that ran out of memory was promised, predicted to need and had left to ask for, and what to do: one sentence."""
+    device = assignment.devices[rank]
+    predicted, needed = assignment.reserved_bytes.get(device.id), assignment.needed_bytes.get(device.id)
+    said = [f"{format_bytes(device.free_bytes)} were free on {device.id} when it was planned"]
+    if predicted is not None and needed is not None:
+        said.append(f"{format_bytes(predicted)} were predicted ({format_bytes(needed)} with the margin)")
+    if growth is not None:
+        said.append(f"{format_bytes(growth.promised_bytes)} were promised to it, at which its allocator is capped")
+    remedy = "with callbacks=[CheckpointMigrate()] the run would go on by itself"
+    return f"autopar: {'; '.join(said)}. The next start counts with more, unless AUTOPAR_CACHE is off; {remedy}"
+
+
+def _lease(assignment: Assignment, device: Device, needed: int) -> Lease:
+    held = None if assignment.candidate is None else assignment.candidate.bytes.get(device.id)
+    around = held.context if isinstance(held, DeviceBytes) else 0
+    return Lease(device=device.id, base_bytes=needed, most_bytes=_most(assignment, device), around_bytes=around)
+
+
+def _most(assignment: Assignment, device: Device) -> int:
+    """What the run may come to have of a device, whatever it needs: its budget when it was planned, with the user's limit and margin."""
+    return max(assignment.budgets.get(device.id, device.free_bytes), assignment.needed_bytes.get(device.id, 0))
+
+
+def _leader(ledger: Ledger, device: str, needed: int) -> int | None:
+    """The process that has the run's lease on the device: this one, or the one that has started it; None where neither has."""
+    holders = {lease.pid for lease in ledger.leases() if lease.here and not lease.part_of and lease.bytes.get(device, 0) >= needed}
+    return next((pid for pid in (os.getpid(), os.getppid()) if pid in holders), None)
+
+
+class _Alone:
+    """Whether nobody but a run is on a device, or waits for it.
+
+    Args:
+        ledger: the host's.
+        device: its id.
+        leader: the process that has the run's lease.
+    """
+
+    def __init__(self, ledger: Ledger, device: str, leader: int) -> None:
+        self._ledger, self._device, self._leader = ledger, device, leader
+
+    def was(self, device: Device) -> bool:
+        """By the driver, when the run was planned."""
+        strangers = [process for process in device.processes if not process.own and not owners(process.pid, {self._leader})]
+        return device.kind == "cuda" and not strangers and device.total_bytes - device.free_bytes < _DRIVERS_BYTES
+
+    def __call__(self) -> bool:
+        """By the ledger, now."""
+        try:
+            leases = [lease for lease in self._ledger.leases() if self._device in lease.bytes]
+            waits = any(place.wants.get(self._device, 0) for place in live_places(self._ledger.folder))
+        except OSError:
+            return False
+        return not waits and all(lease.here and self._leader in (lease.pid, lease.part_of) for lease in leases)
+
+
+def _asker(ledger: Ledger, device: str, leader: int) -> Ask:
+    """Asks for more of a device. What this run has been promised and hasn't taken counts as anybody's: it is no room."""
+
+    def look() -> Room:
+        found = probe()
+        return lambda leases: room_bytes(found, leases)
+
+    def ask(more_bytes: int) -> Held | Shortage | None:
+        try:
+            return ledger.claim({device: more_bytes}, look, run=f"slack of {leader}", within_seconds=0.1, part_of=leader)
+        except (OSError, ValueError):  # a full disk, say: then there is no more
+            return None
+
+    return ask

@@ -1,0 +1,114 @@
+"""A trainer's loaders under a plan: made exact where the plan asks for it, and those that a batch came from.
+
+Knows what the ranks share of the order, not what they do with a batch.
+
+Predictions of all ranks put together in the user's order.
+
+Knows which rank predicts which batches, not how they come to this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from lightning_autopar._lightning_compat import combined_mode
+from lightning_autopar.exact.data.batch_making import collation_for
+from lightning_autopar.exact.data.loader import ExactLoader, orders_alike
+from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.data.track import fit_progress
+from lightning_autopar.strategies.base.assignment import Assignment
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.plans import Plan
+
+
+def exact_loader(
+    dataloader: object,
+    trainer: Trainer,
+    assignment: Assignment,
+    *,
+    rank: int,
+    broadcast: Callable[[Any], Any],
+    alike: Callable[[int], bool] | None = None,
+) -> ExactLoader | None:
+    """The user's own order with this rank's samples of each batch, resumable at any batch; None where a loader stays as it is.
+
+    Args:
+        dataloader: as Lightning processed it.
+        trainer: whose loader it is.
+        assignment: the rank's.
+        rank: this rank.
+        broadcast: gives every rank the object that rank 0 called it with.
+        alike: whether all ranks called it with the same number; a collective.
+    """
+    # Several ranks go through one order of the samples, be it that each has its part or that all have the same.
+    plan = assignment.plan
+    shares_order = plan.world_size > 1 and assignment.batch == "global"
+    if assignment.batch == "per_device" or isinstance(dataloader, ExactLoader):
+        return None
+    if not isinstance(dataloader, DataLoader) and not shares_order and not (assignment.elastic and trainer.training):
+        return None
+    collation, draws = collation_for(dataloader, assignment.loadings)
+    draws = (*assignment.data_draws, *draws)
+    splits = plan.data_ranks > 1 and not trainer.predicting
+    return ExactLoader(
+        dataloader,
+        rank=plan.data_rank(rank),
+        world_size=plan.data_ranks,
+        dealing=Dealing(plan.dealing),
+        whole_batches=trainer.predicting,
+        sync=broadcast if shares_order and (trainer.training or not orders_alike(dataloader)) else None,
+        progress=fit_progress(trainer) if trainer.training else None,
+        # Of several loaders nobody knows whether their samples draw; one rank loads all of them anyway.
+        load_all="samples" in draws or (assignment.elastic and plan.data_ranks == 1),
+        collate_all=splits and ("collate" in draws or collation in ("whole", None)),
+        by_samples=collation is None and "collate" not in draws,
+        alike=alike if splits and collation == "rows" and "collate" not in draws else None,
+    )
+
+
+def current_loaders(trainer: Trainer, dataloader_idx: int) -> list[ExactLoader]:
+    """The loaders that the current batch came from; of several at once those that aren't exhausted."""
+    loop = trainer.fit_loop if trainer.training else trainer._active_loop
+    combined = getattr(loop, "_combined_loader", None)
+    if combined is None:
+        return []
+    together = combined_mode(combined) != "sequential"
+    loaders = combined.flattened if together else [combined.flattened[dataloader_idx]]
+    return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.has_share]
+
+
+class Dropped:
+    """Stands for the prediction of a batch that a rank only ran to keep the others company."""
+
+
+def put_together(values: list[Any], plan: Plan) -> Any:
+    """What ``predict`` returns of what each rank's gave; ranks of one replica, one after the other, have the same batches.
+
+    Args:
+        values: in rank order.
+        plan: that they predicted under.
+    """
+    return interleaved(values[:: plan.world_size // plan.data_ranks])
+
+
+def interleaved(values: list[Any]) -> Any:
+    """All ranks' predictions in the user's order: rank r has batches r, r + W, r + 2W, …; of each data loader where there are several."""
+    first = values[0]
+    if first is None:
+        return None
+    if first and isinstance(first[0], list) and _several_loaders(values):
+        return [interleaved(list(parts)) for parts in zip(*values, strict=True)]
+    merged: list[Any] = []
+    for index in range(max(len(value) for value in values)):
+        merged.extend(value[index] for value in values if index < len(value))
+    return [prediction for prediction in merged if not isinstance(prediction, Dropped)]
+
+
+def _several_loaders(values: list[Any]) -> bool:
+    return all(isinstance(part, list) for value in values for part in value)

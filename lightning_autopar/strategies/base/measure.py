@@ -1,0 +1,501 @@
+"""What a rank really used: seconds a step, and bytes on its device by what holds them. Knows nothing of predictions.
+
+Which tensors a rank's engine holds, by what they are: on its device, and in host memory what its plan offloads.
+
+Knows engines' ways to hold them; measures nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_autopar._lightning_compat import bare_optimizer
+from lightning_autopar._temporary import without_noise
+from lightning_autopar.devices.host import thread_times, waited_share
+from lightning_autopar.devices.nvml import NvmlUnavailable, read_devices
+from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.memory.allocation_recorder import HOST, Recorder
+from lightning_autopar.memory.storages import storage_sizes
+from lightning_autopar.strategies.zero.partitions.module import held_by_zero, host_held_by_zero
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+    from lightning_autopar.plans import Plan
+
+
+def held_storages(strategy: Strategy) -> dict[str, dict[int, int]]:
+    """Bytes by storage of all that a step finds there, by kind; of a CPU device also what is the host's."""
+    module = strategy.lightning_module
+    assert module is not None
+    tensors: dict[str, Iterable[Tensor]] = {
+        "parameters": _here(module.parameters()),
+        "gradients": gradients_of(strategy),
+        "optimizer": _states(strategy),
+        "buffers": _here(module.buffers()),
+    }
+    if (zero := _zero(strategy)) is not None:
+        for kind, theirs in held_by_zero(zero, module).items():
+            if kind != "gradients":
+                tensors[kind] = chain(theirs, () if kind == "parameters" else tensors.get(kind, ()))
+    if strategy.root_device.type == "cpu":
+        tensors[HOST] = _on_host(strategy)
+    return {kind: storage_sizes(each, strategy.root_device) for kind, each in tensors.items()}
+
+
+def plan_of(strategy: Strategy) -> Plan:
+    """What an engine executes."""
+    plan: Plan = strategy.assignment.plan  # type: ignore[attr-defined]  # every engine has one
+    return plan
+
+
+def _zero(strategy: Strategy) -> Any | None:
+    """DeepSpeed's engine, where that is what trains."""
+    return strategy.model if plan_of(strategy).engine == "zero" and strategy.optimizers else None
+
+
+def _states(strategy: Strategy) -> Iterator[Tensor]:
+    """The optimizers' states; none where they lie on disk, in pages that the kernel takes back."""
+    if plan_of(strategy).optimizer_on_disk:
+        return iter(())
+    return _here(_tensors(chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)))
+
+
+def _on_host(strategy: Strategy) -> Iterator[Tensor]:
+    """What the plan offloads; between steps, when FSDP2's module has its shards."""
+    module, offload = strategy.lightning_module, plan_of(strategy).offload
+    assert module is not None
+    if (zero := _zero(strategy)) is not None:
+        yield from host_held_by_zero(zero, module)
+    elif "parameters" in offload:
+        yield from module.parameters()
+        yield from gradients_of(strategy)
+    if "optimizer" in offload:
+        yield from _states(strategy)
+
+
+def gradients_on_host(strategy: Strategy) -> Iterator[Tensor]:
+    """Those that came about in this step. FSDP2 puts each into host memory when it is reduced; DeepSpeed has buffers all along."""
+    plan = plan_of(strategy)
+    if plan.engine == "fsdp" and plan.offload:
+        for group in chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers):
+            yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
+
+
+def gradients_of(strategy: Strategy) -> Iterator[Tensor]:
+    """The optimizers' parameters come first: under FSDP2 the module holds others while it is gathered. DeepSpeed keeps them to itself."""
+    module = strategy.lightning_module
+    assert module is not None
+    if (zero := _zero(strategy)) is not None:
+        yield from held_by_zero(zero, module)["gradients"]
+    groups = chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers)
+    for parameter in chain(chain.from_iterable(group["params"] for group in groups), module.parameters()):
+        if not is_hole(parameter) and parameter.grad is not None:
+            yield parameter.grad
+
+
+def _here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those that this rank has, of a module whose stages lie on several."""
+    return (tensor for tensor in tensors if not is_hole(tensor))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Those inside of nested containers, as LBFGS and Shampoo keep them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+#: Steps that say nothing: the first has no optimizer state, the second frees nothing of what a steady step holds from the one before.
+_WARM_UP = 2
+#: As many steps are recorded on CPU devices: whatever the first one frees of the time before is freed in the second in the record's sight.
+_RECORDED = 2
+#: An evaluation between the two spoils a record. After so many, a run goes without.
+_TRIES = 3
+#: Where a step is: its forward is over, its backward begins, its gradients are complete.
+Point = Literal["forward", "backward", "gradients"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one rank used.
+
+    Args:
+        peak_bytes: the most that tensors took at once: in the recorded steps on a CPU device, in the whole run on a GPU (torch's
+            ``max_memory_allocated``). None where the run was too short, the user profiled, or a GPU had held more before the run.
+        step_seconds: median of a step; None where the run was too short.
+        step_spread: range of the middle half of the steps' seconds, over the median; None of fewer than four steps.
+        waited_share: the share of their time that the process's threads were ready to run while steps were measured, and had no core; None
+            where the run was too short or the kernel doesn't tell.
+        bytes: what held a training step's peak: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``, and ``"rest"``, which is
+            activations, temporaries, communication and input. Without ``"gradients"`` where those can't be told from the rest. Empty where
+            the step's peak isn't known: on a GPU if something before the first step took more.
+        reserved_bytes: on a GPU the most that torch's allocator held of the device (``max_memory_reserved``).
+        context_bytes: on a GPU what the process holds beside that, as the driver counts it; None where it doesn't tell.
+        host_bytes: on a CPU device the most that was in the host's memory at once of what the plan offloads, and of the optimizer's work on
+            it; in no other figure. 0 where nothing is offloaded, None where it wasn't measured.
+    """
+
+    peak_bytes: int | None = None
+    step_seconds: float | None = None
+    step_spread: float | None = None
+    waited_share: float | None = None
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+    host_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``strategy.measured`` has it for each device."""
+        return asdict(self)
+
+
+class Exits(ExitStack):
+    """What is to be undone at an end. Who copies a trainer or a callback of a run copies this with it, and a copy has nothing to undo."""
+
+    def __reduce__(self) -> tuple[type[Exits], tuple[()]]:
+        return Exits, ()
+
+
+class Meter:
+    """Collects the times of step boundaries, and what the steps after the second one hold.
+
+    A CPU device has no counter of its own: two steps run under a :class:`lightning_autopar.memory.allocation_recorder.Recorder`. A GPU's
+    allocator counts by itself, and is only asked.
+
+    Args:
+        device_id: the device's id in the inventory.
+    """
+
+    def __init__(self, device_id: str) -> None:
+        self._device_id = device_id
+        self._clock = StepClock()
+        self._runs = False
+        self._begun = 0
+        self._recorder = Recorder()
+        self._recorded = 0
+        self._tries = 0
+        self._quiet = Exits()
+        self._gpu: GpuSteps | None = None
+        self._before = (0, 0)  # a GPU's counters when the run began: they are the user's as well, and aren't set back
+        self._peak_bytes: int | None = None
+        self._bytes: dict[str, int] = {}
+        self._reserved_bytes: int | None = None
+        self._context_bytes: int | None = None
+        self._host_bytes: int | None = None
+
+    @property
+    def measured(self) -> Measured:
+        """What is known up to now."""
+        return Measured(
+            peak_bytes=self._peak_bytes,
+            step_seconds=self._clock.median_seconds(),
+            step_spread=self._clock.spread(),
+            waited_share=self._clock.waited_share(),
+            bytes=self._bytes,
+            reserved_bytes=self._reserved_bytes,
+            context_bytes=self._context_bytes,
+            host_bytes=self._host_bytes,
+        )
+
+    def begin(self, device: torch.device) -> None:
+        """The run begins: the module is about to go to its device."""
+        if device.type == "cuda" and torch.cuda.is_initialized():
+            self._before = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+    def boundary(self, strategy: Strategy, batch_idx: int) -> None:
+        """The step of this batch starts now, and with it the one before has ended."""
+        self._end_step(strategy)
+        if strategy.root_device.type == "cuda":
+            if self._begun == 0:
+                self._gpu = GpuSteps(torch.cuda.max_memory_allocated(strategy.root_device))
+        elif self._wanted and _settled(strategy, batch_idx):
+            self._record(strategy)
+        self._begun += 1
+        self._runs = True
+        self._clock.start(strategy.root_device)
+
+    def note(self, strategy: Strategy, point: Point) -> None:
+        """The running step has come so far; costs nothing outside of the steps that are measured."""
+        if self._recorder.running:
+            self._recorder.note(
+                gradients=storage_sizes(gradients_of(strategy), strategy.root_device),
+                host=storage_sizes(gradients_on_host(strategy), strategy.root_device),
+            )
+        elif self._gpu is not None:
+            self._note_on_gpu(strategy, point)
+
+    def pause(self, strategy: Strategy) -> None:
+        """What follows belongs to no step."""
+        self._end_step(strategy)
+        self._abandon()
+
+    def finish(self, strategy: Strategy) -> None:
+        """The steps are over; what comes of them is known after this. Does nothing more when called again."""
+        self.pause(strategy)
+        self._clock.wait()
+        self._ask(strategy.root_device)
+
+    def stop(self, strategy: Strategy) -> None:
+        """The run is over, however it came about: read what can only be read now."""
+        self._abandon()
+        self._ask(strategy.root_device)
+
+    def _end_step(self, strategy: Strategy) -> None:
+        """If one is running: take its time, unless it is one of those that say nothing, and see whether the record is complete."""
+        if not self._runs:
+            return
+        self._runs = False
+        if self._recorder.running:
+            self._recorded += 1
+            if self._recorded == _RECORDED:
+                self._conclude(strategy)
+        elif self._begun > _WARM_UP:
+            self._clock.stop(strategy.root_device)
+        if self._gpu is not None:
+            self._note_on_gpu(strategy, None)
+            if self._begun > _WARM_UP:
+                held = {kind: sum(sizes.values()) for kind, sizes in held_storages(strategy).items() if kind != "gradients"}
+                self._bytes, self._gpu = self._gpu.bytes(held), None
+
+    # -- CPU devices -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _wanted(self) -> bool:
+        return self._begun >= _WARM_UP and self._tries < _TRIES and not self._bytes and not self._recorder.running
+
+    def _record(self, strategy: Strategy) -> None:
+        self._tries += 1
+        self._recorded = 0
+        self._quiet.enter_context(without_noise())
+        if not self._recorder.start(**held_storages(strategy)):
+            self._abandon()
+        elif plan_of(strategy).offload:
+            # Whichever object steps: an engine may put another in the place of the user's.
+            updates = _Updates(self._recorder)
+            self._quiet.callback(register_optimizer_step_pre_hook(updates.begin).remove)
+            self._quiet.callback(register_optimizer_step_post_hook(updates.end).remove)
+
+    def _conclude(self, strategy: Strategy) -> None:
+        self._recorder.note(**held_storages(strategy))
+        recording = self._recorder.stop()
+        self._quiet.close()
+        if recording is None:
+            return
+        self._peak_bytes = recording.peak_bytes
+        known = {kind: size for kind, size in recording.bytes.items() if kind != "rest"}
+        self._bytes = {**known, "rest": recording.peak_bytes - sum(known.values())}
+        self._host_bytes = recording.host_bytes
+
+    def _abandon(self) -> None:
+        """Stop recording; what came of it so far is no figure."""
+        self._recorder.abandon()
+        self._quiet.close()
+
+    # -- GPUs --------------------------------------------------------------------------------------------------------------------------
+
+    def _note_on_gpu(self, strategy: Strategy, point: Point | None) -> None:
+        assert self._gpu is not None
+        gradients = storage_sizes(gradients_of(strategy), strategy.root_device)
+        self._gpu.note(point, torch.cuda.max_memory_allocated(strategy.root_device), sum(gradients.values()))
+
+    def _ask(self, device: torch.device) -> None:
+        if device.type == "cuda" and torch.cuda.is_initialized():
+            # A counter that hasn't risen since the run began tells of what was before, unless as much is there now.
+            peak_bytes, reserved_bytes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            self._peak_bytes = peak_bytes if peak_bytes > self._before[0] else None
+            held = peak_bytes > self._before[0] and reserved_bytes == torch.cuda.memory_reserved(device)
+            self._reserved_bytes = reserved_bytes if reserved_bytes > self._before[1] or held else None
+            process_bytes = _process_bytes(self._device_id)
+            if process_bytes is not None:
+                self._context_bytes = max(0, process_bytes - torch.cuda.memory_reserved(device))
+
+
+class StepClock:
+    """Seconds of steps: the host's time where the host computes; on a GPU the device's own, as the host runs ahead of it.
+
+    On a GPU each step's ends are events in the device's current stream, which are read when the device has passed them. Nobody waits for it
+    but :meth:`wait`.
+
+    Args:
+        event: makes a GPU's event; torch's own unless given.
+    """
+
+    def __init__(self, event: Callable[[], Any] | None = None) -> None:
+        self._event = event or partial(torch.cuda.Event, enable_timing=True)
+        self._seconds: list[float] = []
+        self._begun: Any = None
+        #: The threads' times when the first step that is measured began, and after the last one.
+        self._threads_before: dict[str, tuple[int, int]] | None = None
+        self._threads_after: dict[str, tuple[int, int]] | None = None
+        self._ahead: deque[tuple[Any, Any]] = deque()
+
+    def start(self, device: torch.device) -> None:
+        """A step begins."""
+        self._begun = self._now(device)
+
+    def stop(self, device: torch.device) -> None:
+        """It has ended, as far as the host is concerned."""
+        now = self._now(device)
+        if self._threads_before is None:
+            self._threads_before = thread_times()
+        if device.type != "cuda":
+            self._seconds.append(now - self._begun)
+        else:
+            self._ahead.append((self._begun, now))
+            self._read()
+
+    def wait(self) -> None:
+        """The steps are over: wait until the device has done all of them."""
+        self._threads_after = thread_times()
+        if self._ahead:
+            self._ahead[-1][1].synchronize()
+            self._read()
+
+    def median_seconds(self) -> float | None:
+        """Of the steps that are over; None before there are any."""
+        return statistics.median(self._seconds) if self._seconds else None
+
+    def spread(self) -> float | None:
+        """The range of the middle half of the steps over their median; None of fewer than four."""
+        if len(self._seconds) < 4:
+            return None
+        low, median, high = statistics.quantiles(self._seconds)
+        return (high - low) / median
+
+    def waited_share(self) -> float | None:
+        """The share of their time that this process's threads waited for a core, from the first measured step to the end."""
+        if self._threads_before is None or self._threads_after is None:
+            return None
+        return waited_share(self._threads_before, self._threads_after)
+
+    def _now(self, device: torch.device) -> Any:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = self._event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _read(self) -> None:
+        """Take in what the device has passed by now."""
+        while self._ahead and self._ahead[0][1].query():
+            begun, ended = self._ahead.popleft()
+            self._seconds.append(begun.elapsed_time(ended) * 1e-3)
+
+
+class _Updates:
+    """Tells a recorder when an offloaded optimizer works: in its step, but for the closure, in which Lightning runs forward and backward.
+
+    Args:
+        recorder: that runs.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._open: list[bool] = []  # of each step within another, whether the host works
+
+    def begin(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before a step; what it is called with instead, if that differs."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._open.append(False)
+        if closure is None:
+            self._set(True)
+            return None
+
+        def run() -> Any:
+            self._set(False)
+            value = closure()
+            self._set(True)
+            return value
+
+        return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": run})
+
+    def end(self, *_: Any) -> None:
+        """After it."""
+        self._set(False)
+        self._open.pop()
+
+    def _set(self, works: bool) -> None:
+        if self._open[-1] != works and self._recorder.running:
+            self._recorder.host_works(works)
+        self._open[-1] = works
+
+
+class GpuSteps:
+    """Which part of a training step makes the peak of a GPU's allocator, and which gradients are there then.
+
+    The counter can't be set back, since it is the user's as well; so a part is known to make the peak if the counter rises in it.
+
+    Args:
+        peak_bytes: the counter before the first step.
+    """
+
+    def __init__(self, peak_bytes: int) -> None:
+        self._peak_bytes = peak_bytes
+        self._risen = False
+        self._there = 0
+        self._at_peak: int | None = None
+
+    def note(self, point: Point | None, peak_bytes: int, gradient_bytes: int) -> None:
+        """The part before this point is over; None: the step is.
+
+        Args:
+            point: where the step is.
+            peak_bytes: the counter.
+            gradient_bytes: gradients that are there now.
+        """
+        if peak_bytes > self._peak_bytes:
+            self._peak_bytes, self._risen = peak_bytes, True
+            self._at_peak = None if point == "gradients" else self._there  # in the middle of backward nobody can tell
+        self._there = gradient_bytes
+
+    def bytes(self, held: Mapping[str, int]) -> dict[str, int]:
+        """The peak by what holds it; nothing if it wasn't a step that made it.
+
+        Args:
+            held: parameters, optimizer states and buffers.
+        """
+        if not self._risen:
+            return {}
+        found = dict(held)
+        if self._at_peak is not None:
+            found["gradients"] = self._at_peak
+        return {**found, "rest": self._peak_bytes - sum(found.values())}
+
+
+def _process_bytes(device_id: str) -> int | None:
+    """What this process holds of a GPU, as NVML counts it; None where it doesn't know the process (other namespaces, MIG)."""
+    try:
+        devices, _, _ = read_devices()
+    except NvmlUnavailable:
+        return None
+    for device in devices:
+        if device.id == device_id:
+            return next((process.used_bytes for process in device.processes if process.own), None)
+    return None
+
+
+def _settled(strategy: Strategy, batch_idx: int) -> bool:
+    """Whether the steps from this batch on are as all later ones: with accumulated gradients the batch before the optimizer steps."""
+    module = strategy.lightning_module
+    assert module is not None
+    trainer = module.trainer
+    if not module.automatic_optimization or trainer.accumulate_grad_batches == 1:
+        return True
+    return trainer.global_step > 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0

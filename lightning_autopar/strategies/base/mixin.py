@@ -1,0 +1,443 @@
+"""What every engine adds to Lightning's own strategy: the global batch split exactly, and a record of what ran.
+
+A mixin, placed before the Lightning strategy in an engine's bases. It knows the plan and the batch's shares; it doesn't know how a plan was
+found, and it never touches how the Lightning strategy itself runs or shards the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_autopar._lightning_compat import TrainerFn, hyperparameters_added, loaders_of_one_device
+from lightning_autopar.exact.data.alone import without_group
+from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
+from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.step import own_backward
+from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
+from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_batch_norm
+from lightning_autopar.exact.step.draws import GlobalDraws
+from lightning_autopar.exact.step.micro_batches import MicroBatches
+from lightning_autopar.exact.step.recompute import recomputed
+from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
+from lightning_autopar.strategies.base import resume
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.failure import LACKED, out_of_memory
+from lightning_autopar.strategies.base.gpu_limit import Growth, shortage_words
+from lightning_autopar.strategies.base.loaders import Dropped, current_loaders, exact_loader
+from lightning_autopar.strategies.base.measure import Exits, Meter
+from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class EngineMixin(Strategy):
+    """Splits the user's batch over the ranks so that the run computes what one device would.
+
+    Gradients, logged values, BatchNorm statistics and random draws are those of the whole batch; see the modules of their names.
+    """
+
+    assignment: Assignment
+    _layer_sync: Any
+
+    def attach(self, assignment: Assignment) -> None:
+        """Give the engine its assignment; called once, before the trainer sees the engine."""
+        self.assignment = assignment
+        self._share: BatchShare | None = None
+        #: Of how many samples the loader made the batch that is worked on, where this rank has all of them.
+        self._samples: int | None = None
+        self._exit: ExitStack = Exits()
+        self._draws: GlobalDraws | None = None
+        self._logging: GlobalLogging | None = None
+        self._micro: MicroBatches | None = None
+        self._drawing = False
+        self._stepping = False  # through the parts of a batch
+        self._in_backward = False
+        self._resumed = 0
+        self._resumption: resume.Resumption | None = None
+        self._positions: dict[int, int] = {}
+        self._prediction_limits: list[float] = []
+        self._asked_predictions: int | float | None = None
+        self._saved_gradients: dict[str, Tensor] = {}
+        #: Whether the state is saved between two batches rather than in a hook.
+        self.at_boundary = False
+        #: What this rank may take of its GPU; None where nothing says.
+        self.growth: Growth | None = None
+        #: How an elastic run came to this plan.
+        self.plan_changes = PlanChanges()
+        #: Called when Lightning is about to enter its loops.
+        self.before_loops: Callable[[], None] | None = None
+
+    # -- who and how many --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        return int(getattr(self, "global_rank", 0))
+
+    @property
+    def splits(self) -> bool:
+        """Whether a batch is split at all."""
+        return self.assignment.plan.data_ranks > 1 and self.assignment.batch == "global"
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have other parts of a batch for the same parameters; None for all ranks."""
+        return None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a rank's batch is worked off in parts, one after the other."""
+        return self.assignment.plan.micro_batches > 1
+
+    def share(self) -> BatchShare | None:
+        """This rank's part of the batch that is being worked on, None between batches and where batches aren't split."""
+        return self._share
+
+    # -- data --------------------------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Do what needs neither the module's state nor the user's code: the process group, the device's context."""
+        module = self.lightning_module
+        assert module is not None
+        self.connect(module)
+        self.setup_environment()
+        if self.root_device.type == "cuda":
+            torch.empty(1, device=self.root_device)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Hand out the user's own order: this rank's samples of each batch, resumable at any batch."""
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self._trainer
+        loader = exact_loader(dataloader, trainer, self.assignment, rank=self._rank, broadcast=self.broadcast, alike=self._alike)
+        if loader is None:
+            return dataloader
+        if trainer.training:
+            self._resume_loader(trainer, loader)
+        if trainer.predicting and self.splits:
+            self._limit_predictions(trainer, dataloader)
+        return loader
+
+    def _alike(self, number: int) -> bool:
+        """Whether all ranks have the same number; each calls this."""
+        word = torch.tensor([number, -number])
+        dist.all_reduce(word, dist.ReduceOp.MAX, group=None if self._logging is None else self._logging.host_group)
+        return int(word[0]) == -int(word[1])
+
+    def _resume_loader(self, trainer: Trainer, loader: ExactLoader) -> None:
+        """Give a training loader its saved state; Lightning does so too, but not where the saved epoch was over."""
+        states = trainer.fit_loop._combined_loader_states_to_load
+        if self._resumed < len(states) and is_loader_state(states[self._resumed]):
+            loader.load_state_dict(states[self._resumed])
+        self._resumed += 1
+
+    def _limit_predictions(self, trainer: Trainer, dataloader: object) -> None:
+        """Read ``limit_predict_batches`` as batches of all ranks together, for each loader anew: the loop applies it right after this."""
+        if self._asked_predictions is None:
+            self._asked_predictions = trainer.limit_predict_batches
+            self._exit.callback(setattr, trainer, "limit_predict_batches", self._asked_predictions)
+        limit = self._asked_predictions
+        if isinstance(limit, float) and isinstance(dataloader, Sized):
+            limit = int(len(dataloader) * limit)
+        self._prediction_limits.append(limit if isinstance(limit, int) else float("inf"))
+        trainer.limit_predict_batches = -(-limit // self.assignment.plan.data_ranks) if isinstance(limit, int) else limit
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
+        self._share, self._drawing, self._samples = None, False, None
+        if self._micro is not None:
+            self._micro.part = None
+        counts = self.splits or self.in_parts
+        loaders = current_loaders(self._trainer, dataloader_idx) if counts else []
+        shares = [loader.next_share() for loader in loaders]
+        if shares and not self.splits:
+            self._samples = shares[0].of if loaders[0].knows_samples else None
+        elif shares:
+            self._share = shares[0]
+            if any(share.weight != self._share.weight for share in shares):
+                sizes = ", ".join(str(share.of) for share in shares)
+                raise ValueError(
+                    f"the loaders' batches of one step have {sizes} samples, so that their parts on each device weigh differently; set "
+                    "drop_last=True with batch sizes that the devices divide evenly, or run on one device (allow=['single'])"
+                )
+            self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
+            self._drawing = True
+        self.batch_arrives()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def batch_arrives(self) -> None:
+        """The batch's share is known, and its transfer is about to begin: what its hooks draw is the batch's."""
+        if self._share is not None and self._draws is not None:
+            self._draws.begin()
+
+    # -- the step ----------------------------------------------------------------------------------------------------------------------
+
+    def connect(self, model: Any) -> None:
+        """The trainer's first word in a run: from here on its loggers hear of the plan, with the hyperparameters of a training run."""
+        super().connect(model)
+        rehearses = model._trainer is None  # a step is tried before there is a run
+        if not rehearses and self._trainer.state.fn == TrainerFn.FITTING:
+            self._exit.enter_context(hyperparameters_added(self._trainer, hyperparameters(self.assignment)))
+
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
+        self.meter.begin(self.root_device)
+        module = self.lightning_module
+        assert module is not None
+        self._exit.enter_context(recomputed(module, self.assignment.plan.recompute))
+        if self.assignment.batch == "global" and self.assignment.plan.world_size > 1:
+            self._exit.enter_context(loaders_of_one_device(trainer, without_group))
+        if self.splits:
+            self._layer_sync = None  # Lightning's knows CUDA only; ours replaces it
+            synchronise_batch_norm(module, self._share_for_draws, self.data_group)
+            self._exit.callback(restore_batch_norm, module)
+        if self.splits or self.in_parts:
+            self.prepare_steps(trainer)
+        super().setup(trainer)
+
+    def prepare_steps(self, trainer: Trainer) -> None:
+        """Make what the steps of a batch that isn't run whole have around them: logging, draws, and how its parts run."""
+        rules = self.assignment.log_rules
+        kept = self.assignment.kept_rules
+        self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, kept=kept, parts=self.in_parts)
+        self._logging.install()
+        self._exit.callback(self._logging.uninstall)
+        if self.assignment.draws is not None:
+            self._draws = self._exit.enter_context(GlobalDraws(self._share_for_draws, self.assignment.draws))
+        if self.in_parts:
+            note = partial(self.meter.note, self)
+            self._micro = MicroBatches(
+                trainer, self.assignment.plan, self._logging, draws=self._draws, before_last=self.before_last_part, note=note
+            )
+
+    def teardown(self) -> None:
+        """Undo what :meth:`setup` patched."""
+        self.meter.stop(self)
+        self._exit.close()
+        super().teardown()
+        if self.growth is not None:
+            self.growth.release()
+
+    def wait_for_peers(self) -> None:
+        """Wait until the GPU has done what this rank has begun, and until all ranks have come here; every rank calls it before it ends.
+
+        NCCL's calls return when they are enqueued. A process that ends before they are done takes its part of a gather from its peers,
+        which wait for it for ever.
+        """
+        if self.root_device.type == "cuda":
+            torch.cuda.synchronize(self.root_device)
+        self.barrier()
+
+    def explain(self, error: BaseException) -> None:
+        """Where a GPU's memory ran out: say with the exception what was promised and predicted, and what to do."""
+        device = self.assignment.devices[self._rank]
+        if device.kind == "cuda" and out_of_memory(error):
+            error.add_note(shortage_words(self.assignment, self._rank, self.growth))
+            if self.growth is not None:
+                vars(error)[LACKED] = {device.id: self.growth.lacked_bytes()}
+
+    def _share_for_draws(self) -> BatchShare | None:
+        """The share from the batch's transfer to the end of its backward; None outside, where draws are no part of the batch."""
+        if not self._drawing:
+            return None
+        return self._share if self._micro is None or self._micro.part is None else self._micro.part
+
+    def before_last_part(self) -> AbstractContextManager[None]:
+        """Around forward and backward of a part of the batch that isn't its last one."""
+        return nullcontext()
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Around each of the user's steps."""
+        if self._share is None or self._logging is None:
+            yield
+            return
+        with self._logging.step():
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step`` on this rank's share."""
+        module = self.lightning_module
+        assert module is not None
+        if self._micro is not None:
+            return self._step_in_parts(self._micro, super().training_step, args, kwargs)
+        with self._step(), self._own_backward():
+            output = super().training_step(*args, **kwargs)
+            if self._logging is not None and module.automatic_optimization:
+                self._logging.note_loss(output)
+        if not module.automatic_optimization:
+            self._drawing = False  # its backward passes are over
+        self.meter.note(self, "forward")
+        return output
+
+    @contextmanager
+    def _own_backward(self) -> Iterator[None]:
+        """Around a step of manual optimization, in which the user may call ``loss.backward()`` past Lightning."""
+        module = self.lightning_module
+        if self._share is None or module is None or module.automatic_optimization:
+            yield
+            return
+        with own_backward.noticed(self._share.weight, lambda: self._in_backward, self.exchange_gradients):
+            yield
+
+    def exchange_gradients(self, reached: list[Parameter]) -> None:
+        """A backward pass of the user's own is over, which brought gradients to these; sharded ones have been reduced in it."""
+
+    def _step_in_parts(self, micro: MicroBatches, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._share = self._share or micro.share(args[0], self._samples)
+        self._drawing = True
+        backward, optimizer = super().backward, self.optimizers[0]
+        self._stepping = True
+        try:
+            with self._step():
+                return micro.run(step, lambda loss: backward(loss, optimizer), self._share, args, kwargs)
+        finally:
+            self._stepping = False
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``validation_step`` on this rank's share."""
+        return self._evaluate(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``test_step`` on this rank's share."""
+        return self._evaluate(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``predict_step`` on a whole batch; ``batch_idx`` is its index among all ranks' batches."""
+        if self._share is None:
+            return super().predict_step(*args, **kwargs)
+        share, self._share = self._share, None  # the batch is whole: nothing in it is split
+        loader, plan = args[2] if len(args) > 2 else 0, self.assignment.plan
+        index = self._positions[loader] * plan.data_ranks + plan.data_rank(self._rank)
+        output = super().predict_step(args[0], *([index] if len(args) > 1 else []), *args[2:], **kwargs)
+        return output if share.rows and index < self._prediction_limits[loader] else Dropped()
+
+    def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._step():
+            output = step(*args, **kwargs)
+        self._drawing = False
+        return output
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """The gradients of earlier parts of the batch come to light before its last part's backward."""
+        if self._micro is not None and not self._stepping and not self._micro.gradients.watched:
+            self._micro.gradients.take_up()
+        self.meter.note(self, "backward")
+        self._in_backward = True
+        super().pre_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """The gradients are there, and after those of the whole batch nothing more is drawn for it."""
+        super().post_backward(closure_loss)
+        self._in_backward = False
+        self.meter.note(self, "gradients")
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization and not self._stepping:
+            self._drawing = False
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A snapshot is loaded into module and optimizers as they are under this plan."""
+        return self.assignment.from_snapshot or super().restore_checkpoint_after_setup
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """A snapshot brings the optimizers' states itself."""
+        return not self.assignment.from_snapshot and super().lightning_restore_optimizer
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a snapshot, or a checkpoint of Lightning's."""
+        snapshot = self.assignment.from_snapshot
+        weights_only = self.assignment.weights_only if weights_only is None else weights_only
+        checkpoint = load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved_gradients = checkpoint.pop(GRADIENTS, {}) if snapshot else {}
+        self._resumption = resume.take_up(checkpoint)
+        return checkpoint
+
+    def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to Lightning's dictionary what it takes to go on exactly; every rank calls it."""
+        resume.lay_aside(self._trainer, checkpoint, splits=self.splits, at_boundary=self.at_boundary)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write one ordinary ``.ckpt``, with what it takes to go on exactly where plain Lightning doesn't look.
+
+        The user's hooks were given the dictionary itself, so that nothing is added to it: only to what is written.
+        """
+        checkpoint = dict(checkpoint)
+        self.complete_checkpoint(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Of a snapshot the weights are loaded already."""
+        if not self.assignment.from_snapshot:
+            super().load_model_state_dict(checkpoint, strict)
+
+    # -- what ran ----------------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def meter(self) -> Meter:
+        """Measures what this rank uses."""
+        return Meter(self.assignment.devices[self._rank].id)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Measure time and memory at the boundary between two steps."""
+        self.meter.boundary(self, batch_idx)
+        if self.growth is not None:
+            accumulates = self._trainer.accumulate_grad_batches
+            self.growth.step(steps=int(batch_idx % accumulates == 0))
+        super().on_train_batch_start(batch, batch_idx)
+
+    def on_train_start(self) -> None:
+        """The loops are about to go on where a checkpoint was saved, if the run is a resumed one."""
+        if self.before_loops is not None:
+            self.before_loops()
+        if self._resumption is not None:
+            self._exit.callback(resume.go_on(self._trainer, self._resumption))
+        for name, parameter in self._trainer.lightning_module.named_parameters() if self._saved_gradients else ():
+            parameter.grad = self._saved_gradients.get(name)
+        self._saved_gradients = {}
+        super().on_train_start()
+
+    def on_validation_end(self) -> None:
+        """The first validation of a resumed run may be one that was due when the checkpoint was saved."""
+        if self._resumption is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            resume.validated(self._trainer, self._resumption)
+            self._resumption = None
+        super().on_validation_end()
+
+    def on_validation_start(self) -> None:
+        """An evaluation between two steps is no part of either."""
+        self.meter.pause(self)
+        super().on_validation_start()
+
+    def on_train_end(self) -> None:
+        """The last step is over."""
+        self.meter.finish(self)
+        super().on_train_end()
+
+    @property
+    def _trainer(self) -> Trainer:
+        module = self.lightning_module
+        assert module is not None
+        return module.trainer
+
+
+class SplitMixin(EngineMixin):
+    """Of an engine whose ranks average the gradients of their parts of a batch."""
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Weigh this rank's mean by its samples, so that the ranks' average is the whole batch's mean."""
+        if self._share is not None and self._share.weight != 1.0:
+            closure_loss = closure_loss * self._share.weight
+        return super().backward(closure_loss, optimizer, *args, **kwargs)

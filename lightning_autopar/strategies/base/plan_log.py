@@ -1,0 +1,124 @@
+"""How a run came to the plan that it is under now, for whoever logs it in a worker: the agent says from what to what and why.
+
+When and at which step a change was over only the new plan's workers know; rank 0 notes it in the run's folder, which outlives them.
+Knows no logger.
+
+What loggers get of a plan: hyperparameters, always, and numbers for whoever asks for them. It calls no logger.
+
+Hyperparameters name the plan that a run begins with, once; a run that moves tells of that by numbers (``callbacks/monitor.py``), since
+some loggers refuse a hyperparameter that changes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_autopar.devices.inventory import devices_label
+
+if TYPE_CHECKING:
+    from lightning_autopar.report.report import Candidate
+    from lightning_autopar.strategies.base.assignment import Assignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChange:
+    """From one plan to another, or from a failure to the same one.
+
+    Args:
+        from_plan: its title; ``to_plan`` likewise.
+        from_devices: its devices in short; ``to_devices`` likewise.
+        reason: why, in words.
+        left_at: when the last batch under the old plan began, on the host's monotonic clock; None where it never came to one.
+    """
+
+    from_plan: str
+    from_devices: str
+    to_plan: str
+    to_devices: str
+    reason: str
+    left_at: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """When a change was over.
+
+    Args:
+        number: of the change, from 1.
+        step: the trainer's global step at the first batch under the new plan.
+        pause_seconds: from the last batch under the old plan to that; None where the old one never came to a batch.
+    """
+
+    number: int
+    step: int
+    pause_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChanges:
+    """All changes of a run up to a generation of workers.
+
+    Args:
+        changes: in order; the last one led here.
+        folder: the run's.
+    """
+
+    changes: tuple[PlanChange, ...] = ()
+    folder: Path = field(default_factory=Path)
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / "arrivals.jsonl"
+
+    def arrivals(self) -> dict[int, Arrival]:
+        """Those that were noted, by number; a change whose workers ended before their first batch has none."""
+        if not self._path.is_file():
+            return {}
+        found = (Arrival(**json.loads(line)) for line in self._path.read_text(encoding="utf-8").splitlines())
+        return {arrival.number: arrival for arrival in found}
+
+    def arrive(self, step: int) -> Arrival:
+        """Rank 0 at its first batch: the latest change is over."""
+        assert self.changes, "there was a change"
+        left_at = self.changes[-1].left_at
+        pause = None if left_at is None else max(0.0, time.monotonic() - left_at)
+        arrival = Arrival(number=len(self.changes), step=step, pause_seconds=pause)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(vars(arrival)) + "\n")
+        return arrival
+
+    def words(self, arrival: Arrival) -> str:
+        """One change in a sentence."""
+        change = self.changes[arrival.number - 1]
+        pause = "" if arrival.pause_seconds is None else f" after {arrival.pause_seconds:.3g} s"
+        return (
+            f"step {arrival.step}: from {change.from_plan} on {change.from_devices} to {change.to_plan} on {change.to_devices}{pause}: "
+            f"{change.reason}"
+        )
+
+
+def hyperparameters(assignment: Assignment) -> dict[str, Any]:
+    """The plan and its prediction, by names that a user's own hyperparameters won't have."""
+    plan = assignment.plan
+    found: dict[str, Any] = {
+        "autopar/plan": plan.title(),
+        "autopar/engine": plan.engine,
+        "autopar/devices": devices_label(assignment.devices),
+        "autopar/world_size": plan.world_size,
+    }
+    predicted = predictions(assignment.candidate)
+    return found | {name: int(value) if name.endswith("_bytes") else value for name, value in predicted.items()}
+
+
+def predictions(candidate: Candidate | None) -> dict[str, float]:
+    """Seconds of a step, and bytes on the fullest device; what isn't predicted isn't there."""
+    found: dict[str, float] = {}
+    if candidate is not None and candidate.seconds is not None:
+        found["autopar/predicted_step_seconds"] = candidate.seconds.step
+    if candidate is not None and candidate.bytes:
+        found["autopar/predicted_peak_bytes"] = float(max(held.allocated for held in candidate.bytes.values()))
+    return found

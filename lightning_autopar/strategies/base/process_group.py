@@ -1,0 +1,110 @@
+"""The process group of a generation. Knows ranks and devices, no plan and no module."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_autopar._lightning_compat import distributed_is_initialized, init_dist_connection
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy
+    from torch.distributed import Store
+
+#: Where the parent tells its forked workers which file they meet at. A file needs no port that somebody else could take in between.
+RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
+#: Where processes that weren't forked meet, if not as the environment says.
+_store: Store | None = None
+#: How many groups this process has joined.
+_joined = 0
+
+
+def meet_at(store: Store) -> None:
+    """Have this process's group formed at a store that no earlier processes have used."""
+    global _store
+    _store = store
+
+
+def join_group(strategy: ParallelStrategy, backend: str) -> None:
+    """Join the generation's process group, unless this process is in one that will do.
+
+    A process that wasn't forked stays in its group after a run. The next run's plan may need what that group can't: to gather what lies in
+    host memory. It is left for a new one then.
+
+    Args:
+        strategy: knows the rank, the world size and the device.
+        backend: ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        ValueError: if the group is the user's own, and won't do.
+    """
+    global _joined
+    if distributed_is_initialized():
+        if not backend.startswith("cpu:") or "cpu:" in dist.get_backend_config():
+            return
+        if not _joined:
+            raise ValueError(
+                f"the process group that this script has made ({dist.get_backend_config()}) has no backend for what an offloading plan "
+                f"keeps in host memory; make it by init_process_group({backend!r}), or ask for no offload"
+            )
+        dist.destroy_process_group()
+    _joined += 1
+    device = strategy.root_device
+    options: dict[str, Any] = {"timeout": strategy._timeout, "device_id": device if device.type != "cpu" else None}  # type: ignore[attr-defined]
+    path = os.environ.get(RENDEZVOUS_FILE)
+    if path:
+        dist.init_process_group(backend, init_method=f"file://{path}", rank=strategy.global_rank, world_size=strategy.world_size, **options)
+    else:
+        assert strategy.cluster_environment is not None
+        if _store is not None:
+            options["store"] = dist.PrefixStore(str(_joined), _store)  # what an earlier group wrote there isn't this one's
+        init_dist_connection(strategy.cluster_environment, backend, **options)
+        if backend == "gloo":  # for NCCL Lightning does the same (``_init_dist_connection``)
+            atexit.register(_leave_group)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if strategy.world_size == 1:  # there is nobody to take a mean over; Lightning asks only whether there is a group (``_get_cache``)
+        warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True")
+
+
+def _leave_group() -> None:
+    """At the end of a process that somebody else has started: join gloo's threads while there is an interpreter.
+
+    A thread of C++ that wants Python afterwards is unwound by force, which ends the process by ``std::terminate`` once its work is done. A
+    process that failed leaves without: its peers may never come to the collectives that it has begun.
+    """
+    if distributed_is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+#: How long a rank waits for the others where the user's code calls the module outside of a step.
+_PATIENCE = timedelta(minutes=5)
+
+
+def meet(what: str) -> None:
+    """Wait for all ranks, so that what only some of them do ends in a sentence rather than in a collective that never does.
+
+    Args:
+        what: has been done, in words.
+
+    Raises:
+        RuntimeError: if not all ranks come within some minutes.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = f"autopar/outside/{store.add(f'autopar/outside/rank{dist.get_rank()}', 1)}"
+    if store.add(key, 1) == dist.get_world_size():
+        store.set(f"{key}/all", "")
+    try:
+        store.wait([f"{key}/all"], _PATIENCE)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} outside of a step on rank {dist.get_rank()}, but not on all ranks within {_PATIENCE}; parameters are sharded, so that "
+            "all ranks must do so: remove the condition on the rank around it"
+        ) from error

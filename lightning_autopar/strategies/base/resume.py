@@ -1,0 +1,285 @@
+"""Going on exactly where a checkpoint was saved: what plain Lightning's file has no place for, and what its loops get wrong.
+
+A checkpoint saved after a step, in ``on_train_batch_end``, is one before the validation that may be due and before the epoch's end. Plain
+Lightning leaves both out when it goes on from there, begins the epoch's means anew and doesn't step a plateau scheduler at that epoch's end
+(Lightning 2.6, ``_TrainingEpochLoop.reset``, ``advance``, ``_FitLoop.reset``, ``on_advance_end``). What is needed for better lies in the
+file under a key of its own, which plain Lightning passes over. Knows Lightning's loops and the loaders; no plan and no shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+
+from lightning_autopar._lightning_compat import RestartStage, loop_position, make_result, set_loop_position
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.loader import ExactLoader
+from lightning_autopar.exact.logs.metrics import sync_states
+from lightning_autopar.state.checkpoint import KEY, put_loader_states_back, set_loader_states_aside
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+#: How a value was logged, as plain values; the reduction besides.
+_OPTIONS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "dataloader_idx", "metric_attribute")
+
+
+@dataclass(kw_only=True)
+class Resumption:
+    """What is left to do once the loops are about to go on.
+
+    Args:
+        due: whether a validation comes before the next step.
+        last: whether the epoch's last batch was done, but not its end.
+        loaders: the training loaders' states.
+        extra: what was saved under the package's key.
+        counters: the fit loop's, of a snapshot saved between two batches.
+    """
+
+    due: bool
+    last: bool
+    loaders: list[dict[str, Any]]
+    extra: dict[str, Any]
+    counters: dict[str, Any] | None = None
+
+
+def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_boundary: bool = False) -> None:
+    """Put into a checkpoint what it takes to go on exactly; every rank calls it.
+
+    Args:
+        trainer: that dumped the checkpoint just now.
+        checkpoint: Lightning's dictionary.
+        splits: whether the ranks share each batch.
+        at_boundary: whether this is between two batches, before the next one is fetched, rather than in a hook.
+    """
+    set_loader_states_aside(checkpoint)
+    if KEY not in checkpoint:
+        return  # no training is going on
+    extra = checkpoint[KEY]
+    loop = trainer.fit_loop.epoch_loop
+    batches: Any = loop.batch_progress
+    if at_boundary:
+        extra["position"] = loop_position(trainer)
+    elif batches.total.completed == batches.total.processed - 1 and batches.total.ready == batches.total.processed:
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
+    metrics = {name: value.detach() for name, value in trainer.callback_metrics.items()}
+    # In a snapshot each stays on its device; a checkpoint that is a file may be read where there is no GPU.
+    extra["callback_metrics"] = metrics if at_boundary else {name: value.cpu() for name, value in metrics.items()}
+    epochs: Any = trainer.fit_loop.epoch_progress.total
+    if epochs.processed < epochs.started:  # else what was logged has been read, and is about to be reset
+        extra["results"] = _plain_results(loop._results)
+        # Of a pipeline's stages, one alone may call a metric.
+        extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits or getattr(trainer.strategy, "in_stages", False)))
+        extra["parts_per_batch"] = _parts_per_batch(trainer)
+
+
+def take_up(checkpoint: dict[str, Any]) -> Resumption | None:
+    """Prepare a checkpoint's loop counters for Lightning, and take out what only this package knows, before the user's hooks see it.
+
+    Returns None where there is nothing to add to what Lightning does itself.
+    """
+    extra = checkpoint.pop(KEY, None)
+    if extra is None or "fit_loop" not in checkpoint.get("loops", {}):
+        return None
+    boundary = extra.get("boundary", {})
+    resumption = Resumption(
+        due=boundary.get("due", False), last=boundary.get("last", False), loaders=list(extra.get("loaders", ())), extra=extra
+    )
+    if "position" in extra:
+        resumption.counters = dict(checkpoint["loops"]["fit_loop"])
+    if not resumption.last:  # else the next epoch begins as ever, from the random state at that time
+        put_loader_states_back(checkpoint, resumption.loaders)
+    if resumption.due or resumption.last:
+        # The batch counts as done, and what comes after it as not done yet.
+        for progress in ("total", "current"):
+            counts = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"][progress]
+            counts["completed"] = counts["processed"]
+    return resumption
+
+
+def go_on(trainer: Trainer, resumption: Resumption) -> Callable[[], None]:
+    """Just before the first batch, when Lightning has prepared its loops: set right what it couldn't know; returns what undoes it."""
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    validation = epoch_loop.val_loop
+    carried = _Carried(trainer, resumption.extra.get("results", {}))
+    parts = _parts_per_batch(trainer) / resumption.extra.get("parts_per_batch", _parts_per_batch(trainer))
+    _restore_metric_states(trainer.lightning_module, resumption.extra.get("metrics", {}), rank=trainer.global_rank, parts=parts)
+    trainer.lightning_module._metric_attributes = None  # by id(), which may be carried from another process; made anew when asked for
+    trainer._logger_connector._callback_metrics.update(resumption.extra.get("callback_metrics", {}))
+    fit_loop._restarting = False  # only read from here on to leave out plateau schedulers at the epoch's end, whose metrics are here
+    if resumption.counters is not None:
+        set_loop_position(trainer, resumption.extra["position"], resumption.counters)
+    if not (resumption.due or resumption.last):
+        return carried.undo
+    for loader, state in zip(_train_loaders(trainer), resumption.loaders, strict=False):  # loaders may have been added since
+        rng.restore(rng.from_plain(state["rng"]), loader.generators)
+    if resumption.due:
+        validation._restarting = False
+        validation._restart_stage = RestartStage.RESTARTED_MID_EVALUATION  # makes the epoch loop validate before it trains
+    else:
+        _leave_at_once(epoch_loop)
+        epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        epoch_loop._batches_that_stepped += 0 if epoch_loop._should_accumulate() else 1
+    return carried.undo
+
+
+def _leave_at_once(epoch_loop: Any) -> None:
+    """Make the epoch loop's next run keep its counters and do no batch; the run after it is a new epoch's."""
+
+    def reset() -> None:
+        del epoch_loop.reset
+        epoch_loop.reset()
+        epoch_loop._restarting = False
+        epoch_loop.reset_restart_stage()
+
+    epoch_loop.reset = reset
+
+
+def validated(trainer: Trainer, resumption: Resumption) -> None:
+    """The validation that was due is over: what it drew stays drawn when the loaders go on."""
+    if resumption.due and not resumption.last:
+        now = rng.to_plain(rng.capture({}))
+        for loader, state in zip(_train_loaders(trainer), resumption.loaders, strict=False):
+            loader.load_state_dict({**state, "rng": {**state["rng"], **now}})
+
+
+def _train_loaders(trainer: Trainer) -> list[ExactLoader]:
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else [loader for loader in combined.flattened if isinstance(loader, ExactLoader)]
+
+
+# -- what was logged in the epoch so far -----------------------------------------------------------------------------------------------
+
+
+def _plain_results(results: Any) -> dict[str, dict[str, Any]]:
+    """What was logged in the epoch so far, by key: how, and the sum over the epoch with its weight. The same on every rank."""
+    saved = {}
+    for key, result in results.items():
+        if result.has_reset and not result.update_called:
+            continue
+        meta = result.meta
+        options = {name: getattr(meta, name) for name in _OPTIONS}
+        saved[key] = {**options, "reduce_fx": meta.reduce_fx.__name__, "updates": int(result._update_count)}
+        if result.is_tensor:
+            weight = getattr(result, "cumulated_batch_size", None)
+            saved[key] |= {"value": result.value.detach().cpu(), "weight": None if weight is None else weight.detach().cpu()}
+    return saved
+
+
+class _Carried:
+    """Lets each name that is logged in the rest of an epoch go on from what it had.
+
+    Lightning compares a name's arguments with those it was first logged with, functions among them. So an entry that was saved only keeps
+    the place until the user's own call of ``log`` makes the entry anew; that one then begins with the saved sum.
+    """
+
+    def __init__(self, trainer: Trainer, saved: dict[str, dict[str, Any]]) -> None:
+        self._trainer = trainer
+        self._results: Any = trainer.fit_loop.epoch_loop._results
+        self._epoch = trainer.current_epoch
+        self._saved = saved
+        self._places: set[str] = set()
+        self._before = {name: vars(self._results).get(name) for name in ("log", "update_metrics")}
+        self._log, self._update = self._results.log, self._results.update_metrics
+        module = trainer.lightning_module
+        for key, each in saved.items():
+            metric = None if "value" in each else module.get_submodule(each["metric_attribute"])
+            result = make_result({name: each[name] for name in (*_OPTIONS, "reduce_fx")}, metric, trainer.strategy.root_device)
+            if metric is None:
+                self._fill(result, each)
+            result._update_count = each["updates"]
+            self._results[key] = result
+            self._places.add(key)
+        vars(self._results).update(log=self.log, update_metrics=self.update_metrics, begin=self.begin)
+
+    def log(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
+        """``_ResultCollection.log`` that gives up the place kept for this name."""
+        key = f"{fx}.{name}"
+        if key in self._places:
+            self._places.discard(key)
+            del self._results[key]
+        self._log(fx, name, value, **arguments)
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """``_ResultCollection.update_metrics`` on an entry that begins with what was saved."""
+        self.begin(key)
+        self._update(key, value, batch_size)
+
+    def begin(self, key: str) -> None:
+        """Give an entry that has seen nothing yet in the resumed epoch what was saved of it."""
+        result = self._results[key]
+        if key in self._saved and self._trainer.current_epoch == self._epoch and result.is_tensor and not result.update_called:
+            self._fill(result, self._saved[key])
+
+    def undo(self) -> None:
+        """Leave the collection as it was found."""
+        vars(self._results).pop("begin", None)
+        for name, before in self._before.items():
+            vars(self._results).pop(name, None)
+            if before is not None:
+                vars(self._results)[name] = before
+
+    @staticmethod
+    def _fill(result: Any, saved: dict[str, Any]) -> None:
+        if result.meta.is_mean_reduction and saved.get("weight") is not None:
+            result.cumulated_batch_size = saved["weight"].to(result.value.device)
+        result.value = saved["value"].to(result.value.device)
+
+
+# -- torchmetrics objects --------------------------------------------------------------------------------------------------------------
+
+
+def _metric_states(module: nn.Module, splits: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The states of metrics that saw something since their last reset, as of all ranks together; a collective where batches are split."""
+    metrics = [(name, each) for name, each in module.named_modules() if isinstance(each, Metric) and not each._is_synced]
+    counts: list[Any] = [[metric._update_count for _, metric in metrics]]
+    if splits:
+        counts = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, [metric._update_count for _, metric in metrics])
+    for (name, metric), seen in zip(metrics, zip(*counts, strict=True), strict=True):
+        if not any(seen):
+            continue
+        before = {state: getattr(metric, state) for state in metric._defaults}
+        if splits:
+            sync_states(metric, None)
+        yield name, {"updates": sum(seen), "states": {state: _on_host(getattr(metric, state)) for state in metric._defaults}}
+        for state, value in before.items():
+            setattr(metric, state, value)
+
+
+def _parts_per_batch(trainer: Trainer) -> int:
+    """In how many parts a batch is worked off, by ranks and one after the other: so often a step runs for it."""
+    assignment = getattr(trainer.strategy, "assignment", None)
+    return 1 if assignment is None or assignment.batch == "per_device" else assignment.plan.data_ranks * assignment.plan.micro_batches
+
+
+def _restore_metric_states(module: nn.Module, saved: dict[str, Any], *, rank: int, parts: float) -> None:
+    """All that was seen counts on rank 0; the other ranks begin with nothing.
+
+    A mean that was given one value a step (a loss, say) counted each part of a batch once. Where batches now have ``parts`` times as many,
+    what it saw must count for as much more, or the epoch's mean would lean to one of its halves.
+    """
+    metrics = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
+    for name, state in saved.items():
+        metric = metrics.get(name)
+        if metric is None or not set(state["states"]) <= set(metric._defaults) or rank != 0:
+            continue
+        for key, value in state["states"].items():
+            moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
+            setattr(metric, key, moved)
+        metric._update_count, metric._computed = state["updates"], None
+        if isinstance(metric, MeanMetric) and parts != 1 and bool(torch.all(metric.weight == state["updates"])):
+            metric.mean_value, metric.weight = metric.mean_value * parts, metric.weight * parts
+            metric._update_count = round(state["updates"] * parts)
+
+
+def _on_host(state: Any) -> Any:
+    return [_on_host(item) for item in state] if isinstance(state, list) else state.detach().cpu() if isinstance(state, Tensor) else state

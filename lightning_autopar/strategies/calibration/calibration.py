@@ -1,0 +1,415 @@
+"""Calibration of this machine: which measurements are missing, and how each is made in a process of its own under a time limit.
+
+The parent touches no GPU and runs no operation; what a measurement does to its process stays there. What fails is left to the data sheet,
+and isn't tried again for a week. Of GPUs one of each model is measured, and all idle ones of a model together, whatever their number: what
+is found out counts for every GPU of that model and every group that is linked alike. Knows the inventory and the cache; nothing of modules
+and of plans' choice.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_autopar._fork import ChildFailed, run_forked, unforkable
+from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory, Link
+from lightning_autopar.memory.learned.cache_files import VARIABLE, cache_folder
+from lightning_autopar.planning.device_sets import one_of_each_gpu
+from lightning_autopar.strategies.calibration.devices import came_meanwhile, leased, may_be_measured
+from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
+from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_rates import HOST, Calibrated, device_key, group_key
+from lightning_autopar.timing.rates import Collective
+
+log = logging.getLogger(__name__)
+
+#: What all operations of one device may take, and a limit for anything that hangs. Of several models of GPU each has its part.
+_CPU_SECONDS, _GPU_SECONDS = 2.2, 1.5
+_LIMIT_SECONDS = 30.0
+#: What a new Python may take besides, most of it to import torch.
+_START_SECONDS = 30.0
+#: Micro-batches of a step whose stages do next to nothing else than handing them on.
+_MANY = 8
+#: Of everything. Others may wait for the GPUs.
+_MOST_SECONDS = {"cpu": 20.0, "cuda": 10.0}
+#: Of that one measurement may take so much, so that one that hangs leaves time for the others.
+_MOST_SHARE = 0.6
+#: Ranks on the host's cores are measured together up to so many.
+_MOST_CPU_RANKS = 4
+#: What couldn't be measured isn't tried again for so long.
+_FAILED_DAYS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One thing to measure.
+
+    Args:
+        title: for the progress bar.
+        run: in a forked child; gets what is known by then.
+        names: by which it is remembered that it failed.
+        devices: on which it runs.
+    """
+
+    title: str
+    run: Callable[[Calibration], list[Curve]]
+    names: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
+
+
+def calibrated(inventory: Inventory) -> Calibrated | None:
+    """Rates as they are known of this machine; None where nothing was measured."""
+    known = load_calibration(inventory)
+    return Calibrated(known, DataSheet()) if known else None
+
+
+def is_calibrated(inventory: Inventory) -> bool:
+    """Whether there is nothing left to measure, or nothing that may be measured now."""
+    return not _measurements(inventory, load_calibration(inventory))
+
+
+def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = True) -> Calibrated:
+    """Measure what isn't known yet of the devices of this host, keep it, and say so in one line.
+
+    Args:
+        inventory: whose devices; those that can only be planned for are left out.
+        again: whether to measure what is known, too.
+        progress: whether to show a bar while it runs.
+    """
+    known = load_calibration(inventory)
+    before = Calibration() if again else known
+    if not _measurements(inventory, before):
+        return Calibrated(known, DataSheet())
+    begun = time.monotonic()
+
+    def wanted(there: Inventory) -> list[Device]:
+        return [device for each in _measurements(there, before) for device in each.devices]
+
+    with leased(inventory, wanted) as there:
+        if unforkable() is not None:
+            curves, failures = _in_another_process(there, again=again)
+        else:
+            curves, failures = _measure(_measurements(there, before), known, _most_seconds(there), progress=progress)
+    took, today = time.monotonic() - begun, datetime.date.today().isoformat()
+    for failure in failures:
+        rank_zero_warn(f"autopar: {failure.words}; the data sheet is taken for that")
+    found = known.with_failures({name: today for failure in failures for name in failure.names})
+    if curves:
+        found = found.with_curves(curves, day=today, took_seconds=took)
+    if curves or failures:
+        keep_calibration(inventory, found)
+    if not curves:
+        return Calibrated(found, DataSheet())
+    where = "kept for later runs" if cache_folder("rates") is not None else f"not kept, as {VARIABLE} is off"
+    rank_zero_info(f"autopar: measured how fast {_named(inventory)} in {took:.1f} s; {where}")
+    return Calibrated(found, DataSheet())
+
+
+def _named(inventory: Inventory) -> str:
+    count = len([device for device in inventory.devices if device.kind != "catalogue"])
+    return "this device is" if count == 1 else f"these {count} devices are, alone and together,"
+
+
+def _most_seconds(inventory: Inventory) -> float:
+    return min((_MOST_SECONDS["cuda" if device.kind == "cuda" else "cpu"] for device in inventory.devices), default=0.0)
+
+
+# -- what there is to measure ----------------------------------------------------------------------------------------------------------
+
+
+def _measurements(inventory: Inventory, known: Calibration) -> list[Measurement]:
+    """What isn't known of what may be measured now, the most important first; what has failed lately is left out."""
+    devices = [device for device in inventory.devices if may_be_measured(device)]
+    by_kind: dict[str, list[Device]] = {"cpu": [], "cuda": []}
+    for device in devices:
+        by_kind[device.kind].append(device)
+    found = [*_of_cpus(by_kind["cpu"], inventory, known), *_of_gpus(by_kind["cuda"], inventory, known)]
+    if devices and not known.ranks_of(HOST, "adam"):
+        found.append(Measurement(title="the host", names=("host",), run=partial(_host, inventory)))
+    return [each for each in found if not each.names or not all(_failed_lately(known.failures.get(name)) for name in each.names)]
+
+
+def _of_cpus(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> Iterator[Measurement]:
+    """Of parts of the host: the first of each kind by itself, and some of them at once."""
+    for key, device in {device_key(device): device for device in reversed(devices)}.items():
+        if not known.ranks_of(key, "matmul/64") or not known.ranks_of(key, "adam"):
+            yield Measurement(
+                title=f"operations on {device.name}", names=(f"{key} operations",), run=partial(_device, device, _CPU_SECONDS)
+            )
+    if not devices:
+        return
+    key = device_key(devices[0])
+    for ranks in rank_counts(min(len(devices), _MOST_CPU_RANKS)):
+        if ranks not in known.ranks_of(key, "crowd/matmul"):
+            chosen = devices[:ranks]
+            run = partial(_ranks, chosen, {ranks: group_key(chosen, inventory)}, _sharing(chosen, inventory))
+            yield Measurement(title=f"{ranks} ranks at once", names=(f"{key} of {ranks}",), run=run)
+    if not known.ranks_of(key, "call"):
+        yield Measurement(title="the trainer's loop", names=(f"{key} loop",), run=partial(_engines, devices, inventory))
+    if len(devices) > 1 and not known.ranks_of(key, "action"):
+        yield Measurement(title="a pipeline's stages", names=(f"{key} stages",), run=partial(_stages, devices, inventory))
+
+
+def _of_gpus(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> Iterator[Measurement]:
+    """Of each model one GPU by itself, and all of that model together, in groups of every size that is measured."""
+    models: dict[str, list[Device]] = {}
+    for device in devices:
+        models.setdefault(device_key(device), []).append(device)
+    for key, (first, *_) in models.items():
+        if not known.ranks_of(key, "matmul/64"):
+            run = partial(_device, first, _GPU_SECONDS / len(models))
+            yield Measurement(title=f"operations on {first.name}", names=(f"{key} operations",), run=run, devices=(first,))
+    for alike in models.values():
+        together = tuple(one_of_each_gpu(alike))
+        groups = {ranks: group_key(together[:ranks], inventory) for ranks in rank_counts(len(together)) if ranks > 1}
+        missing = {ranks: key for ranks, key in groups.items() if ranks not in known.ranks_of(key, "all_reduce")}
+        if missing:
+            names = tuple(f"{key} of {ranks}" for ranks, key in missing.items())
+            ranks, run = max(missing), partial(_ranks, together[: max(missing)], missing, 1.0)
+            yield Measurement(title=f"{ranks} ranks at once", names=names, run=run, devices=together[:ranks])
+    if models and not known.ranks_of(HOST, "call"):
+        yield Measurement(title="the trainer's loop", names=("host loop",), run=_host_loop)
+
+
+def _failed_lately(day: str | None) -> bool:
+    """Whether it was tried in vain within the last days."""
+    return day is not None and datetime.date.today() - datetime.date.fromisoformat(day) < datetime.timedelta(days=_FAILED_DAYS)
+
+
+def rank_counts(most: int) -> tuple[int, ...]:
+    """The numbers of ranks that are measured together: powers of two, and all. Others are predicted by the nearest of these."""
+    return tuple(sorted({*(1 << power for power in range(most.bit_length())), most} - {0}))
+
+
+def _sharing(devices: Sequence[Device], inventory: Inventory) -> float:
+    """How many threads of these devices' ranks share a core."""
+    return max(1.0, sum(device.threads or 1 for device in devices) / inventory.host_threads) if inventory.host_threads else 1.0
+
+
+# -- measuring, in forked children -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A measurement that couldn't be made.
+
+    Args:
+        words: a sentence, without its full stop.
+        names: see :class:`Measurement`.
+    """
+
+    words: str
+    names: tuple[str, ...] = ()
+
+
+def _measure(
+    wanted: Sequence[Measurement], known: Calibration, most_seconds: float, *, progress: bool
+) -> tuple[list[Curve], list[Failure]]:
+    """The curves, and the measurements that failed."""
+    until = time.monotonic() + most_seconds
+    curves: list[Curve] = []
+    failures: list[Failure] = []
+    before = {device.id: device for each in wanted for device in each.devices}
+    with _bar(len(wanted), progress) as step:
+        for each in wanted:
+            step(each.title)
+            left = until - time.monotonic()
+            if left <= 0:
+                failures.append(Failure(words=f"{each.title} could not be measured within {most_seconds:g} s", names=each.names))
+                continue
+            try:
+                so_far = known.with_curves(curves, day="", took_seconds=0.0)
+                limit_seconds = min(left, _LIMIT_SECONDS, _MOST_SHARE * most_seconds)
+                found = run_forked(_quietly, each.run, so_far, timeout_seconds=limit_seconds, gpus=True)
+            except ChildFailed as error:
+                log.debug("%s can't be measured", each.title, exc_info=True)
+                failures.append(Failure(words=f"{each.title} could not be measured ({error.reason})", names=each.names))
+                continue
+            if came_meanwhile(each.devices, before):
+                rank_zero_info(f"autopar: {each.title} will be measured another time, as somebody came to the GPU meanwhile")
+            else:
+                curves += found
+    return curves, failures
+
+
+def _quietly(run: Callable[[Calibration], list[Curve]], known: Calibration) -> list[Curve]:
+    """In the child: nothing that is said there is for the user, and nothing that was set there is meant for this."""
+    be_silent()
+    os.environ[VARIABLE] = "off"
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    return run(known)
+
+
+def be_silent() -> None:
+    """From now on nothing of this process, a child of ``run_forked``, which prints nothing anyway, reaches the user."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process lives
+    os.dup2(nowhere.fileno(), 2)
+    sys.stderr = nowhere
+
+
+def _device(device: Device, seconds: float, known: Calibration) -> list[Curve]:
+    from lightning_autopar.strategies.calibration.device_curves import measure_device
+    from lightning_autopar.strategies.calibration.ranks import adam_curve, torch_device
+
+    where, key = torch_device(device), device_key(device)
+    curves = measure_device(where, key, seconds=seconds)
+    return [*curves, adam_curve(key)] if device.kind == "cpu" else curves
+
+
+def _ranks(devices: Sequence[Device], groups: Mapping[int, str], share: float, known: Calibration) -> list[Curve]:
+    from lightning_autopar.strategies.calibration.ranks import measure_ranks
+
+    return measure_ranks(devices, groups, share, _LIMIT_SECONDS)
+
+
+def _host(inventory: Inventory, known: Calibration) -> list[Curve]:
+    from lightning_autopar.strategies.calibration.ranks import measure_host
+
+    return measure_host(HOST, inventory.host_threads, cache_folder("rates") or Path(tempfile.gettempdir()))
+
+
+def _host_loop(known: Calibration) -> list[Curve]:
+    """What the trainer's loop takes of the host where GPUs compute: measured on the CPU, as it waits for none of them."""
+    host = Device(id="cpu:0", kind="cpu", name="CPU", total_bytes=0, free_bytes=0, index=0, threads=1)
+    found = _engines([host], Inventory(devices=(host,), host_total_bytes=0, host_free_bytes=0, source="spec"), known)
+    return [replace(curve, subject=HOST) for curve in found]
+
+
+def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
+    """What the trainer's loop takes, and what two ranks of an engine add."""
+    from lightning_autopar.strategies.calibration.steps import TINY_BYTES, TINY_UNITS, plain_step, step_taken, tiny_plan
+
+    rates = Calibrated(known, DataSheet()).among(devices[:2], inventory)
+    plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS, gpus=True)
+
+    def around(engine: str, ranks: int) -> tuple[float, int]:
+        chosen = devices[:ranks]
+        taken = step_taken(tiny_plan(engine, chosen), chosen)
+        return max(taken.seconds - plain.seconds, plain.seconds / 10), taken.calls - plain.calls
+
+    def collective(name: Collective) -> float:
+        return rates.collective_seconds(name, TINY_BYTES, devices[:2], inventory)
+
+    single, calls = around("single", 1)
+    taken = {"loop/single": single, "call": single / calls}
+    if len(devices) > 1:
+        (replicas, _), (shards, _) = around("ddp", 2), around("fsdp", 2)
+        # What is predicted apart is taken off: a bucket of gradients; of each unit two gathers and a scatter.
+        taken["loop/ddp"] = taken["loop/fsdp"] = max(single, replicas - collective("all_reduce"))
+        waiting = 2 * collective("all_gather") + collective("reduce_scatter")
+        taken["unit"] = max(single / 10, (shards - taken["loop/fsdp"]) / TINY_UNITS - waiting)
+    return _curves(devices[0], taken)
+
+
+def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
+    """What two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
+    from lightning_autopar.strategies.calibration.steps import TINY_BYTES, plain_step, step_taken, tiny_plan
+
+    chosen = devices[:2]
+    rates = Calibrated(known, DataSheet()).among(chosen, inventory)
+    plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS, gpus=True).seconds
+    sending = rates.collective_seconds("send", TINY_BYTES, chosen, inventory)
+
+    def besides(micro_batches: int) -> float:
+        """Without the module's own operations: each rank has half of them, and the longest path is a micro-batch longer than there are."""
+        return step_taken(tiny_plan("pipeline", chosen, micro_batches), chosen).seconds - (micro_batches + 1) / 2 * plain
+
+    few, many = besides(1), besides(_MANY)
+    action = max(plain / 10, (many - few) / (2 * (_MANY - 1)) - sending / 2)
+    taken = {"action": action, "loop/pipeline": max(plain / 10, few - 4 * action - 2 * sending)}
+    return _curves(devices[0], taken)
+
+
+def _curves(device: Device, taken: Mapping[str, float]) -> list[Curve]:
+    """What doesn't depend on a size."""
+    return [Curve(subject=device_key(device), thing=thing, sizes=(1,), seconds=(seconds,)) for thing, seconds in taken.items()]
+
+
+@contextmanager
+def _bar(steps: int, wanted: bool) -> Iterator[Callable[[str], None]]:
+    """Progress on a terminal; nowhere else."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not wanted or not console.is_terminal:
+        yield lambda _: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("autopar measures", total=steps)
+
+        def step(title: str) -> None:
+            progress.update(task, description=f"autopar measures {title}", completed=progress.tasks[0].completed + 1)
+
+        yield step
+
+
+# -- where this process has used a GPU: a fresh one ------------------------------------------------------------------------------------
+
+
+def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curve], list[Failure]]:
+    """The same in a new Python, which may fork as it likes."""
+    most_seconds = _most_seconds(inventory)
+    words = json.dumps({"inventory": _as_words(inventory), "again": again, "most_seconds": most_seconds})
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "calibration.json"
+        command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(answer)]
+        try:
+            subprocess.run(command, input=words, text=True, timeout=most_seconds + _START_SECONDS, check=True, stdout=subprocess.DEVNULL)
+            data = json.loads(answer.read_text(encoding="utf-8"))
+        except (subprocess.SubprocessError, OSError, ValueError) as error:
+            names = tuple(name for each in _measurements(inventory, Calibration()) for name in each.names)
+            return [], [Failure(words=f"this machine could not be measured ({error})", names=names)]
+    failures = [Failure(words=words, names=tuple(names)) for words, names in data["failures"]]
+    return list(Calibration.from_dict(data["calibration"]).all()), failures
+
+
+def answer() -> None:
+    """What the new Python runs: an inventory from standard input, the measurements into the file named by the first argument."""
+    asked = json.loads(sys.stdin.read())
+    inventory = _from_words(asked["inventory"])
+    known = load_calibration(inventory)
+    wanted = _measurements(inventory, Calibration() if asked["again"] else known)
+    curves, failures = _measure(wanted, known, asked["most_seconds"], progress=True)
+    found = Calibration().with_curves(curves, day="", took_seconds=0.0)
+    told = [(failure.words, failure.names) for failure in failures]
+    Path(sys.argv[1]).write_text(json.dumps({"calibration": found.to_dict(), "failures": told}), encoding="utf-8")
+
+
+def _as_words(inventory: Inventory) -> dict[str, Any]:
+    return inventory.to_dict()
+
+
+def _from_words(words: dict[str, Any]) -> Inventory:
+    """The inventory of such words."""
+    return Inventory(
+        devices=tuple(
+            Device(**{**device, "processes": tuple(DeviceProcess(**process) for process in device["processes"])})
+            for device in words["devices"]
+        ),
+        links=tuple(Link(**link) for link in words["links"]),
+        host_total_bytes=words["host"]["total_bytes"],
+        host_free_bytes=words["host"]["free_bytes"],
+        source=words["source"],
+        host_threads=words["host"]["threads"],
+    )

@@ -1,0 +1,183 @@
+"""What an engine adds to a step: measured on a module so small that there is nothing else in it.
+
+Each function runs in a forked child. Knows engines and how plans are run; nothing of plans' choice, nor of where measurements are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_autopar._lightning_compat import attach_data, run_arguments
+from lightning_autopar.devices.inventory import Device
+from lightning_autopar.plans import Plan, Schedule
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.calibration.ranks import torch_device, usual, waiter
+from lightning_autopar.strategies.launcher import AutoLauncher
+from lightning_autopar.strategies.pipeline.stages.record import record
+from lightning_autopar.strategies.pipeline.stages.recording import Staging
+from lightning_autopar.strategies.processes.generation import run_folder, run_generation
+from lightning_autopar.strategies.processes.worker import make_job
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_WIDTH, _LAYERS, _STEPS = 8, 4, 18
+#: The first steps say nothing: no optimizer state, memory recorded.
+_WARM_UP = 5
+#: What a step takes beyond this multiple of its processor time is others' work on the machine: so small a step hardly waits.
+_MOST_WAITING = 1.5
+
+
+class Taken(NamedTuple):
+    """What a step took.
+
+    Args:
+        seconds: of the wall clock.
+        calls: of functions and of builtins, all that Python makes.
+    """
+
+    seconds: float
+    calls: int
+
+
+class _Tiny(L.LightningModule):
+    """So small that a step is nothing but what surrounds it. Rank 0 writes down how long one took, and how many calls the last one made.
+
+    Args:
+        out: the file for that.
+    """
+
+    def __init__(self, out: Path | None = None) -> None:
+        super().__init__()
+        self.out = out
+        self.begun: list[tuple[float, float]] = []
+        self.calls: Counter[str] = Counter()
+        self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = torch.mean(self.layers(batch[0]).square())
+        self.log("loss", loss)  # as nearly everybody's step does; of several ranks it takes them an exchange
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == _STEPS - 1:
+            sys.setprofile(None)
+        self.begun.append((time.perf_counter(), time.process_time()))
+        if batch_idx == _STEPS - 2:
+            calls = self.calls
+            sys.setprofile(lambda frame, event, argument: calls.update((event,)))
+
+    def on_train_end(self) -> None:
+        if self.out is not None and self.global_rank == 0:
+            steps = list(itertools.pairwise(self.begun))[_WARM_UP:-1]
+            taken, busy = (usual([after[clock] - before[clock] for before, after in steps]) for clock in (0, 1))
+            self.out.write_text(json.dumps([min(taken, _MOST_WAITING * busy), _calls(self.calls)]), encoding="utf-8")
+
+
+class _Launcher(AutoLauncher):
+    """Runs a given plan in forked workers without planning, and forgets what they leave."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Run ``function``."""
+        assert trainer is not None
+        attach_data(trainer, run_arguments(function, args, kwargs))
+        with run_folder(1 << 20) as folder:
+            outcome = run_generation(make_job(self.assignment, trainer, function, args, kwargs, folder))
+        if outcome.error is not None:
+            raise outcome.error
+
+
+def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
+    """What a step takes of a tiny module under a plan, in real workers; in a forked child, which keeps the trainer's traces to itself."""
+    from lightning_autopar.strategies.auto import AutoParallelStrategy
+
+    strategy = AutoParallelStrategy(allow=[plan.engine], calibrate="off")
+    size = max(2 * len(devices), 2 * plan.micro_batches)
+    staging = None
+    if plan.engine == "pipeline":
+        batch, blocks = [torch.zeros(2, _WIDTH)], [f"layers.{index}" for index in range(_LAYERS)]
+        staging = Staging(hooks={"training_step": record(_Tiny(), None, "training_step", batch, blocks, rows=2)})
+    launcher = _Launcher(Assignment(plan=plan, devices=tuple(devices), staging=staging))
+    strategy._configure_launcher = lambda: setattr(strategy, "_launcher", launcher)  # type: ignore[method-assign]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        accelerator="cpu" if devices[0].kind == "cpu" else "cuda",
+        devices=1,
+        strategy=strategy,
+        max_steps=_STEPS,
+        limit_val_batches=0,
+        **quiet,  # type: ignore[arg-type]
+    )
+    samples = TensorDataset(torch.zeros(_STEPS * size, _WIDTH))
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "seconds"
+        trainer.fit(_Tiny(out), DataLoader(samples, batch_size=size))
+        return Taken(*json.loads(out.read_text(encoding="utf-8")))
+
+
+def tiny_plan(engine: str, devices: Sequence[Device], micro_batches: int = 1) -> Plan:
+    """A plan for the tiny module; under FSDP each of its layers is a unit, a pipeline has two stages."""
+    ids = tuple(device.id for device in devices)
+    if engine == "pipeline":
+        schedule: Schedule = "gpipe" if micro_batches == 1 else "1f1b"
+        return Plan(engine="pipeline", devices=ids, cuts=(f"layers.{_LAYERS // 2}",), schedule=schedule, micro_batches=micro_batches)
+    if engine != "fsdp":
+        return Plan(engine=engine, devices=ids)  # type: ignore[arg-type]
+    return Plan(engine="fsdp", devices=ids, reshard_after_forward=True, shard=tuple(f"layers.{index}" for index in range(_LAYERS)))
+
+
+#: Units of FSDP that the tiny module is made of, its root included.
+TINY_UNITS = _LAYERS + 1
+#: Of the parameters of one of them.
+TINY_BYTES = 4 * (_WIDTH + 1) * _WIDTH
+
+
+def plain_step(device: Device) -> Taken:
+    """The tiny module's own operations in a step, in a bare loop."""
+    where = torch_device(device)
+    module, wait = _Tiny().to(where), waiter(where)
+    optimizer = module.configure_optimizers()
+    batch = (torch.zeros(2, _WIDTH, device=where),)
+    calls: Counter[str] = Counter()
+
+    def step() -> None:
+        torch.mean(module.layers(batch[0]).square()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    taken = []
+    for _ in range(_STEPS):
+        begun = time.perf_counter()
+        step()
+        wait()
+        taken.append(time.perf_counter() - begun)
+    sys.setprofile(lambda frame, event, argument: calls.update((event,)))
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return Taken(usual(taken), _calls(calls))
+
+
+def _calls(events: Counter[str]) -> int:
+    """How many of a profiler's events are calls."""
+    return events["call"] + events["c_call"]

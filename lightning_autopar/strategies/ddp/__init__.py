@@ -1,0 +1,6 @@
+"""Engine: DDP and single.
+
+Modules, in reading order:
+
+    strategy  DDPEngine, SingleEngine
+"""

@@ -1,0 +1,16 @@
+"""The agent and its snapshots.
+
+Modules, in reading order:
+
+    elastic_run     an elastic `fit`, put together
+    agent           keeps one generation at work; moves, parks, recovers
+    run_state       how the run is, for those who watch it; devices that it avoids
+    history         what happened, for the page
+    running         the generation at work
+    saver           when a snapshot is made
+    snapshot_store  where snapshots lie
+    preemption      makes room for more important runs
+    promises        memory promised from plan to plan; a parked run's place
+    watcher         what agent and callbacks tell each other
+    restart/        under torchrun and Slurm
+"""

@@ -1,0 +1,434 @@
+"""The agent of an elastic run: it keeps one generation of workers at work, and takes the run from plan to plan through snapshots.
+
+It lives in the main process, which stays as it was before the run, so that each generation is forked from the same state. What to move to,
+and whether, others say (``watching``); how a rank saves and takes up it doesn't know (``boundary``).
+
+What an elastic run goes on with after a failure: the plan, and the memory promised for it.
+
+Decides about one failure; how many there may be the agent knows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from rich.console import Console
+
+from lightning_autopar._lightning_compat import SIGTERMException
+from lightning_autopar.devices.changes import usable
+from lightning_autopar.report.report import NothingFits
+from lightning_autopar.strategies.base.failure import WorkerFailed, out_of_memory
+from lightning_autopar.strategies.base.gpu_limit import after_shortage
+from lightning_autopar.strategies.elastic.preemption import Courtesy
+from lightning_autopar.strategies.elastic.promises import ParkedPlace, Promises
+from lightning_autopar.strategies.elastic.run_state import Standing
+from lightning_autopar.strategies.elastic.running import Running
+from lightning_autopar.strategies.elastic.saver import Moving, Saver
+from lightning_autopar.strategies.elastic.snapshot_store import Shelf
+from lightning_autopar.strategies.elastic.watcher import Watcher, Wish
+from lightning_autopar.strategies.preparation.learning import learn_shortage
+from lightning_autopar.strategies.processes.generation import Generation, Outcome
+from lightning_autopar.strategies.processes.protocol import Elastic, Gate
+from lightning_autopar.strategies.processes.worker import Job
+from lightning_autopar.text import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lightning_autopar.devices.inventory import Inventory
+    from lightning_autopar.strategies.preparation.decision import Decision
+
+
+def with_more(decision: Decision, promises: Promises) -> Decision | None:
+    """The same plan with more memory promised, where its devices have that: then it needn't make do with less.
+
+    Args:
+        decision: under which memory ran out.
+        promises: of the run, of which nothing runs now.
+    """
+    assignment = decision.assignment
+    wants = after_shortage(assignment)
+    if not wants or not promises.held_bytes or promises.take(wants, None) is not None:
+        return None
+    most = max(wants, key=lambda device: wants[device])
+    rank_zero_info(f"autopar: the plan is given more memory: {format_bytes(wants[most])} of {most}, as it ran out of what it had")
+    return replace(decision, assignment=replace(assignment, at_least=wants))
+
+
+def is_still_there(decision: Decision, inventory: Inventory) -> bool:
+    """Whether a plan's devices are there with room for it."""
+    there = {device.id: device.free_bytes for device in usable(inventory).devices}
+    needed = decision.assignment.reserved_bytes
+    return all(device in there and needed.get(device, 0) <= there[device] for device in decision.assignment.plan.devices)
+
+
+#: A parked run looks so often whether it fits, where nobody watches.
+_PARKED_LOOK_SECONDS = 5.0
+#: Between two times that a run tells when it expects to end.
+_EXPECT_SECONDS = 1.0
+#: How long a move waits for its new workers; the old ones go on meanwhile.
+_READY_SECONDS = 300.0
+#: How long a generation may take from the agent's asking to its pause, once it was asked to leave for good.
+_LEAVE_SECONDS = 25.0
+
+
+class Asked(Protocol):
+    """What others ask of a run, answered before any watcher; called in the main process at every round."""
+
+    def look(self, agent: Agent) -> Wish | None:
+        """What to do now, if anything."""
+
+    def show(self, agent: Agent) -> None:
+        """Show how the run is."""
+
+
+class Agent(Standing):
+    """Runs a call of ``fit`` through as many generations as it takes.
+
+    Args:
+        make_job: what a generation's workers are to do, by decision and folder.
+        decision: the first one.
+        moving: see there.
+        watchers: asked in their order; the first wish counts.
+        door: what others ask goes first.
+        shelf: for the snapshots.
+        folder: the run's, for what passes between workers and agent.
+        inventory: see :class:`.standing.Standing`; the same for ``replan``, ``state_bytes``, ``promises`` and ``courtesy``.
+        on_change: told of each new decision.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_job: Callable[[Decision, Path], Job],
+        decision: Decision,
+        moving: Moving,
+        watchers: Sequence[Watcher],
+        door: Asked | None = None,
+        shelf: Shelf,
+        folder: Path,
+        inventory: Callable[[Running | None], Inventory],
+        replan: Callable[[Inventory], Decision],
+        state_bytes: int,
+        on_change: Callable[[Decision], None],
+        promises: Promises,
+        courtesy: Courtesy,
+    ) -> None:
+        super().__init__(
+            decision=decision,
+            inventory=inventory,
+            replan=replan,
+            state_bytes=state_bytes,
+            saver=Saver(shelf, moving, state_bytes),
+            promises=promises,
+            courtesy=courtesy,
+        )
+        self._make_job, self._moving, self._watchers, self._door = make_job, moving, list(watchers), door
+        self._folder, self._on_change = folder, on_change
+        self._generations = 0
+        self._began = time.monotonic()
+        self._looked: dict[int, float] = {}
+        self._failures: dict[int, int] = {}
+        self._expected_at = -math.inf
+        self._seconds_left: float | None = None
+
+    # -- the run -----------------------------------------------------------------------------------------------------------------------
+
+    def run(self, noted: list[type[BaseException]]) -> tuple[Outcome, Job]:
+        """Keep the run going until it is over.
+
+        Args:
+            noted: interruptions, as they come.
+
+        Returns:
+            what came out, and the job of the generation that it came out of.
+        """
+        latest = self._saver.latest
+        if latest is not None:
+            rank_zero_warn(
+                f"autopar: an earlier start of this run ended without leave; it goes on from its snapshot of step {latest.step}. "
+                f"To begin anew, remove {latest.path.parent}"
+            )
+        running = self._begin(self.decision, "the run begins")
+        running.elastic.let_begin(None if latest is None else latest.path)
+        try:
+            while True:
+                assert self._run is not None
+                running = self._run
+                running.round(noted)
+                running.note()
+                if noted and noted[0] is SIGTERMException:
+                    return self._leave(running), running.job
+                if running.generation.gone:
+                    if running.finished(noted):
+                        return running.generation.outcome(noted), running.job
+                    outcome = running.generation.outcome(noted)
+                    ended = self._recover(running, outcome)
+                    if ended is not None:
+                        return ended, running.job
+                    running.bury()
+                    if self._run is None and not self._wait_parked(noted):
+                        return self._interrupted(noted[0]), running.job
+                    continue
+                self._watch_over(running)
+                if not self._saver.waits and not noted and (wish := self._wish()) is not None:
+                    self._follow(wish, running, noted)
+                    if self._run is None and not self._wait_parked(noted):
+                        return self._interrupted(noted[0]), running.job
+        finally:
+            if self._run is not None:
+                self._run.generation.end()
+            self.diary.close()
+
+    def save_soon(self) -> None:
+        """Write a snapshot at the next boundary."""
+        self._saver.soon()
+
+    # -- generations -------------------------------------------------------------------------------------------------------------------
+
+    def _fork(self, decision: Decision) -> Running:
+        self._generations += 1
+        folder = self._folder / f"g{self._generations}"
+        folder.mkdir()
+        job = self._make_job(decision, folder)
+        gate = Gate(decision.assignment.plan.world_size)
+        elastic = Elastic(gate=gate, begin=get_context("fork").Event(), folder=folder)
+        job = replace(job, elastic=elastic)
+        gate.final = self._failures_in_a_row() >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
+        return Running(generation=Generation(job), elastic=elastic, job=job, decision=decision)
+
+    def _begin(self, decision: Decision, reason: str, running: Running | None = None) -> Running:
+        """Make a decision the one that runs; its workers may have been forked before."""
+        running = running or self._fork(decision)
+        self.diary.begin(decision, reason)
+        self._run, self.decision, self.parked = running, decision, False
+        self._saver.begin()
+        self._on_change(decision)
+        return running
+
+    def _watch_over(self, running: Running) -> None:
+        """Take in what the generation did, have it save when it is time, and end it when it hangs."""
+        gate = running.elastic.gate
+        pace = gate.pace()
+        if pace.boundaries >= 1 and self._left_at is not None and pace.at is not None:
+            pause = pace.at - self._left_at
+            self._left_at = None
+            self._pauses.append(pause)
+            self.diary.paused(pause)
+        if gate.final and pace.boundaries >= 1 and pace.step > max(self._failures, default=-1):
+            gate.final = False  # it is past where it failed, and there is something to go on from
+            self._failures.clear()
+        self._saver.watch(running)
+        self._note(running)
+        self._expect(running)
+        if running.hangs(self._moving.hang_seconds):
+            rank_zero_warn(
+                f"autopar: no batch has begun for {format_seconds(self._moving.hang_seconds)} at step {pace.step}; the workers are ended"
+            )
+            running.generation.end()
+
+    def _expect(self, running: Running) -> None:
+        """Tell those who wait when the devices will be given back."""
+        now = time.monotonic()
+        if running.step_seconds is not None and now - self._expected_at > _EXPECT_SECONDS:
+            self._expected_at = now
+            self._seconds_left = self.remaining_steps * running.step_seconds
+            self._promises.expect(self._seconds_left)
+
+    def _note(self, running: Running | None) -> None:
+        """Write down what is on the devices, now and then."""
+        if self.diary.is_due():
+            predicted = {} if running is None else self.decision.assignment.reserved_bytes
+            loss = None if running is None else running.elastic.gate.loss()
+            self.diary.sample(self._probe(running), {**predicted, **self.measured_bytes}, loss)
+
+    # -- moves -------------------------------------------------------------------------------------------------------------------------
+
+    def _wish(self) -> Wish | None:
+        """What some watcher wants, each asked as often as it likes."""
+        now = time.monotonic()
+        if self._door is not None and (wish := self._door.look(self)) is not None:
+            return wish
+        if self._run is not None and (wish := self._make_room()) is not None:
+            return wish
+        for watcher in [] if self.held else self._watchers:
+            if now - self._looked.get(id(watcher), self._began) >= watcher.interval_seconds:
+                self._looked[id(watcher)] = now
+                wish = watcher.look(self)
+                if wish is not None:
+                    return wish
+        return None
+
+    def _make_room(self) -> Wish | None:
+        """What a more important run that waits asks for."""
+        since = self._began if self.moved_at is None else self.moved_at
+        return self._courtesy.look(since=since, plan=self.replan, seen=self._allowed, decision=self.decision)
+
+    def _follow(self, wish: Wish, running: Running, noted: list[type[BaseException]]) -> None:
+        """Move or park. What comes in between (a failure, the end of training) is for the caller to see."""
+        if wish.action == "park":
+            rank_zero_info(f"autopar: the run is parked: {wish.reason}")
+            if self._saver.pause(running, noted, on_disk=True, within_seconds=self._moving.hang_seconds):
+                self._left_at = running.elastic.gate.pace().at
+                self._park(wish.reason)
+                running.bury()
+            return
+        assert wish.decision is not None
+        if (why := self._promises.prepare(wish.decision.assignment.needed_bytes, running)) is not None:
+            rank_zero_info(f"autopar: the run doesn't move to {wish.decision.assignment.plan.title()}: {why}")
+            return
+        rank_zero_info(f"autopar: the run moves to {wish.decision.assignment.plan.title()}: {wish.reason}")
+        self.moving = True
+        if self._door is not None:
+            self._door.show(self)
+        following = self._fork(wish.decision)
+        self._saver.provide(running.decision.assignment.plan.world_size)
+        until = time.monotonic() + _READY_SECONDS
+        try:
+            while not following.generation.ready and not following.generation.failed and not running.generation.gone:
+                following.generation.round([], timeout_seconds=0.005)
+                running.round(noted, timeout_seconds=0.005)
+                if time.monotonic() > until:
+                    rank_zero_warn(f"autopar: the move is given up, as the new workers weren't ready after {_READY_SECONDS:g} s")
+                    return
+            if following.generation.failed:
+                rank_zero_warn(f"autopar: the move is given up, as the new workers failed: {following.why()}")
+                return
+            if running.generation.gone or not self._saver.pause(running, noted, within_seconds=self._moving.hang_seconds):
+                return
+            assert self._saver.latest is not None, "it was just made"
+            self._left_at, self.moved_at = running.elastic.gate.pace().at, time.monotonic()
+            following.elastic.let_begin(self._saver.latest.path, self._changes_to(wish.decision, wish.reason))
+            self._begin(wish.decision, wish.reason, following)
+            self._promises.settle()
+            running.bury()
+        finally:
+            self.moving = False
+            self._promises.drop()
+            if self._run is not following:
+                following.bury()
+
+    def _park(self, reason: str) -> None:
+        """Nothing runs; the devices are free."""
+        self.diary.park(reason)
+        self._promises.release()
+        self._run, self.parked, self.moved_at = None, True, time.monotonic()
+
+    def _wait_parked(self, noted: list[type[BaseException]]) -> bool:
+        """Until the run fits again and has begun; False if it was interrupted."""
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            return self._wait_until_it_fits(noted)
+        with console.status(f"parked at step {self.step}: {self.diary.spans[-1].reason}; waiting for room"):
+            return self._wait_until_it_fits(noted)
+
+    def _wait_until_it_fits(self, noted: list[type[BaseException]]) -> bool:
+        place = ParkedPlace(self._promises, self._courtesy, self._seconds_left)
+        try:
+            return self._wait_in_turn(noted, place)
+        finally:
+            place.leave()
+
+    def _wait_in_turn(self, noted: list[type[BaseException]], place: ParkedPlace) -> bool:
+        looked = 0.0
+        while not noted:
+            self._note(None)
+            if self.held:
+                place.leave()  # its owner wants it to stay parked
+            else:
+                place.look(self._allowed, self.replan)
+            wish = self._wish()
+            if wish is None and not self._watchers and not self.held and time.monotonic() - looked > _PARKED_LOOK_SECONDS:
+                looked = time.monotonic()
+                try:
+                    wish = Wish(action="move", decision=self.replan(self.inventory()), reason="it fits again")
+                except NothingFits:
+                    wish = None
+            if wish is not None and wish.decision is not None and self._why_not_promised(wish.decision) is None:
+                rank_zero_info(f"autopar: the parked run goes on under {wish.decision.assignment.plan.title()}: {wish.reason}")
+                self.moved_at = time.monotonic()
+                self._resume(wish.decision, wish.reason)
+                return True
+            time.sleep(0.05)  # what is waited for comes as files, and as memory that others let go of
+        return False
+
+    def _resume(self, decision: Decision, reason: str) -> None:
+        snapshot = self._saver.look_back()
+        changes = self._changes_to(decision, reason)
+        running = self._begin(decision, reason)
+        running.elastic.let_begin(None if snapshot is None else snapshot.path, changes)
+
+    def _why_not_promised(self, decision: Decision) -> str | None:
+        """Have what a decision needs promised, while nothing runs; why not, in words."""
+        return self._promises.take(decision.assignment.needed_bytes, None)
+
+    def _leave(self, running: Running) -> Outcome:
+        """The machine is to be left: save on disk and end, within the time that one is given."""
+        if self._saver.pause(running, [], on_disk=True, within_seconds=_LEAVE_SECONDS):
+            assert self._saver.latest is not None, "it was just made"
+            rank_zero_info(f"autopar: terminated at step {self._saver.latest.step}; the next start of this run goes on from there")
+        running.generation.end()
+        return self._interrupted(SIGTERMException)
+
+    def _interrupted(self, kind: type[BaseException]) -> Outcome:
+        """What comes out of a run that nothing runs of any more."""
+        return Outcome(results=[], error=kind(), saved=kind is SIGTERMException and self._saver.latest is not None)
+
+    # -- what wasn't planned -----------------------------------------------------------------------------------------------------------
+
+    def _fitting(self, running: Running) -> Decision | None:
+        """A decision that the devices have room for as they are now, the one that ran if it can be; None where nothing fits."""
+        inventory = self.inventory()
+        if is_still_there(running.decision, inventory):
+            return running.decision
+        try:
+            return self.replan(inventory)
+        except NothingFits:
+            return None
+
+    def _failures_in_a_row(self) -> int:
+        return max(self._failures.values(), default=0)
+
+    def _recover(self, running: Running, outcome: Outcome) -> Outcome | None:
+        """Go on after a failure; the outcome, where the run is over."""
+        error, pace = outcome.error, running.elastic.gate.pace()
+        assert error is not None, "else it is finished"
+        self._saver.give_up(running)
+        short = out_of_memory(error)
+        theirs = not isinstance(error, WorkerFailed) and not short
+        step = running.elastic.gate.furthest_step()
+        if theirs and (running.elastic.gate.final or pace.boundaries == 0):
+            return outcome
+        self._failures = {step: self._failures.get(step, 0) + 1}
+        if self._failures[step] >= self._moving.failures:
+            return outcome
+        snapshot = self._saver.look_back()
+        where = "from the beginning" if snapshot is None else f"from the snapshot of step {snapshot.step}"
+        rank_zero_warn(f"autopar: a failure at step {step}, the run goes on {where}: {type(error).__name__}: {error}")
+        self.diary.failed(f"{type(error).__name__} at step {step}: {error}")
+        self._left_at = pace.at
+        learn_shortage(running.decision.report, error)
+        if short and (grown := with_more(running.decision, self._promises)) is not None:
+            self._resume(grown, f"{type(error).__name__} at step {step}, and more memory was promised")
+            return None
+        if short:
+            self._avoided.lower(running.decision.assignment.reserved_bytes)
+        decision = self._fitting(running)
+        if decision is None:
+            # What the run denies itself nobody else can give back: the run would be parked for ever.
+            self._avoided.lift()
+            decision = self._fitting(running)
+        why = "" if decision is not None else f"nothing fits after {type(error).__name__}: {error}"
+        if decision is not None and decision is not running.decision and (missing := self._why_not_promised(decision)) is not None:
+            why = f"after {type(error).__name__} others were faster: {missing}"
+        if decision is None or why:
+            rank_zero_info(f"autopar: the run is parked: {why}")
+            self._park(why)
+            return None
+        self._resume(decision, f"{type(error).__name__} at step {step}")
+        return None

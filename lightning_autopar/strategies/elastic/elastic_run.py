@@ -1,0 +1,320 @@
+"""An elastic call of ``fit``: what its agent needs of trainer, strategy and host, put together.
+
+It knows which callbacks make a run elastic, by what they have; it decides nothing about where the run should be.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run_arguments
+from lightning_autopar.report.report import NothingFits
+from lightning_autopar.sharing.runs.display import Showing
+from lightning_autopar.sharing.runs.status import Request
+from lightning_autopar.state.snapshot import is_snapshot
+from lightning_autopar.strategies.base.assignment import BatchRule
+from lightning_autopar.strategies.elastic.agent import Agent
+from lightning_autopar.strategies.elastic.preemption import Courtesy
+from lightning_autopar.strategies.elastic.promises import Promises
+from lightning_autopar.strategies.elastic.running import Running, own_bytes
+from lightning_autopar.strategies.elastic.saver import Moving
+from lightning_autopar.strategies.elastic.snapshot_store import Shelf, run_key
+from lightning_autopar.strategies.elastic.watcher import Watcher, Wish
+from lightning_autopar.strategies.preparation.decide import decide_again
+from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.processes.generation import Outcome, noted_interrupts, run_folder
+from lightning_autopar.strategies.processes.handover import results as handover
+from lightning_autopar.strategies.processes.worker import Job
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.devices.inventory import Inventory
+    from lightning_autopar.strategies.auto import AutoParallelStrategy
+
+#: How long a device that somebody asked a run to leave is left alone, unless the run is told otherwise.
+YIELD_SECONDS = 600.0
+_DOOR_SECONDS = 0.1
+
+#: Of this process's elastic runs so far: a script may call ``fit`` several times.
+_runs = 0
+
+
+def asked_for(trainer: Trainer) -> Moving | None:
+    """How the user wants the run to be saved and moved; None where no callback says so."""
+    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    found = (getattr(callback, "autopar_moving", None) for callback in callbacks)
+    return next((how for how in found if isinstance(how, Moving)), None)
+
+
+def moving(trainer: Trainer, batch: BatchRule) -> Moving | None:
+    """How the run is to be saved and moved; None where no callback asks for it, or nothing is trained.
+
+    Args:
+        trainer: of the run.
+        batch: what a batch is to several devices.
+
+    Raises:
+        ValueError: if each device draws batches of its own.
+    """
+    asked = asked_for(trainer)
+    if trainer.state.fn != TrainerFn.FITTING or not (asked or watchers(trainer)):
+        return None
+    if batch == "per_device":
+        raise ValueError(
+            "batch='per_device' gives each device batches of its own, so that a run on other devices would be another run; use "
+            "batch='global', or leave out CheckpointMigrate and ElasticReplan"
+        )
+    return asked or Moving()
+
+
+def watchers(trainer: Trainer) -> list[Watcher]:
+    """The trainer's callbacks that say where the run should be."""
+    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]  # as above
+    # Of a callback that answers to every name (a mock), the interval is no number.
+    return [
+        callback
+        for callback in callbacks
+        if callable(getattr(callback, "look", None)) and isinstance(getattr(callback, "interval_seconds", "none"), (int, float, type(None)))
+    ]
+
+
+class ElasticRun:
+    """One elastic call of ``fit``.
+
+    Args:
+        strategy: the user's.
+        trainer: as before the run.
+        decision: the first plan.
+        function: the trainer's, with ``args`` and ``kwargs``.
+        how: how the run is saved and moved.
+        shown: where the run is shown, and asked for something.
+    """
+
+    def __init__(
+        self,
+        strategy: AutoParallelStrategy,
+        trainer: Trainer,
+        decision: Decision,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        how: Moving,
+        shown: Showing,
+    ) -> None:
+        global _runs
+        _runs += 1
+        self._strategy, self._trainer, self._decision, self._how = strategy, trainer, decision, how
+        self._function, self._args, self._kwargs, self._shown = function, args, kwargs, shown
+        self.before = handover.survey(trainer)
+        self.number = _runs
+        footprint = decision.report.footprint
+        self.state_bytes = footprint.parameter_bytes + footprint.optimizer_bytes
+        self.agent: Agent | None = None
+
+    def run(self, restore: Callable[[Outcome, Job], Any]) -> Any:
+        """Train; returns what ``restore`` makes of the outcome, while the results' files are there."""
+        keep = False
+        shelf = Shelf(self.key(), self._how.home(self._trainer.default_root_dir), self.state_bytes)
+        try:
+            with run_folder(self.state_bytes) as folder, noted_interrupts() as noted, _told_to_move() as told:
+                self.agent = Agent(
+                    make_job=self._job,
+                    decision=self._decision,
+                    moving=self._how,
+                    watchers=watchers(self._trainer),
+                    door=Door(self._shown, told, self._trainer),
+                    shelf=shelf,
+                    folder=folder,
+                    inventory=self._inventory,
+                    replan=self._replan,
+                    state_bytes=self.state_bytes,
+                    on_change=self._changed,
+                    promises=Promises(self._strategy.leases, self._devices_now),
+                    courtesy=Courtesy(self._strategy.leases),
+                )
+                try:
+                    ended = self.agent.run(noted)
+                except Exception:  # the agent's own, or a watcher's: nothing that ran in the workers
+                    keep = True
+                    raise
+                return restore(*ended)
+        except SIGTERMException:  # also a second one, which isn't waited for
+            keep = True
+            raise
+        finally:
+            shelf.close(keep=keep)
+
+    def key(self) -> str:
+        """What the run is known by at the next start of the same script."""
+        module, trainer = self._trainer.lightning_module, self._trainer
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+        limits = trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches, trainer.accumulate_grad_batches
+        path = run_arguments(self._function, self._args, self._kwargs).get("ckpt_path")
+        where = os.getcwd(), trainer.default_root_dir
+        return run_key(sys.argv, where, self.number, type(module).__qualname__, shapes, limits, str(path), str(trainer.precision))
+
+    def _job(self, decision: Decision, folder: Path) -> Job:
+        resumed = self.agent is not None and self.agent.has_snapshot
+        path = run_arguments(self._function, self._args, self._kwargs).get("ckpt_path")
+        return Job(
+            assignment=replace(decision.assignment, from_snapshot=resumed or is_snapshot(path), elastic=True),
+            make_engine=self._strategy.make_engine,
+            trainer=self._trainer,
+            function=self._function,
+            args=self._args,
+            kwargs=self._kwargs,
+            folder=folder,
+            before=self.before,
+        )
+
+    def _inventory(self, running: Running | None) -> Inventory:
+        host_bytes = 0 if running is None else host_bytes_of(running.generation.pids())
+        found, _ = self._strategy.inventory(fewer=True, own_host_bytes=host_bytes)
+        return _with_own(found, running)
+
+    def _devices_now(self, running: Running | None) -> Inventory:
+        host_bytes = 0 if running is None else host_bytes_of(running.generation.pids())
+        return _with_own(self._strategy.devices_now(own_host_bytes=host_bytes), running)
+
+    def _replan(self, inventory: Inventory) -> Decision:
+        return decide_again(self._trainer, self._decision, inventory)
+
+    def _changed(self, decision: Decision) -> None:
+        self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
+
+
+def _with_own(found: Inventory, running: Running | None) -> Inventory:
+    """With what the run itself holds counted as free."""
+    devices = tuple(replace(device, free_bytes=device.free_bytes + own_bytes(running, device)) for device in found.devices)
+    return replace(found, devices=devices)
+
+
+def host_bytes_of(pids: Sequence[int]) -> int:
+    """What processes hold of the host's memory by themselves: resident, and not a file's or shared."""
+    held_bytes = 0
+    for pid in pids:
+        with suppress(psutil.Error):  # it has just ended
+            memory = psutil.Process(pid).memory_info()
+            held_bytes += max(0, memory.rss - getattr(memory, "shared", 0))
+    return held_bytes
+
+
+class Door:
+    """Where a run is asked for something by others on its host, and shows how it is.
+
+    Args:
+        shown: where.
+        told: signals that came.
+        trainer: for the number of steps.
+    """
+
+    def __init__(self, shown: Showing, told: list[int], trainer: Trainer) -> None:
+        self._shown, self._told, self._trainer = shown, told, trainer
+        self._looked = 0.0
+
+    def look(self, agent: Agent) -> Wish | None:
+        """Show the run's status, take what was asked, and return what follows from it."""
+        now = time.monotonic()
+        if now - self._looked < _DOOR_SECONDS:
+            return None
+        self._looked = now
+        self.show(agent)
+        requests = self._shown.requests()
+        while self._told:
+            self._told.pop()
+            requests.append(Request(ask="yield", device=None, at=time.time(), by="SIGUSR1"))
+        wish: Wish | None = None
+        for request in requests:
+            made, words = self._answer(agent, request)
+            rank_zero_info(f"autopar: asked by {request.by} to {request.ask}: {words}")
+            self._shown.answer(request, words)
+            if made is not None and (wish is None or wish.action != "park"):  # who parks leaves every device
+                wish = made
+        return wish
+
+    def _answer(self, agent: Agent, request: Request) -> tuple[Wish | None, str]:
+        if request.ask == "snapshot":
+            agent.save_soon()
+            return None, "a snapshot is written at the next boundary"
+        if request.ask == "resume":
+            was_held = agent.held
+            agent.allow_again()
+            if agent.parked:
+                return None, "it goes on as soon as there is room for it"
+            return None, "it doesn't park" if was_held else "the run isn't paused; it uses any device again"
+        if request.ask == "park":
+            agent.held = True
+            if agent.parked:
+                return None, "it is parked already, and stays so until it is resumed"
+            words = "it parks at its next boundary, with a snapshot, and gives its devices back; it stays so until it is resumed"
+            return Wish(action="park", decision=None, reason=f"{request.by} asked for it", urgent=True), words
+        held = agent.decision.assignment.plan.devices
+        leaves = held if request.device is None else tuple(device for device in held if device == request.device)
+        agent.leave(held if request.device is None else (request.device,), YIELD_SECONDS)
+        if agent.parked or not leaves:
+            return None, "the run isn't on it" if not agent.parked else "the run is parked, and won't use it"
+        reason = f"{request.by} asked it to leave {', '.join(leaves)}"
+        try:
+            decision = agent.replan(agent.inventory())
+        except NothingFits:
+            return Wish(
+                action="park", decision=None, reason=f"{reason}, and nothing else fits", urgent=True
+            ), "it parks, as nothing else fits"
+        return Wish(action="move", decision=decision, reason=reason, urgent=True), f"it moves to {decision.assignment.plan.title()}"
+
+    def show(self, agent: Agent) -> None:
+        """Show the run's status."""
+        plan, accumulated = agent.decision.assignment.plan, self._trainer.accumulate_grad_batches
+        spans = agent.diary.spans
+        span = spans[-1] if spans else None
+        left, step, batch_seconds = agent.remaining_steps, agent.step, agent.step_seconds
+        known = left < float("inf")
+        since = {} if span is None else {"since": time.time() - (agent.diary.seconds() - span.begun)}
+        self._shown.show(
+            state="parked" if agent.parked else "moving" if agent.moving else "running",
+            plan="" if agent.parked else plan.title(),
+            devices=() if agent.parked else plan.devices,
+            predicted_bytes={} if agent.parked else agent.decision.assignment.reserved_bytes,
+            used_bytes=agent.measured_bytes,
+            step=step,
+            steps=None if not known or step is None else step + -(-int(left) // accumulated),
+            step_seconds=None if batch_seconds is None else batch_seconds * accumulated,
+            ends_at=None if not known or batch_seconds is None or agent.parked else time.time() + left * batch_seconds,
+            generation=len(spans),
+            reason="" if span is None else span.reason,
+            elastic=True,
+            waits_for="",
+            **since,
+        )
+
+
+@contextmanager
+def _told_to_move() -> Iterator[list[int]]:
+    """While open, SIGUSR1 asks the run to move off its devices; the user's own handler goes before."""
+    told: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        rank_zero_warn("autopar: fit isn't called from the main thread, so that SIGUSR1 can't ask this run to move")
+        yield told
+        return
+    before = signal.getsignal(signal.SIGUSR1)
+    if before not in (signal.SIG_DFL, None):
+        yield told
+        return
+    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGUSR1, before)

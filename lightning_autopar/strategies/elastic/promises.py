@@ -1,0 +1,143 @@
+"""A parked run's place in the queue of its host: it waits by its own priority and age, and says what for.
+
+It doesn't decide when the run resumes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.report.report import NothingFits
+from lightning_autopar.sharing.ledger import Held, Shortage
+from lightning_autopar.sharing.queue import PlaceFile
+from lightning_autopar.sharing.reservation import Need
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.elastic.running import Running
+from lightning_autopar.sharing.leases import Leases, words
+
+if TYPE_CHECKING:
+    from lightning_autopar.devices.inventory import Inventory
+    from lightning_autopar.sharing.queue import PlaceFile
+    from lightning_autopar.strategies.elastic.preemption import Courtesy
+    from lightning_autopar.strategies.preparation.decision import Decision
+
+
+_LOOK_SECONDS = 0.5
+#: To plan what it waits for takes at most this share of a core.
+_PLANNING_SHARE = 0.1
+_LEAST_SECONDS = 1.0
+
+
+class ParkedPlace:
+    """The place of a run while it is parked and wants to go on.
+
+    Args:
+        promises: of memory, whose ledger the queue is beside.
+        courtesy: says what the run waits for.
+        seconds: how long it still takes; None where nobody knows.
+    """
+
+    def __init__(self, promises: Promises, courtesy: Courtesy, seconds: float | None) -> None:
+        self._promises, self._courtesy, self._seconds = promises, courtesy, seconds
+        self._place: PlaceFile | None = None
+        self._looked = self._planned = float("-inf")
+        self._pause = _LEAST_SECONDS
+
+    def look(self, seen: Callable[[], Inventory], plan: Callable[[Inventory], Decision]) -> None:
+        """Show that the run still waits, and now and then for what.
+
+        Args:
+            seen: the devices as they are now, less what others were promised.
+            plan: the best plan for an inventory.
+        """
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        if self._place is None and (place := self._promises.queue()) is not None:
+            self._place = place
+        if self._place is None:
+            return
+        if now - self._planned < self._pause:
+            self._place.stay()
+            return
+        at_ns = time.monotonic_ns()
+        reserved = self._courtesy.reserve(seen(), lambda inventory: self._need(plan, inventory))
+        if reserved is None:
+            self._place.stay()
+        else:
+            self._place.tell(wants=reserved.wants, start_ns=reserved.start_ns, seconds=reserved.seconds, asks=reserved.asks, at_ns=at_ns)
+        self._planned = time.monotonic()
+        self._pause = max(_LEAST_SECONDS, (self._planned - now) / _PLANNING_SHARE)
+
+    def leave(self) -> None:
+        """The run goes on, ends, or isn't to go on; again does nothing."""
+        if self._place is not None:
+            self._place.withdraw()
+            self._place = None
+
+    def _need(self, plan: Callable[[Inventory], Decision], inventory: Inventory) -> Need | None:
+        try:
+            return replace(plan(inventory).need, seconds=self._seconds)
+        except (NothingFits, ValueError):  # the latter where a pinned plan's device isn't there
+            return None
+
+
+class Promises:
+    """The leases of an elastic run, from plan to plan.
+
+    Args:
+        leases: of this process.
+        probe: the devices as the driver shows them, with what a generation of this run holds counted as free.
+    """
+
+    def __init__(self, leases: Leases, probe: Callable[[Running | None], Inventory]) -> None:
+        self._leases, self._probe = leases, probe
+        self._prepared: Held | None = None
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """What is promised to this run now, by device id."""
+        return self._leases.held_bytes
+
+    def expect(self, seconds: float | None) -> None:
+        """See :meth:`Leases.expect`."""
+        self._leases.expect(seconds)
+
+    def queue(self) -> PlaceFile | None:
+        """See :meth:`Leases.queue`."""
+        return self._leases.queue()
+
+    def take(self, wants: Mapping[str, int], running: Running | None) -> str | None:
+        """Have a plan's memory promised instead of the one's before; why not, in words."""
+        short = self._leases.take(wants, lambda: self._probe(running))
+        return None if short is None else words(short)
+
+    def prepare(self, wants: Mapping[str, int], running: Running | None) -> str | None:
+        """Have the next plan's memory promised beside the one's that runs; why not, in words."""
+        assert self._prepared is None, "one move at a time"
+        found = self._leases.prepare(wants, lambda: self._probe(running))
+        if isinstance(found, Shortage):
+            return words(found)
+        self._prepared = found
+        return None
+
+    def settle(self) -> None:
+        """The run has moved: what it had before is free."""
+        self._leases.settle(self._prepared)
+        self._prepared = None
+
+    def drop(self) -> None:
+        """It hasn't moved, if anything was prepared."""
+        if self._prepared is not None:
+            self._prepared.release()
+            self._prepared = None
+
+    def release(self) -> None:
+        """Nothing of this run is on any device."""
+        self._leases.release()

@@ -1,0 +1,330 @@
+"""An elastic run in processes that torchrun or Slurm started: it leaves with a snapshot, and goes on from it when it is started anew.
+
+Such processes can't move by themselves: who started them decides how many there are. All ranks save at one boundary when a process is told
+to leave, and now and then; the next start of the same script, in whatever number of processes, goes on from there. What a boundary does
+``boundary`` knows, where ranks meet ``store_gate``, where snapshots lie ``shelf``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_autopar._lightning_compat import TrainerFn, TunerExit, arguments_from
+from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, asked_for, moving, watchers
+from lightning_autopar.strategies.elastic.restart.signals import Signals
+from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreGate, Word
+from lightning_autopar.strategies.elastic.saver import Moving, save_seconds
+from lightning_autopar.strategies.elastic.snapshot_store import Shelf, Snapshot
+from lightning_autopar.strategies.processes.boundary import Boundary, Journal
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.strategies.base.assignment import BatchRule
+    from lightning_autopar.strategies.elastic.restart.store_rendezvous import Stop
+    from lightning_autopar.strategies.processes.external import Peers
+
+#: How long ranks wait for each other at a boundary when the processes are to leave; launchers kill 30 s after SIGTERM.
+_LEAVE_SECONDS = 10.0
+#: The same for a snapshot after which training goes on; a rank may be busy with what it alone does.
+_MEET_SECONDS = 600.0
+#: How long a rank that leaves without having been told waits for its own signal: torchrun's agent on another node may notice a change of
+#: nodes a moment later, and would take processes that ended before for failed ones.
+_GRACE_SECONDS = 3.0
+#: How long after the job was requeued Slurm may take to end it.
+_REQUEUED_SECONDS = 20.0
+#: How long rank 0 may take to complete a snapshot before the others leave without hearing of it.
+_DONE_SECONDS = 60.0
+#: How long the sums of a snapshot's files may take when the process is to leave.
+_SUMS_SECONDS = 3.0
+
+
+def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> Moving | None:
+    """How a run in processes of a launcher is saved; None where ``CheckpointMigrate`` doesn't ask for it, or nothing is trained.
+
+    Args:
+        trainer: of the run.
+        peers: its processes.
+        batch: what a batch is to several devices.
+
+    Raises:
+        ValueError: if each device draws batches of its own.
+    """
+    asked = asked_for(trainer) is not None
+    if trainer.state.fn != TrainerFn.FITTING or not (asked or watchers(trainer)):
+        return None
+    how = moving(trainer, batch) if asked else None
+    if watchers(trainer) and peers.rank == 0:
+        what = (
+            "it leaves with a snapshot when it is told to, and goes on from there in the number of processes that it is started with next"
+        )
+        rank_zero_warn(
+            "autopar: ElasticReplan can't move this run, as torchrun or Slurm started its processes, and decides how many there are; "
+            + (what if asked else "with CheckpointMigrate it would save itself when it is told to leave, and go on at its next start")
+        )
+    if how is not None and not peers.restartable:
+        rank_zero_warn("autopar: CheckpointMigrate does nothing in this run: its processes are reruns of the script, which end with it")
+        return None
+    return how
+
+
+class RestartableRun:
+    """One call of ``fit`` in processes that may be started anew.
+
+    Args:
+        peers: the processes.
+        how: how the run is saved.
+        run: of the same call, as if this process had it alone: what the run is known by, and the survey of what was there before.
+        function: the trainer's.
+        args: to call it with.
+        kwargs: to call it with.
+        trainer: as before the run.
+    """
+
+    def __init__(
+        self, peers: Peers, how: Moving, run: ElasticRun, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+    ) -> None:
+        self._peers, self._how, self._run, self._trainer = peers, how, run, trainer
+        self._function, self._args, self._kwargs = function, args, kwargs
+        self._shelf: Shelf | None = None
+        self.snapshot: Path | None = None
+
+    def find(self) -> None:
+        """Agree on the snapshot to go on from, if there is one; every rank calls it.
+
+        Raises:
+            ValueError: if not all ranks see the folder.
+        """
+        peers, home = self._peers, self._how.home(self._trainer.default_root_dir).absolute()
+        if peers.rank == 0:
+            try:
+                self._shelf = Shelf(self._run.key(), home, self._run.state_bytes, shared=True, job=_job())
+                latest = self._shelf.latest()
+            except BaseException as error:
+                peers.tell(error)
+                raise
+            peers.tell((self._shelf.home, latest))
+            found: tuple[Path, Snapshot | None] = self._shelf.home, latest
+        else:
+            found = peers.hear()
+        if not _is_there(found[0]):
+            raise ValueError(
+                f"CheckpointMigrate keeps snapshots in {found[0]}, where rank {peers.rank} on node {peers.node} doesn't find what rank 0 "
+                "made there; give a folder that all nodes share: CheckpointMigrate(folder=...)"
+            )
+        self._home, latest = found
+        if latest is not None:
+            self.snapshot = latest.path
+            rank_zero_info(f"autopar: the run goes on from the snapshot of step {latest.step} in {latest.path}; remove it to begin anew")
+
+    @contextmanager
+    def going_on(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Around the run, with the engine installed; gives the arguments to call the trainer's function with.
+
+        When it ends well, its snapshots are removed; where it failed, they wait for the next start.
+        """
+        slurm = self._peers.environment if isinstance(self._peers.environment, SLURMEnvironment) else None
+        with Signals(self._trainer, slurm.requeue_signal if slurm is not None and slurm.requeue_signal else signal.SIGUSR1) as signals:
+            boundary = StoreBoundary(self, signals, requeues=slurm is not None and slurm.auto_requeue)
+            try:
+                if self.snapshot is None:
+                    yield self._args, self._kwargs
+                else:
+                    boundary.take_up(self.snapshot)
+                    yield (), arguments_from(self.snapshot, self._function, self._args, self._kwargs)
+            except BaseException as error:  # a rank that is gone ends the others by an exception as well
+                if self._shelf is not None:
+                    self._shelf.close(keep=not isinstance(error, TunerExit), within_seconds=_SUMS_SECONDS)
+                raise
+            finally:
+                boundary.close()
+            if self._shelf is not None:  # who was told to leave while it ended may be started anew
+                self._shelf.close(keep=signals.told("leave"))
+
+
+class StoreBoundary(Boundary):
+    """One rank's boundaries in such a run.
+
+    Args:
+        run: the run.
+        signals: that came to this process.
+        requeues: whether a signal that asks for a snapshot means that Slurm is to start the job anew.
+    """
+
+    def __init__(self, run: RestartableRun, signals: Signals, *, requeues: bool) -> None:
+        self._run, self._signals, self._requeues = run, signals, requeues
+        self._peers, self._shelf = run._peers, run._shelf
+        self._gate = StoreGate(self._peers.store, self._peers.rank, self._peers.world_size, str(run._run.number))
+        self._saved_at, self._save_seconds, self._refusal = time.monotonic(), None, ""
+        self._events: list[Any] = []
+        self._terminated = self._asked = self._requeue = False
+        super().__init__(run._trainer, None, run._run.before, self._peers.rank)
+
+    _save_seconds: float | None
+
+    def close(self) -> None:
+        """Leave the loop as it was."""
+        vars(self._epoch_loop).pop("advance", None)
+
+    def _refuse(self, error: BaseException) -> None:
+        self._refusal = f"{type(error).__name__}: {error}"
+
+    # -- at a boundary -----------------------------------------------------------------------------------------------------------------
+
+    def _meet_and_advance(self, data_fetcher: Any) -> None:
+        """``_TrainingEpochLoop.advance`` behind a boundary."""
+        self._signals.arm()
+        if self._journal is None and self._rank == 0:
+            self._go_on_after(self._run._home / "s000000")
+        self._wait_for_device()
+        stop = self._gate.arrived(in_window=self._in_window)
+        if self._rank != 0:
+            for word in self._signals.words():
+                self._gate.tell(word)
+        elif stop is None and not self._gate.waits:
+            self._call()
+        if stop is not None:
+            self._stop(stop)
+        self._advance(data_fetcher)
+
+    def _wait_for_device(self) -> None:
+        """Wait until the batch before the last one is computed: on a GPU the host runs ahead of it, past what the gate counts on."""
+        if self._trainer.strategy.root_device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._events.append(event)
+        if len(self._events) > 1:
+            self._events.pop(0).synchronize()
+
+    def _call(self) -> None:
+        """Rank 0: have all ranks stop soon, if a process was told to leave, somebody wants a snapshot, or it is time for one."""
+        words: set[Word] = {*self._signals.words(), *self._gate.told()}
+        if not words and time.monotonic() - self._saved_at <= self._interval():
+            return
+        assert self._shelf is not None, "rank 0 has it"
+        self._terminated, self._asked = "leave" in words, "save" in words
+        self._requeue = self._asked and self._requeues
+        leave = self._terminated or self._requeue
+        self._gate.call(accumulation=self._trainer.accumulate_grad_batches, leave=leave, target=str(self._shelf.target()))
+
+    def _interval(self) -> float:
+        """Seconds from one snapshot to the next."""
+        how, takes = self._run._how, self._save_seconds
+        if how.snapshot_seconds is not None:
+            return how.snapshot_seconds
+        return (save_seconds(self._run._run.state_bytes) if takes is None else takes) / how.overhead
+
+    def _stop(self, stop: Stop) -> None:
+        """Write the snapshot, all ranks together, and leave if the processes are to."""
+        self._trainer.strategy.meter.pause(self._trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step
+        started = time.monotonic()
+        target = Path(stop.target)
+        here = self._gate.gather(stop, _LEAVE_SECONDS if stop.leave else _MEET_SECONDS)
+        if not here:
+            self._refusal = "not all ranks came to the same boundary"
+        self._signals.hold()
+        saved = here and self._save(target)
+        if self._rank == 0:
+            self._keep(stop, target, saved)
+            self._save_seconds = time.monotonic() - started
+            self._saved_at = time.monotonic()
+            if self._asked and saved and not stop.leave:
+                rank_zero_info(f"autopar: asked by a signal, the run wrote a snapshot at step {self._trainer.global_step}, and goes on")
+        if stop.leave:
+            self._leave(stop, saved)
+        self._signals.release()
+
+    def _keep(self, stop: Stop, target: Path, saved: bool) -> None:
+        """Rank 0: the snapshot counts from here on."""
+        assert self._shelf is not None, "rank 0 has it"
+        if saved:
+            self._journal = Journal(target)
+            self._shelf.keep(target, self._trainer.global_step)
+            self._journal.clear()
+        else:
+            self._shelf.discard(target)
+            rank_zero_warn(f"autopar: a snapshot couldn't be written to {target}: {self._refusal or 'another rank says why'}")
+
+    # -- leaving -----------------------------------------------------------------------------------------------------------------------
+
+    def _leave(self, stop: Stop, saved: bool) -> None:
+        """End this process as its launcher expects, unless Slurm was to start the job anew, and can't."""
+        if self._rank == 0:
+            leaves = (self._requeue and requeue()) or self._terminated
+            self._gate.say_done(stop, leaves)
+            if leaves:
+                assert self._shelf is not None, "rank 0 has it"
+                self._shelf.close(keep=True, within_seconds=_SUMS_SECONDS)
+                which = "here" if saved else "its latest snapshot, if there is one"
+                rank_zero_info(f"autopar: the run leaves at step {self._trainer.global_step}; its next start goes on from {which}")
+        else:
+            leaves = self._gate.hear_done(stop, _DONE_SECONDS) is not False
+        if not leaves:
+            return
+        self._signals.wait_for_leave(_REQUEUED_SECONDS if self._requeues and not self._signals.told("leave") else _GRACE_SECONDS)
+        self.close_bars()
+        self._gate.leave(stop, _GRACE_SECONDS + 1)
+        _end()
+
+
+def requeue() -> bool:
+    """Have Slurm start this job anew, as Lightning does (``_SignalConnector._slurm_sigusr_handler_fn``); whether it will."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUED_SECONDS / 2, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        rank_zero_warn(f"autopar: Slurm couldn't be asked to requeue job {job}, so the run goes on: {error}")
+        return False
+    if done.returncode != 0:
+        rank_zero_warn(f"autopar: Slurm didn't requeue job {job}, so the run goes on: {done.stderr.strip() or done.stdout.strip()}")
+        return False
+    rank_zero_info(f"autopar: Slurm requeued job {job}")
+    return True
+
+
+def _job() -> str | None:
+    """What every start of these processes has in common, and nobody else has."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's own default, which is no name
+    names = [os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID", ""), "" if run == "none" else run]
+    return "/".join(names) if any(names) else None
+
+
+def _is_there(folder: Path, within_seconds: float = 10.0) -> bool:
+    """Whether a folder that another process made can be seen here; what a network file system remembers may be some seconds old."""
+    until = time.monotonic() + within_seconds
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            return False
+        with suppress(OSError):
+            os.listdir(folder.parent)  # makes it look again
+        time.sleep(0.1)
+    return True
+
+
+def _end() -> None:
+    """End this process by SIGTERM: nobody's hooks run, as the run isn't over, and the launcher sees that it was terminated."""
+    for child in multiprocessing.active_children():  # data loaders' workers
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads any more
+            stream.flush()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(128 + signal.SIGTERM)

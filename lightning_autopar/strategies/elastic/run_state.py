@@ -1,0 +1,205 @@
+"""How an elastic run stands: what runs, where, since when, and what it may use; as those see it who watch it, ask it or move it.
+
+Moves nothing.
+
+What of its devices a run keeps away from: those that it was asked to leave, for a while, and memory that it has run out of.
+
+Decides nothing, and knows no plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_autopar.devices.changes import usable
+from lightning_autopar.devices.inventory import devices_label
+from lightning_autopar.report.report import NothingFits
+from lightning_autopar.strategies.base.plan_log import PlanChange
+from lightning_autopar.strategies.elastic.history import Diary
+from lightning_autopar.strategies.elastic.preemption import Courtesy
+from lightning_autopar.strategies.elastic.promises import Promises
+from lightning_autopar.strategies.elastic.running import Running
+from lightning_autopar.strategies.elastic.saver import COPY_BYTES_PER_SECOND, Saver
+from lightning_autopar.text import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_autopar.devices.inventory import Inventory
+    from lightning_autopar.strategies.preparation.decision import Decision
+
+
+#: Of what a plan was predicted to take of a device and that was too much.
+_LESS = 0.95
+
+
+class Avoided:
+    """Devices, and memory of devices, that no plan of this run is to use."""
+
+    def __init__(self) -> None:
+        self._left_until: dict[str, float] = {}
+        self._limits: dict[str, int] = {}
+
+    def leave(self, devices: Iterable[str], seconds: float) -> None:
+        """No plan uses these devices for so long."""
+        until = time.monotonic() + seconds
+        self._left_until.update(dict.fromkeys(devices, until))
+
+    def allow_again(self) -> None:
+        """Devices that were left count again."""
+        self._left_until.clear()
+
+    def lower(self, reserved_bytes: Mapping[str, int]) -> None:
+        """A plan that was predicted to fit in this didn't: no plan may take as much of its devices again."""
+        for device, size in reserved_bytes.items():
+            self._limits[device] = int(_LESS * size)
+            rank_zero_info(f"autopar: {device} is planned for with {format_bytes(self._limits[device])} from now on")
+
+    def lift(self) -> None:
+        """Memory that the run has run out of counts again."""
+        if self._limits:
+            rank_zero_info("autopar: nothing fits in that, so that the run is planned for as before")
+        self._limits.clear()
+
+    def without(self, found: Inventory) -> Inventory:
+        """What is left of the devices."""
+        now = time.monotonic()
+        self._left_until = {device: until for device, until in self._left_until.items() if until > now}
+        devices = tuple(
+            replace(device, free_bytes=min(device.free_bytes, self._limits.get(device.id, device.free_bytes)))
+            for device in found.devices
+            if device.id not in self._left_until
+        )
+        ids = {device.id for device in devices}
+        return replace(found, devices=devices, links=tuple(link for link in found.links if link.a in ids and link.b in ids))
+
+
+#: What forking, setting up and joining take beside the state's copies.
+_MOVE_SECONDS = 2.0
+
+
+class Standing:
+    """A run as it stands; a :class:`.watching.RunView`.
+
+    Args:
+        decision: the first one.
+        inventory: the devices as they are now, with what the run holds itself counted as free.
+        replan: the best plan for an inventory.
+        state_bytes: of parameters, buffers and optimizer states.
+        saver: of its snapshots.
+        promises: of memory, which go with the plan; those of the first decision are there.
+        courtesy: what the run does for those that wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        decision: Decision,
+        inventory: Callable[[Running | None], Inventory],
+        replan: Callable[[Inventory], Decision],
+        state_bytes: int,
+        saver: Saver,
+        promises: Promises,
+        courtesy: Courtesy,
+    ) -> None:
+        self._probe, self._plan, self._state_bytes = inventory, replan, state_bytes
+        self._saver, self._promises, self._courtesy = saver, promises, courtesy
+        self.decision = decision
+        self.diary = Diary()
+        self.parked = False
+        #: Whether it stays parked until somebody asks it to go on.
+        self.held = False
+        self.moved_at: float | None = None
+        #: Whether the next generation is being prepared.
+        self.moving = False
+        self._run: Running | None = None
+        self._avoided = Avoided()
+        self._pauses: list[float] = []
+        self._left_at: float | None = None
+        self._changes: list[PlanChange] = []
+
+    @property
+    def step_seconds(self) -> float | None:
+        """See :class:`RunView`; a parked run has the last generation's."""
+        return None if self._run is None else self._run.step_seconds
+
+    @property
+    def remaining_steps(self) -> float:
+        """See :class:`RunView`."""
+        left = None if self._run is None else self._run.elastic.gate.pace().batches_left
+        return float("inf") if left is None else float(left)
+
+    @property
+    def state_bytes(self) -> int:
+        """See :class:`RunView`."""
+        return self._state_bytes
+
+    @property
+    def move_seconds(self) -> float:
+        """See :class:`RunView`: as the moves so far took, or by the copies of the state."""
+        if self._pauses:
+            return max(self._pauses)
+        return _MOVE_SECONDS + 2 * self._state_bytes / COPY_BYTES_PER_SECOND
+
+    @property
+    def measured_bytes(self) -> dict[str, int]:
+        """See :class:`RunView`."""
+        if self._run is None:
+            return {}
+        used = self._run.elastic.gate.used_bytes()
+        return {device: size for device, size in zip(self.decision.assignment.plan.devices, used, strict=True) if size}
+
+    def inventory(self) -> Inventory:
+        """See :class:`RunView`; less what those wait for who are first in turn."""
+        return self._courtesy.leave_room(self._allowed(), None if self.parked else self._promises.held_bytes)
+
+    def _allowed(self) -> Inventory:
+        """The devices as they are now, without those that the run was asked to leave alone, and less what ran out of memory before."""
+        return self._avoided.without(self._probe(self._run))
+
+    def replan(self, inventory: Inventory) -> Decision:
+        """See :class:`RunView`."""
+        there = usable(inventory)
+        if not there.devices:
+            raise NothingFits(replace(self.decision.report, inventory=there, candidates=(), best_index=None))
+        return self._plan(there)
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether a generation that is forked now begins from a snapshot."""
+        return self._saver.latest is not None or self.moving
+
+    @property
+    def step(self) -> int | None:
+        """The trainer's global step as far as is known."""
+        step = -1 if self._run is None else self._run.elastic.gate.pace().step
+        if step >= 0:
+            return step
+        return None if self._saver.latest is None else self._saver.latest.step
+
+    def leave(self, devices: Sequence[str], seconds: float) -> None:
+        """Don't use these devices for so long; what runs on them moves at the next look."""
+        self._avoided.leave(devices, seconds)
+
+    def allow_again(self) -> None:
+        """All devices count again, and a run that was asked to park may go on."""
+        self._avoided.allow_again()
+        self.held = False
+
+    def _changes_to(self, decision: Decision, reason: str) -> tuple[PlanChange, ...]:
+        """All changes of plan up to the one to this decision."""
+        before, after = self.decision.assignment, decision.assignment
+        self._changes.append(
+            PlanChange(
+                from_plan=before.plan.title(),
+                from_devices=devices_label(before.devices),
+                to_plan=after.plan.title(),
+                to_devices=devices_label(after.devices),
+                reason=reason,
+                left_at=self._left_at,
+            )
+        )
+        return tuple(self._changes)

@@ -1,0 +1,83 @@
+"""A generation at work as its agent sees it: its pace, whether it hangs, and what it holds. It asks nothing of it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_autopar._lightning_compat import SIGTERMException
+from lightning_autopar.devices.inventory import Device
+from lightning_autopar.sharing.processes import is_drivers
+from lightning_autopar.strategies.processes.generation import LOOK_SECONDS, Generation
+from lightning_autopar.strategies.processes.protocol import Elastic
+from lightning_autopar.strategies.processes.worker import Job
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.preparation.decision import Decision
+
+
+@dataclass(kw_only=True)
+class Running:
+    """A generation at work, as the agent sees it."""
+
+    generation: Generation
+    elastic: Elastic
+    job: Job
+    decision: Decision
+    step_seconds: float | None = None
+    _boundaries: int = 0
+    _moved_at: float = 0.0
+    _progress: int = -1
+
+    def round(self, noted: list[type[BaseException]], *, timeout_seconds: float = LOOK_SECONDS) -> None:
+        """Listen once, as :meth:`Generation.round`; SIGTERM doesn't end the generation here, as it is to be saved before."""
+        # A list of its own: a signal that comes meanwhile is for the next round.
+        ends = [kind for kind in noted if kind is not SIGTERMException]
+        self.generation.round(ends, timeout_seconds=timeout_seconds)
+
+    def note(self) -> None:
+        """Take in its pace: a running mean of what batches take, without the first ones."""
+        pace = self.elastic.gate.pace()
+        if pace.boundaries != self._boundaries and pace.batch_seconds is not None and pace.boundaries > 2:
+            known = self.step_seconds
+            self.step_seconds = pace.batch_seconds if known is None else 0.9 * known + 0.1 * pace.batch_seconds
+        self._boundaries = pace.boundaries
+        progress = self.generation.progress
+        if progress != self._progress:
+            self._progress, self._moved_at = progress, time.monotonic()
+
+    def hangs(self, seconds: float) -> bool:
+        """Whether no batch of any loop has begun for so long, since the first one."""
+        return self._boundaries > 0 and not self.generation.gone and time.monotonic() - self._moved_at > seconds
+
+    def finished(self, noted: list[type[BaseException]]) -> bool:
+        """Whether the run is over, by its end or by the user's interruption."""
+        return bool(noted) or not (self.generation.failed or self.generation.paused or self.generation.ended_by_us)
+
+    def bury(self) -> None:
+        """End what still runs, and remove what passed between its workers and the agent: a run may have hundreds of generations."""
+        self.generation.end()
+        shutil.rmtree(self.job.folder, ignore_errors=True)
+
+    def why(self) -> str:
+        """What its failure was."""
+        while not self.generation.gone:
+            self.generation.round([])
+        return str(self.generation.outcome([]).error)
+
+
+def own_bytes(running: Running | None, device: Device) -> int:
+    """What a run itself holds of a GPU, which others see as taken: what its allocator reserved, and the context around it.
+
+    A worker says the first at its boundaries. Before it comes to one, and where it holds more, it is what the driver tells of its process.
+    """
+    if running is None or device.id not in running.decision.assignment.plan.devices or device.kind != "cuda":
+        return 0
+    pids = set(running.generation.pids())
+    seen = sum(process.used_bytes or 0 for process in device.processes if process.pid in pids and is_drivers(process.pid))
+    used = running.elastic.gate.used_bytes()[running.decision.assignment.plan.devices.index(device.id)]
+    candidate = running.decision.assignment.candidate
+    held: Any = None if candidate is None else candidate.bytes.get(device.id)
+    return max(seen, used + (held.context if held is not None and used else 0))

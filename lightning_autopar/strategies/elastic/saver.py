@@ -1,0 +1,163 @@
+"""When an elastic run is saved, and that it was: its agent's side of snapshots. Where they lie the shelf knows; how, a rank does."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_autopar.strategies.elastic.running import Running
+from lightning_autopar.strategies.elastic.snapshot_store import Shelf, Snapshot
+from lightning_autopar.strategies.processes.protocol import Ask
+
+#: How a snapshot is written and read before one was measured: pickled, through shared memory.
+COPY_BYTES_PER_SECOND = 1e9
+#: What writing a snapshot takes beside its bytes.
+_SAVE_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moving:
+    """How a run is saved and moved.
+
+    Args:
+        snapshot_seconds: from one snapshot to the next; None: as often as ``overhead`` allows, by what they take.
+        overhead: the share of the time that snapshots may take.
+        folder: where snapshots go that don't fit into memory, or must survive the machine; None: a folder in the trainer's.
+        hang_seconds: without a batch for so long, workers count as hung.
+        failures: so many failures at the same step end the run.
+    """
+
+    snapshot_seconds: float | None = None
+    overhead: float = 0.01
+    folder: Path | None = None
+    hang_seconds: float = 600.0
+    failures: int = 3
+
+    def home(self, root: str) -> Path:
+        """The folder on disk, in a trainer's folder where the user named none."""
+        return self.folder or Path(root) / ".autopar"
+
+
+def save_seconds(state_bytes: int) -> float:
+    """What writing a snapshot takes, before one was measured."""
+    return _SAVE_SECONDS + state_bytes / COPY_BYTES_PER_SECOND
+
+
+class Saver:
+    """Asks a generation's ranks for snapshots, one at a time, and keeps the latest.
+
+    Args:
+        shelf: where they lie.
+        moving: how often.
+        state_bytes: about what one takes.
+    """
+
+    def __init__(self, shelf: Shelf, moving: Moving, state_bytes: int) -> None:
+        self._shelf, self._moving, self._state_bytes = shelf, moving, state_bytes
+        self.latest: Snapshot | None = shelf.latest()
+        self._pending: Path | None = None
+        self._saved_at = time.monotonic()
+        self._save_seconds: float | None = None
+        self._periodic = False
+        self._began, self._spent = time.monotonic(), 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a snapshot is being made."""
+        return self._pending is not None
+
+    def begin(self) -> None:
+        """Another generation begins; the time to the next snapshot counts from here.
+
+        A run that has none makes one before its second batch: what goes wrong then needn't begin anew, with a second version of its logs.
+        """
+        self._pending, self._saved_at = None, float("-inf") if self.latest is None else time.monotonic()
+
+    def soon(self) -> None:
+        """Have the next snapshot made at once."""
+        self._saved_at = float("-inf")
+
+    def look_back(self) -> Snapshot | None:
+        """The latest snapshot that is as it was written, after something went wrong."""
+        self.latest = self._shelf.latest()
+        return self.latest
+
+    def watch(self, running: Running) -> None:
+        """Take in a snapshot that is made, or have one made when it is time."""
+        if self._pending is not None:
+            self.take_in(running)
+        elif running.elastic.gate.pace().boundaries >= 1 and self._is_due(time.monotonic()):
+            self._periodic = True
+            self.ask(running, "snapshot")
+
+    def _is_due(self, now: float) -> bool:
+        """Whether it is time for a snapshot that nobody has asked for.
+
+        By default each, and all of them together, keep within the share of the time; but for the first, which the others pay for.
+        """
+        overhead = self._moving.overhead
+        since = now - self._saved_at
+        if self._moving.snapshot_seconds is not None or since == float("inf"):
+            return since > (self._moving.snapshot_seconds or 0.0)
+        takes = save_seconds(self._state_bytes) if self._save_seconds is None else self._save_seconds
+        return min(since, now - self._began - self._spent / overhead) > takes / overhead
+
+    def provide(self, ranks: int) -> None:
+        """A snapshot will be asked for soon, of so many ranks."""
+        self._shelf.provide(ranks)
+
+    def ask(self, running: Running, what: Ask, *, on_disk: bool = False) -> None:
+        """Ask the ranks for a snapshot."""
+        assert self._pending is None, "one at a time"
+        self._pending = self._shelf.target(on_disk=on_disk)
+        running.elastic.request(self._pending)
+        running.elastic.gate.ask(what)
+
+    def take_in(self, running: Running) -> bool | None:
+        """Whether the snapshot that was asked for is there; None while it is being made."""
+        assert self._pending is not None, "one was asked for"
+        done = running.elastic.gate.answered()
+        if done is None:
+            return None
+        target, self._pending, self._saved_at = self._pending, None, time.monotonic()
+        pace = running.elastic.gate.pace()
+        if self._periodic:
+            self._spent += pace.save_seconds or 0.0
+        self._periodic = False
+        if not done:
+            rank_zero_warn(f"autopar: a snapshot couldn't be written to {target}: {running.elastic.refusal()}")
+            self._shelf.discard(target)
+            return False
+        self._save_seconds = pace.save_seconds
+        self.latest = self._shelf.keep(target, pace.step)
+        return True
+
+    def give_up(self, running: Running) -> None:
+        """The ranks have ended; what they hadn't finished is removed."""
+        running.elastic.gate.withdraw()
+        if self._pending is not None:
+            self._shelf.discard(self._pending)
+            self._pending = None
+
+    def pause(self, running: Running, noted: list[type[BaseException]], *, within_seconds: float, on_disk: bool = False) -> bool:
+        """Have the workers leave with a snapshot; False where they ended otherwise, or it couldn't be written anywhere."""
+        until = time.monotonic() + within_seconds
+        while self._pending is not None and not running.generation.gone and time.monotonic() < until:
+            running.round(noted)
+            self.take_in(running)
+        if running.generation.gone or self._pending is not None:
+            return False
+        self.ask(running, "pause", on_disk=on_disk)
+        while time.monotonic() < until:
+            running.round(noted, timeout_seconds=0.005)
+            if self._pending is not None and self.take_in(running) is False:
+                if on_disk:
+                    return False
+                on_disk = True
+                self.ask(running, "pause", on_disk=True)
+            if running.generation.gone:
+                return running.generation.paused and self._pending is None
+        return False

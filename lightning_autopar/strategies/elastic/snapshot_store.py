@@ -1,0 +1,338 @@
+"""Where an elastic run keeps its snapshots: in memory where they fit, else on disk, the latest ones only, and known again after its death.
+
+A snapshot counts once it is complete, which its manifest says; one that doesn't agree with its manifest any more is passed over, with a
+warning. Knows files and sizes; no trainer, no process but this one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from lightning_autopar.devices.host import host_memory
+from lightning_autopar.state.snapshot_files import SPARE, provide, set_aside, spare_bytes
+
+log = logging.getLogger(__name__)
+
+#: Another name than that of a run's folder (``generation.run_folder``), which the next run removes when its own is dead.
+_LOCK, _MANIFEST = "lock", "manifest.json"
+#: How many complete snapshots are kept: one that turns out to be damaged must leave another.
+_KEPT = 2
+#: What of a home's free space snapshots may take: a neighbour's files must fit as well.
+_SHARE = 0.8
+#: Snapshots of a run that was killed wait so long for the run's next start.
+_DEAD_SECONDS = 24 * 3600.0
+_BLOCK_BYTES = 8 * 1024**2
+#: How long after a snapshot its sums are made; and how nice to others.
+_SUM_AFTER_SECONDS, _LEAST_PRIORITY = 20.0, 19
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A complete snapshot.
+
+    Args:
+        path: its folder.
+        step: the trainer's global step in it.
+        on_disk: whether it survives the machine's restart.
+    """
+
+    path: Path
+    step: int
+    on_disk: bool
+
+
+class Shelf:
+    """The snapshots of one run, while it lasts; after the process's death they are there at its next start, after :meth:`close` not.
+
+    Args:
+        key: what the run is known by at its next start; see :func:`run_key`.
+        disk: a folder on disk for what doesn't fit into memory, made if need be.
+        needed_bytes: about what a snapshot takes.
+        shared: whether processes of other machines write and read them: then all go to the disk, which all must have. One process of the
+            run has the shelf.
+        job: of a shared one, what all starts of one job have in common, one after the other.
+    """
+
+    def __init__(self, key: str, disk: Path, needed_bytes: int, *, shared: bool = False, job: str | None = None) -> None:
+        self._needed_bytes, self._shared = needed_bytes, shared
+        memory = Path("/dev/shm")
+        self._memory_home = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+        self._disk_home = disk
+        _remove_old(self._memory_home)
+        for number in range(1000):
+            name = f"autopar-shelf-{os.getuid()}-{key}-{number}"
+            self._homes = (self._memory_home / name, disk / name)
+            if (locks := self._lock(job)) is not None:
+                break
+        else:
+            raise RuntimeError(f"1000 runs of the key {key} are there, or none can be kept in {disk}; can this process write there?")
+        self._locks = locks
+        if shared:
+            self._move_to_disk()
+        self._number = max((_number(path) for path in self._all()), default=0)
+        self._threads: list[threading.Thread] = []
+        self._wake = threading.Event()
+
+    def __enter__(self) -> Shelf:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close()
+
+    def _lock(self, job: str | None) -> list[int] | None:
+        """Make both homes ours; None where a run that lives has one of them."""
+        memory, disk = self._homes
+        first = _locked(memory)
+        if first is None or not (self._shared or disk.is_dir()):
+            return None if first is None else [first]
+        second = _locked(disk, job)
+        if second is None:
+            os.close(first)
+            return None
+        return [first, second]
+
+    def _move_to_disk(self) -> None:
+        """What an earlier start, as one process, left in this machine's memory others can't read there."""
+        memory, disk = self._homes
+        for path in memory.glob("s*"):
+            with suppress(OSError):  # a full disk: an older one may be there
+                if path.is_file():  # what goes with a snapshot
+                    shutil.copy(path, disk)
+                elif (path / _MANIFEST).is_file():
+                    partial = disk / f"{path.name}.part"
+                    shutil.copytree(path, partial)
+                    partial.replace(disk / path.name)
+        for path in memory.glob("s*"):
+            path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+
+    @property
+    def home(self) -> Path:
+        """The folder of the snapshots on disk."""
+        return self._homes[1]
+
+    def target(self, *, on_disk: bool = False) -> Path:
+        """The folder for the next snapshot, which doesn't exist yet.
+
+        Args:
+            on_disk: whether it must survive this machine's restart, or didn't fit into memory.
+        """
+        self._number += 1
+        home = self._homes[1] if on_disk or self._shared or not self._fits() else self._homes[0]
+        return home / f"s{self._number:06d}"
+
+    def _fits(self) -> bool:
+        """Whether there is room in memory, for the file system as for the machine."""
+        room_bytes = min(psutil.disk_usage(str(self._memory_home)).free, host_memory()[1]) + spare_bytes(self._spare)
+        return self._needed_bytes <= _SHARE * room_bytes
+
+    @property
+    def _spare(self) -> Path:
+        return self._homes[0] / SPARE
+
+    def provide(self, ranks: int) -> None:
+        """Have room in memory found for the next snapshot, so that those who write it needn't wait; it is found in the background.
+
+        Args:
+            ranks: how many will write it, about equal parts.
+        """
+        if self._shared or spare_bytes(self._spare) >= self._needed_bytes or not self._fits():
+            return
+        sizes_bytes = [self._needed_bytes // ranks] * ranks
+
+        def find() -> None:
+            with suppress(OSError):  # somebody else took it; the snapshot may go to the disk then
+                provide(self._spare, sizes_bytes)
+
+        self._start(find)
+
+    def keep(self, path: Path, step: int) -> Snapshot:
+        """A snapshot is complete: write its manifest, and remove those that aren't wanted any more."""
+        files = {str(each.relative_to(path)): each.stat().st_size for each in sorted(path.rglob("*")) if each.is_file()}
+        snapshot = Snapshot(path=path, step=step, on_disk=self._homes[1] in path.parents)
+        if snapshot.on_disk:
+            for name in files:
+                _flush(path / name)
+        self._write(path, {"step": step, "bytes": files, "sums": {}})
+        complete = [each for each in self._all() if (each / _MANIFEST).is_file()]
+        old = [each for each in self._all() if each not in complete[:_KEPT] and each != path]
+        self._wake.set()  # the sums of the one before aren't wanted any more
+        self._wake = threading.Event()
+        # Nobody waits for it: room and sums are for later, and a run that moves needs the cores now.
+        wake = self._wake
+        self._start(lambda: self._tidy(path, step, files, old, wake))
+        return snapshot
+
+    def _start(self, work: Callable[[], None]) -> None:
+        """Do something that nobody waits for."""
+        thread = threading.Thread(target=work, name="autopar-shelf", daemon=True)
+        thread.start()
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+
+    @staticmethod
+    def _write(path: Path, manifest: dict[str, object]) -> None:
+        partial = path / f"{_MANIFEST}.part"
+        partial.write_text(json.dumps(manifest), encoding="utf-8")
+        _flush(partial)
+        partial.replace(path / _MANIFEST)
+
+    def _tidy(self, path: Path, step: int, files: dict[str, int], old: list[Path], wake: threading.Event) -> None:
+        """Remove older snapshots, and some time later, unless there is a newer one, add up what the files hold."""
+        with suppress(OSError):  # not Linux: the thread isn't a process there
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+        for each in old:
+            self._remove(each)
+        if wake.wait(_SUM_AFTER_SECONDS) and self._wake is not wake:
+            return
+        with suppress(OSError):  # removed, as a newer one is there
+            self._write(path, {"step": step, "bytes": files, "sums": {name: _checksum(path / name) for name in files}})
+
+    def _remove(self, path: Path) -> None:
+        """Remove a snapshot; in memory, where to find room takes longest, the next one is written over it."""
+        if path.parent == self._homes[0]:
+            with suppress(OSError):
+                (path / _MANIFEST).unlink(missing_ok=True)  # it isn't complete from here on
+                set_aside(path, self._spare)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def discard(self, path: Path) -> None:
+        """Remove what isn't complete."""
+        shutil.rmtree(path, ignore_errors=True)
+
+    def latest(self) -> Snapshot | None:
+        """The latest snapshot that is complete and as it was written; each that isn't is said, and removed."""
+        for path in self._all():
+            damage = _damage(path)
+            if damage is None:
+                manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+                return Snapshot(path=path, step=int(manifest["step"]), on_disk=self._homes[1] in path.parents)
+            if damage:
+                log.warning("autopar: a snapshot is passed over, and the one before it used: %s", damage)
+            shutil.rmtree(path, ignore_errors=True)
+        return None
+
+    def close(self, *, keep: bool = False, within_seconds: float | None = None) -> None:
+        """The run is over; its snapshots are of no use to anybody, unless it is to go on at its next start.
+
+        Args:
+            keep: whether it is.
+            within_seconds: how long to wait for sums, without which files are known by their sizes alone; None: until they are there.
+        """
+        if keep:
+            self.settle(within_seconds)
+            shutil.rmtree(self._spare, ignore_errors=True)
+        else:
+            self._wake.set()
+            self._wake = threading.Event()
+            for thread in self._threads:
+                thread.join()
+            for home in self._homes:
+                shutil.rmtree(home, ignore_errors=True)
+        for lock in self._locks:
+            os.close(lock)
+
+    def settle(self, within_seconds: float | None = None) -> None:
+        """Have room made and sums added up now."""
+        until = float("inf") if within_seconds is None else time.monotonic() + within_seconds
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(None if within_seconds is None else max(0.0, until - time.monotonic()))
+
+    def _all(self) -> list[Path]:
+        """All there are, complete or not, the latest first."""
+        found = [path for home in self._homes if home.is_dir() for path in home.iterdir() if _number(path)]
+        return sorted(found, key=_number, reverse=True)
+
+
+def run_key(*parts: object) -> str:
+    """What a run is known by: the same parts at its next start, the same key."""
+    return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:16]
+
+
+def _number(path: Path) -> int:
+    """A snapshot's number; 0 of what is none."""
+    digits = path.name[1:]
+    return int(digits) if path.name.startswith("s") and digits.isdecimal() else 0
+
+
+def _locked(folder: Path, job: str | None = None) -> int | None:
+    """Make a folder ours; None where a run that lives has it, or it is somebody else's.
+
+    An earlier start of the same job is over: what is left of its lock is a dead node's, which an NFS server keeps until its lease ends.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+            return None
+        lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        without = error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some shared file systems have no locks
+        if not without and (job is None or os.pread(lock, 4096, 0).decode() != job):
+            os.close(lock)
+            return None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, (job or "").encode(), 0)
+    return lock
+
+
+def _flush(path: Path) -> None:
+    """Have a file on the disk, before anybody says that it is there."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _remove_old(home: Path) -> None:
+    """Remove what dead runs left long ago and nobody has taken up: in memory it would stay until the machine restarts."""
+    for folder in home.glob(f"autopar-shelf-{os.getuid()}-*"):
+        with suppress(OSError):
+            old = time.time() - folder.stat().st_mtime > _DEAD_SECONDS
+            if old and (lock := _locked(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a snapshot: None if nothing, "" if it was never complete."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        sizes, sums = manifest["bytes"], manifest["sums"]
+        for name, size_bytes in sizes.items():
+            found_bytes = (path / name).stat().st_size
+            if found_bytes != size_bytes:
+                return f"{path / name} has {found_bytes} bytes, and had {size_bytes} when it was written"
+        for name, total in sums.items():
+            if _checksum(path / name) != total:
+                return f"{path / name} isn't what was written"
+    except FileNotFoundError as error:
+        return "" if error.filename == str(path / _MANIFEST) else f"{error.filename} is missing"
+    except (OSError, ValueError, KeyError) as error:
+        return f"{path}: {error}"
+    return None
+
+
+def _checksum(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            total = zlib.crc32(block, total)
+    return total

@@ -1,0 +1,398 @@
+"""FSDP2 on one rank: what ``fully_shard`` holds at each moment of a step. Arithmetic only: neither torch nor Lightning, no other engine.
+
+As torch 2.13 does it (``torch/distributed/fsdp/_fully_shard``):
+
+- Each parameter is cut by rows, padded to as many on each rank (``_fsdp_param.py``, ``_init_sharded_param``).
+- A unit is gathered into one flat buffer and copied out of it into its parameters (``_fsdp_collectives.py``, ``foreach_all_gather``). In
+  forward the buffer stays until the next unit's parameters are copied out (``_fsdp_param_group.py``, "Overlapping all-gather copy-in and
+  all-gather"); the end of forward lets the last one go.
+- The root's own parameters stay gathered from its forward to the end of backward; a block's until its forward's end, if it reshards, and
+  again in its backward. There the next block's buffer is gathered ahead, once this block's parameters are copied out.
+- Gradients are whole until the unit's backward ends (``post_backward``). Then the parameters go, the gradients are copied into a padded
+  flat buffer and freed, and the reduced part becomes this rank's gradients, with its padding. The flat buffer stays until the next unit's
+  gradients are ready. The root's own are reduced last.
+- gloo makes a copy of the whole buffer of each collective (``ProcessGroupGloo.cpp``); NCCL makes none in torch's allocator.
+- A rank that shares with nobody gathers nothing: it copies each parameter from its shard, without a buffer, and nothing is ahead
+  (``_fsdp_param_group.py``, ``unshard``). Its gradients are reduced as others' are, through two buffers, without a collective.
+- Offloaded, shards of gradients lie in host memory, and the optimizer works there. Whole gradients are the device's, and so is a GPU's
+  reduced part, until it is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, chain
+
+import numpy as np
+
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
+from lightning_autopar.memory.moments import Column, Moments
+from lightning_autopar.plans import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """What FSDP2's ``MixedPrecisionPolicy`` makes of a module that was traced in its ``param_dtype``: factors on the traced bytes.
+
+    Args:
+        stored: of a parameter, its gradient and what the optimizer keeps of it in its own type, between steps.
+        reduced: of a gradient while it is reduced (``reduce_dtype``).
+    """
+
+    stored: float = 1.0
+    reduced: float = 1.0
+
+
+AS_TRACED = Widths()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What is gathered and reduced together.
+
+    Args:
+        gathered: its parameters, whole and padded; the flat buffer is as large.
+        shard: a rank's part of them, padding included.
+        own: a rank's part without padding: what its optimizer's state is in proportion to.
+        whole: its parameters as they were.
+        gradients: whole gradients, without padding.
+        reduced: the padded flat buffer through which they are reduced.
+        kept: a rank's part of them, padding included.
+    """
+
+    gathered: int = 0
+    shard: int = 0
+    own: int = 0
+    whole: int = 0
+    gradients: int = 0
+    reduced: int = 0
+    kept: int = 0
+
+
+def unit_of(layers: Iterable[LayerFootprint], shards: int, rank: int = 0, widths: Widths = AS_TRACED) -> Unit:
+    """The parameters of these layers as one unit.
+
+    Args:
+        layers: blocks or parts of the module.
+        shards: over how many ranks they are cut.
+        rank: among these.
+        widths: at rest and on the wire.
+    """
+    gathered = own = whole = gradients = reduced = 0
+    for layer in layers:
+        rows = layer.parameter_rows or ((layer.parameter_bytes, 1, layer.gradient_bytes > 0),)
+        for count, row_bytes, learns in rows:
+            part = -(-count // shards)
+            padded = part * shards * row_bytes
+            gathered += padded
+            whole += count * row_bytes
+            own += max(0, min(part, count - rank * part)) * row_bytes
+            if learns:
+                gradients += count * row_bytes
+                reduced += padded
+    return Unit(
+        gathered=gathered,
+        shard=round(gathered // shards * widths.stored),
+        own=own,
+        whole=whole,
+        gradients=gradients,
+        reduced=round(reduced * widths.reduced),
+        kept=round(reduced // shards * widths.stored),
+    )
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A footprint's units under a plan, as one rank sees them.
+
+    Args:
+        root: what is in no block's unit.
+        blocks: a unit for each block of the footprint; an empty one where the root has its parameters.
+        total: all of them together.
+        shards: over how many ranks each parameter is cut.
+    """
+
+    root: Unit
+    blocks: tuple[Unit, ...]
+    total: Unit
+    shards: int
+
+
+#: A search asks again for the same ones with each choice of devices.
+_SHARDINGS: Remembered[Sharding] = Remembered(64)
+
+
+def sharding_of(footprint: Footprint, plan: Plan, rank: int = 0, widths: Widths = AS_TRACED) -> Sharding:
+    """The units of a plan.
+
+    Args:
+        footprint: of the module.
+        plan: an fsdp plan; ``replicas`` copies of the model, each sharded over ``world_size / replicas`` ranks.
+        rank: of the plan's.
+        widths: of parameters and gradients, beside those in the trace.
+    """
+    shards = max(1, plan.world_size // plan.replicas)
+    among, names = rank % shards, plan.shard
+    return _SHARDINGS.get(footprint, (names, shards, among, widths), lambda: _sharding(footprint, frozenset(names), shards, among, widths))
+
+
+def _sharding(footprint: Footprint, names: frozenset[str], shards: int, rank: int, widths: Widths) -> Sharding:
+    units: dict[object, Unit] = {}  # most blocks are alike, and so are their units
+    blocks = []
+    for block in footprint.blocks:
+        alike = block.parameter_rows or (block.parameter_bytes, block.gradient_bytes)
+        if block.fqn not in names:
+            blocks.append(Unit())
+            continue
+        if alike not in units:
+            units[alike] = unit_of((block,), shards, rank, widths)
+        blocks.append(units[alike])
+    if footprint.outer:
+        root = unit_of((*footprint.outer, *(block for block in footprint.blocks if block.fqn not in names)), shards, rank, widths)
+    else:
+        gradients = max(0, footprint.gradient_bytes - sum(unit.gradients for unit in blocks))
+        frozen = max(0, footprint.parameter_bytes - sum(unit.whole for unit in blocks) - gradients)
+        root = unit_of((LayerFootprint(fqn="", parameter_rows=((gradients, 1, True), (frozen, 1, False))),), shards, rank, widths)
+    total = Unit(**{field.name: sum(getattr(unit, field.name) for unit in (root, *blocks)) for field in fields(Unit)})
+    return Sharding(root, tuple(blocks), total, shards)
+
+
+def fsdp_bytes(
+    footprint: Footprint, plan: Plan, moments: Moments, *, rank: int, share: float, copies: bool, widths: Widths = AS_TRACED
+) -> DeviceBytes:
+    """What a rank holds at the peak of a step.
+
+    Args:
+        footprint: of the module, at the whole batch.
+        plan: an fsdp plan.
+        moments: of the footprint, on the rank's share of the batch, with the plan's blocks recomputed.
+        rank: of the plan's.
+        share: the rank's part of the batch.
+        copies: whether a collective copies what it sends, as gloo does.
+        widths: of parameters and gradients, beside those in the trace.
+    """
+    sharding = sharding_of(footprint, plan, rank, widths)
+    adds = plan.micro_batches > 1 or bool(moments.accumulated.any())
+    levels = _levels(sharding, bool(plan.reshard_after_forward), copies, adds, bool(plan.offload))
+    best: tuple[int, int, _Occasion] | None = None
+    for occasion in chain(_in_forward(levels, moments), _in_backward(levels, moments), _after_backward(levels, moments)):
+        if len(occasion.rows):
+            sums = occasion.total(moments)
+            place = int(np.argmax(sums))
+            if best is None or sums[place] > best[0]:
+                best = int(sums[place]), place, occasion
+    resident = resident_bytes(footprint, plan, sharding, share=share)
+    if best is None:
+        return resident
+    _, place, occasion = best
+    row = occasion.rows[place]
+    return replace(
+        resident,
+        gradients=int(occasion.gradients[place]),
+        activations=int(moments.activations[row]),
+        temporary=int(moments.temporary[row]) // occasion.parts if occasion.parts else 0,
+        communication=int(occasion.communication[place]),
+        updates=not (moments.forward[row] or moments.backward[row]),
+    )
+
+
+def resident_bytes(footprint: Footprint, plan: Plan, sharding: Sharding, *, share: float) -> DeviceBytes:
+    """What a rank holds between two steps, its part of the batch included and its gradients excepted."""
+    total = sharding.total
+    optimizer = round(footprint.optimizer_bytes * total.own / max(1, total.whole))
+    return DeviceBytes(
+        parameters=0 if "parameters" in plan.offload else total.shard,
+        optimizer=0 if "optimizer" in plan.offload else optimizer,
+        buffers=footprint.buffer_bytes,
+        input=round(footprint.input_bytes * share),
+    )
+
+
+def evaluation_communication(sharding: Sharding, *, reshard: bool) -> tuple[int, int]:
+    """What is gathered and in buffers while a step of validation, test or prediction runs.
+
+    Returns:
+        The most while a block begins, whose parameters are copied out of its buffer, and the most while one computes.
+    """
+    gathered = before = sharding.root.gathered
+    if sharding.shards == 1:
+        sizes = [unit.gathered for unit in sharding.blocks]
+        most = gathered + (max(sizes, default=0) if reshard else sum(sizes))
+        return most, most
+    begins, computes = 2 * gathered, 2 * gathered
+    for unit in sharding.blocks:
+        if unit.gathered:
+            begins = max(begins, gathered + before + 2 * unit.gathered)
+            computes = max(computes, gathered + 2 * unit.gathered)
+            before = unit.gathered
+            gathered += 0 if reshard else unit.gathered
+    return begins, computes
+
+
+@dataclass(frozen=True)
+class _Occasion:
+    """Some of a step's moments, with what FSDP adds to them.
+
+    Args:
+        rows: which moments.
+        gradients: of each, gradients that lie sharded or whole.
+        communication: of each, what is gathered and in buffers.
+        parts: by how many the rest of the peak is divided, as the optimizer works on shards; 0 where it isn't there yet.
+    """
+
+    rows: Column
+    gradients: Column
+    communication: Column
+    parts: int = 1
+
+    def total(self, moments: Moments) -> Column:
+        """Bytes beside those that are always there."""
+        sums: Column = self.gradients + self.communication + moments.activations[self.rows]
+        return sums + moments.temporary[self.rows] // self.parts if self.parts else sums
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """Sums over a sharding's units, each by the index i of a block, and of the end.
+
+    Args:
+        sharding: the units.
+        copy: buffers that a collective makes of its own, 0 or 1.
+        adds: whether gradients of an earlier batch, or part of it, are there.
+        offloads: whether shards of gradients lie in host memory.
+        own: block i, gathered.
+        flat: the buffer through which it is gathered.
+        reduced: its gradients' flat buffer.
+        output: where offloaded, its reduced part on its way to the host; a CPU device makes it there.
+        behind: the buffer of the last unit that forward gathered before block i.
+        ahead: the buffer that backward gathers ahead in block i: that of the unit before it.
+        left: the flat gradients that are left of the first unit from i on.
+        stays: what forward leaves gathered of the blocks before i.
+        whole: whole gradients of the blocks from i on.
+        sharded: the same in shards, as far as they lie on the device.
+    """
+
+    sharding: Sharding
+    copy: int
+    adds: bool
+    offloads: bool
+    own: Column
+    flat: Column
+    reduced: Column
+    output: Column
+    behind: Column
+    ahead: Column
+    left: Column
+    stays: Column
+    whole: Column
+    sharded: Column
+
+    @property
+    def root_part(self) -> int:
+        """The root's gradients in shards."""
+        return 0 if self.offloads else self.sharding.root.kept
+
+    @property
+    def all_sharded(self) -> int:
+        """All gradients in shards."""
+        return int(self.sharded[0]) + self.root_part
+
+
+def _levels(sharding: Sharding, reshard: bool, copies: bool, adds: bool, offloads: bool) -> _Levels:
+    root, blocks = sharding.root, sharding.blocks
+    gathered, reduced = [unit.gathered for unit in blocks], [unit.reduced for unit in blocks]
+    nothing = [0] * (len(blocks) + 1)
+    alone = sharding.shards == 1
+    kept = [0 if offloads else unit.kept for unit in blocks]
+    return _Levels(
+        sharding,
+        1 if copies and not alone else 0,
+        adds,
+        offloads,
+        own=_array([*gathered, 0]),
+        flat=_array(nothing if alone else [*gathered, 0]),
+        reduced=_array([*reduced, 0]),
+        output=_array([*(unit.kept for unit in blocks), 0] if offloads and not copies else nothing),
+        behind=_array(nothing if alone else _carried(gathered, root.gathered)),
+        ahead=_array(_carried(gathered, 0) if reshard and not alone else nothing),
+        left=_array(_carried(reduced[::-1], 0)[::-1]),
+        stays=_array(nothing if reshard else accumulate(gathered, initial=0)),
+        whole=_array([*accumulate((unit.gradients for unit in reversed(blocks)), initial=0)][::-1]),
+        sharded=_array([*accumulate(reversed(kept), initial=0)][::-1]),
+    )
+
+
+def _in_forward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
+    """Gathering, and what is gathered while something runs. The gradients of the step before are there until they are set to None."""
+    rows = np.flatnonzero(moments.forward)
+    held, running, boundary = moments.held[rows], moments.running[rows], moments.boundary[rows]
+    there = (moments.gradients[rows] > 0) | levels.adds
+    gradients = np.where(there, levels.all_sharded, 0)
+    always, gathers = levels.sharding.root.gathered, levels.own[held] > 0
+    buffer = np.where(running & gathers, levels.flat[held], levels.behind[held])
+    yield _Occasion(rows, gradients, always + levels.stays[held] + running * levels.own[held] + buffer)
+    begins = boundary & running & gathers
+    # The buffer before it is let go when the copy is done: a local name holds it so long (``wait_for_unshard``, ``prev_all_gather_state``).
+    copying = always + levels.stays + levels.behind + levels.own + levels.flat
+    yield _Occasion(rows[begins], gradients[begins], copying[held[begins]])
+    first = boundary & ~running & (held == 0)
+    yield _Occasion(rows[first], gradients[first], np.full(int(first.sum()), always * (1 + levels.copy), dtype=np.int64))
+
+
+def _in_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
+    """Gathering ahead, and reducing where a block's backward ends.
+
+    A backward that adds to gradients of an earlier batch is as the one before it, with those in shards besides.
+    """
+    rows = np.flatnonzero(moments.backward & ~moments.accumulated)
+    adds = levels.adds
+    held, running, boundary, ended = (column[rows] for column in (moments.held, moments.running, moments.boundary, moments.ended))
+    blocks = len(levels.own) - 1
+    done = np.minimum(held + running, blocks)  # blocks from here on have reduced their gradients
+    complete = moments.gradients[rows]
+    rest = complete - np.minimum(levels.whole[done], complete)
+    gradients = rest + (levels.all_sharded if adds else levels.sharded[done])
+    always = levels.sharding.root.gathered
+    here = always + levels.stays[held] + running * levels.own[held] + levels.left[done]
+    ahead = levels.ahead[held]
+    yield _Occasion(rows, gradients, here + ahead)
+    fetching = boundary & (running | (held == blocks))
+    yield _Occasion(rows[fetching], gradients[fetching], (here + ahead * (1 + levels.copy))[fetching])
+    # A block's own buffer, gathered ahead, is there until its parameters are copied out of it.
+    begins = boundary & running & (levels.ahead[held + running] > 0)
+    yield _Occasion(rows[begins], gradients[begins], (here + levels.own[held])[begins])
+    ends = ended >= 0
+    at = ended[ends]
+    around = always + (levels.stays + levels.ahead)[at]
+    part, whole = (sums[at] - sums[at + 1] for sums in (levels.sharded, levels.whole))
+    # The reduced part becomes the rank's gradients, or is added to them.
+    replaced, added = (np.zeros_like(part), part) if adds else (part, np.zeros_like(part))
+    yield _Occasion(rows[ends], gradients[ends] + whole - replaced, around + levels.reduced[at])
+    yield _Occasion(rows[ends], gradients[ends] + added, around + levels.reduced[at] * (1 + levels.copy) + levels.output[at])
+
+
+def _after_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
+    """The root reduces last, then blocks whose backward had no end that autograd could tell; the optimizer works on shards."""
+    rows = np.flatnonzero(~moments.forward & ~moments.backward)
+    root, parts = levels.sharding.root, levels.sharding.shards
+    told = set(moments.ended.tolist())
+    late = [unit for index, unit in enumerate(levels.sharding.blocks) if index not in told]
+    gathered = sum(unit.gathered for unit in late)
+    base = levels.all_sharded if levels.adds else levels.all_sharded - levels.root_part
+    waiting = np.full(len(rows), base + sum(unit.gradients - (0 if levels.offloads else unit.kept) for unit in late), dtype=np.int64)
+    output = root.kept if levels.output.any() else 0
+    yield _Occasion(rows, waiting + root.gradients, np.full_like(rows, root.reduced + gathered), 0)
+    yield _Occasion(rows, waiting + levels.root_part, np.full_like(rows, root.reduced * (1 + levels.copy) + output + gathered), 0)
+    if not levels.offloads:
+        yield _Occasion(rows, np.full_like(rows, levels.all_sharded), np.zeros_like(rows), parts)
+
+
+def _carried(values: list[int], start: int) -> list[int]:
+    """Of each place, and of the one behind the last, the last value before it that isn't 0; ``start`` where there is none."""
+    return [*accumulate(values, lambda last, value: value or last, initial=start)]
+
+
+def _array(values: Iterable[int]) -> Column:
+    return np.array([*values], dtype=np.int64)

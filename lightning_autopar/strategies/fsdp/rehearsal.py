@@ -1,0 +1,247 @@
+"""Whether FSDP2 can run a module's step, and runs it right: a rehearsal on two forked ranks.
+
+FSDP2 refuses some modules, and with others what the step does to whole parameters is lost. Knows Lightning modules; nothing of devices or
+of how plans are chosen.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.memory.footprint import Conduct
+from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.state.checkpoint import whole_state_dict
+from lightning_autopar.strategies.fsdp.strategy import onto_shards, shard
+from lightning_autopar.strategies.fsdp.whole_parameters import Gathered, numbers_of_whole_tensors
+from lightning_autopar.strategies.parity.check import PASSED, Check, failed
+from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+#: Whether a block's parameters are freed between forward and backward, for each step.
+_RESHARD = (True, False, False)
+assert len(_RESHARD) == STEPS
+_IN_PLACE, _DIFFERENTIATES = "writes in place to what is given to ", "the step differentiates by itself (torch.autograd.grad)"
+#: Attributes of modules that hold what is seen to elsewhere.
+_NO_HOLDERS = frozenset((*vars(nn.Module()), "_trainer", "_fabric", "_hparams", "_hparams_initial"))
+_DEEP = 4
+_OWN_SHARDS = "the module's configure_model shards it already, so that offload and replicas can't be the plan's choice"
+
+
+def rehearse_fsdp(
+    module: LightningModule,
+    trainer: Trainer | None,
+    first: FirstBatch,
+    shard_fqns: Sequence[str],
+    *,
+    flops: int = 0,
+    conduct: Conduct | None = None,
+    by_plan: bool = False,
+) -> Check:
+    """Whether FSDP2 runs the module's training step as one process does.
+
+    Args:
+        module: the user's module, set up; it stays as it is.
+        trainer: the trainer that it was passed to, read only.
+        first: the first training batch.
+        shard_fqns: the modules that are sharded as units of their own; see :attr:`lightning_autopar.plans.Plan.shard`.
+        flops: of a step on the whole batch.
+        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
+        by_plan: whether it is the plan that says how the module is sharded, and not its ``configure_model``.
+    """
+    refusal = unshardable(module)
+    if refusal is not None:
+        return failed(refusal)
+    engine = Engine(
+        steps=partial(_steps, tuple(shard_fqns), by_plan),
+        where="on sharded parameters",
+        lost="what the step does to whole parameters is lost on shards",
+        sentence=partial(_sentence, module),
+        traced=partial(_traced, module),
+    )
+    return rehearse(module, trainer, first, engine, flops=flops, conduct=conduct)
+
+
+def evaluable(module: nn.Module) -> Check:
+    """Whether FSDP2 can run a module's evaluation, in which nothing is lost on shards: as far as the module alone tells."""
+    refusal = unshardable(module)
+    return PASSED if refusal is None else failed(refusal)
+
+
+def unshardable(module: nn.Module) -> str | None:
+    """What in a module FSDP2 refuses whatever the step does; None if there is nothing."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            return f"the parameter {name!r} is a scalar, which FSDP2 can't shard; make it a tensor of one element, torch.ones(1)"
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"the parameter {name!r} has a hook of its own (register_hook), which is lost when FSDP2 replaces it by a shard"
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            return f"{name!r} has sparse gradients, which FSDP2 can't reduce; build it with sparse=False"
+    return None
+
+
+def _traced(module: nn.Module, conduct: Conduct) -> str | None:
+    """What the traced step does that shards don't survive, or would survive unseen."""
+    if conduct.exchanged:
+        return (
+            f"the step puts another parameter in the place of {conduct.exchanged[0]!r}, which FSDP2 holds in shards; write to the "
+            "parameter instead (with torch.no_grad(): parameter.copy_(...))"
+        )
+    if conduct.shared:
+        return (
+            f"the step gives the parameter {conduct.shared[0]!r} the values of another one to share (by its data), which FSDP2 shards "
+            "apart from it; copy them instead (with torch.no_grad(): parameter.copy_(other))"
+        )
+    if conduct.mixed is not None:
+        name, where = conduct.mixed
+        return f"{where} uses the parameter {name!r} together with tensors that aren't parameters, and FSDP2 has only shards of it there"
+    if (found := held(module)) is not None:
+        name, attribute = found
+        return f"{attribute!r} holds the parameter {name!r} itself, in the place of which FSDP2 puts shards that {attribute!r} doesn't know"
+    return None
+
+
+def held(module: nn.Module) -> tuple[str, str] | None:
+    """A parameter that an attribute of a module holds besides the module, in a list say: its FQN and the attribute's name."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for path, child in module.named_modules():
+        if type(child).__module__.startswith("torch."):  # which see to their own, as recurrent layers do
+            continue
+        for name, value in vars(child).items():
+            if name not in _NO_HOLDERS and (found := next(_parameters_in(value, names, 0), None)) is not None:
+                return names[found], f"{path}.{name}" if path else name
+    return None
+
+
+def _parameters_in(value: Any, names: Mapping[int, str], depth: int) -> Iterator[int]:
+    """The ids of the module's parameters within a value."""
+    if isinstance(value, weakref.ref):
+        value = value()
+    if id(value) in names:
+        yield id(value)
+    elif depth < _DEEP and not isinstance(value, (Tensor, nn.Module, str, bytes, type, ModuleType, FunctionType)):
+        inside: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            inside = value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            inside = value
+        elif not type(value).__module__.startswith(("torch.", "lightning.", "pytorch_lightning.", "builtins", "numpy")):
+            inside = vars(value).values() if hasattr(value, "__dict__") else ()
+        for each in inside:
+            yield from _parameters_in(each, names, depth + 1)
+
+
+def _steps(fqns: tuple[str, ...], by_plan: bool, module: LightningModule, trainer: Trainer | None, batch: Batch, keep: bool) -> Run:
+    """A few training steps on shards."""
+    rehearsal = rehearsed(module, trainer)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    module._device_mesh = mesh
+    if is_overridden("configure_model", module):
+        module.configure_model()
+        module.__dict__["configure_model"] = lambda: None
+    names: dict[int, str] = {}
+    if not any(isinstance(child, FSDPModule) for child in module.modules()):
+        numbers_of_whole_tensors()
+        names = shard(module, fqns, mesh["data_parallel"], reshard_after_forward=True)
+    elif by_plan:
+        raise ValueError(_OWN_SHARDS)
+    rehearsal.build()
+    onto_shards(rehearsal.optimizers, module, names)
+    gathered = Gathered(module, rehearsal.optimizers)
+    with losses_of_backward() as losses, _told(module):
+        for index, reshard in enumerate(_RESHARD):
+            for name, unit in module.named_modules():
+                if isinstance(unit, FSDPModule) and name and fqns:
+                    unit.set_reshard_after_forward(reshard, recurse=False)
+            _step(rehearsal, gathered, batch(), index)
+    return Run(losses=tuple(losses), weights=copied(whole_state_dict(module, keep=keep)), notes=tuple(rehearsal.notes))
+
+
+def _step(rehearsal: Rehearsal, gathered: Gathered, batch: Any, index: int) -> None:
+    """One training step; what lies between forward and backward counts as inside of it."""
+    step: Any = rehearsal._call
+    backward = rehearsal.module.backward
+
+    def call(*args: Any) -> Any:
+        with gathered.inside():
+            return step(*args)
+
+    def inside(*args: Any, **kwargs: Any) -> None:
+        with gathered.inside(backward=True):
+            backward(*args, **kwargs)
+
+    rehearsal.__dict__["_call"] = call
+    rehearsal.module.__dict__["backward"] = inside
+    try:
+        rehearsal.training_step(batch, index)
+    finally:
+        rehearsal.__dict__.pop("_call")
+        rehearsal.module.__dict__.pop("backward")
+
+
+@contextmanager
+def _told(module: nn.Module) -> Iterator[None]:
+    """While open, errors name what the user's step does that FSDP2 can't take."""
+    entered: list[str] = []
+    differentiates = False
+    original = torch.autograd.grad
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        nonlocal differentiates
+        differentiates = True
+        return original(*args, **kwargs)
+
+    units: list[tuple[str, Any]] = [(name, unit) for name, unit in module.named_modules() if isinstance(unit, FSDPModule)]
+    hooks = [unit.register_forward_pre_hook(lambda *_, name=name: entered.append(name)) for name, unit in units]
+    torch.autograd.grad = grad
+    try:
+        yield
+    except RuntimeError as error:
+        if "is a view and is being modified inplace" in str(error) and entered:
+            raise RuntimeError(f"{_IN_PLACE}{entered[-1]!r}") from error
+        if differentiates:
+            raise RuntimeError(_DIFFERENTIATES) from error
+        raise
+    finally:
+        torch.autograd.grad = original
+        for hook in hooks:
+            hook.remove()
+
+
+def _sentence(module: nn.Module, reason: str) -> str:
+    """The cause in a user's words."""
+    if _IN_PLACE in reason:
+        block = reason.partition(_IN_PLACE)[2]
+        return f"{block} writes in place to the tensor that it is given, which FSDP2 doesn't allow; use inplace=False there"
+    if _DIFFERENTIATES in reason:
+        return f"{_DIFFERENTIATES}, through parameters that FSDP2 frees after each use"
+    if "_chunk_cat expects non-empty tensor" in reason:
+        empty = next((name for name, parameter in module.named_parameters() if not parameter.numel() and parameter.requires_grad), "")
+        return f"the parameter {empty!r} has no elements and gets a gradient, which FSDP2 can't reduce; freeze it"
+    if _OWN_SHARDS in reason:
+        return _OWN_SHARDS
+    if "mixed torch.Tensor and DTensor" in reason:
+        return (
+            "the step uses a block's parameters outside of the block's forward (a weight in the loss, or a method other than forward), and "
+            "FSDP2 gathers them in forward only"
+        )
+    if told := re.search(r"RuntimeError: (the step has .*)", reason):
+        return told[1].partition(", or run with allow")[0]
+    if "uniform original parameter dtype" in reason:
+        return "the parameters of a block have several dtypes, and FSDP2 needs one"
+    return f"the step fails on sharded parameters ({reason})"

@@ -1,0 +1,290 @@
+"""A rank of FSDP2 plays the tape of a step: shards between steps, whole parameters where they are used. Knows no planner.
+
+As ``fully_shard`` does it (torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`` and ``_fsdp_collectives.py``): a gather
+goes through one flat buffer of the unit on a stream of its own, from which each parameter is copied out into a buffer of the compute
+stream. Forward keeps the flat buffer until the next unit's is copied out; backward frees it at once, and allocates that of the unit before.
+When a unit's backward is over its whole parameters are freed, its gradients are copied into a flat buffer, which is kept until the next
+unit's, and reduced into a shard on a third stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from lightning_autopar.memory.allocator.device import GATHER, REDUCE, Machine
+from lightning_autopar.memory.allocator.play import CATEGORY, Whole
+from lightning_autopar.memory.allocator.tape_parts import Change, Part, Script
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths
+
+#: The unit of all that lies in no other.
+ROOT = -1
+#: What an optimizer keeps of this size or less isn't of a parameter's shape, but a number (of steps), and isn't split.
+_SCALAR_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One parameter on one rank of a group."""
+
+    whole_bytes: int
+    padded_bytes: int
+    shard_bytes: int
+    padded_shard_bytes: int
+    learns: bool
+
+
+def split_parameter(rows: int, row_bytes: int, learns: bool, rank: int, world_size: int) -> _Parameter:
+    """What rank gets of a parameter: rows in chunks of equal length, the last ones shorter or empty, and padded where they are stored."""
+    chunk = -(-rows // world_size)
+    own = min(max(0, rows - rank * chunk), chunk)
+    return _Parameter(
+        whole_bytes=rows * row_bytes,
+        padded_bytes=chunk * world_size * row_bytes,
+        shard_bytes=own * row_bytes,
+        padded_shard_bytes=chunk * row_bytes,
+        learns=learns,
+    )
+
+
+class _Sizes:
+    """A unit's: of what is gathered, of the buffer for that, of that in which gradients are reduced, of their shard, of each gradient."""
+
+    def __init__(self, parameters: Sequence[_Parameter], widths: Widths) -> None:
+        learning = [parameter for parameter in parameters if parameter.learns]
+        self.whole_bytes = [parameter.padded_bytes for parameter in parameters]
+        self.flat_bytes = sum(self.whole_bytes)
+        self.reduced_bytes = round(widths.reduced * sum(parameter.padded_bytes for parameter in learning))
+        self.shard_bytes = round(widths.stored * sum(parameter.padded_shard_bytes for parameter in learning))
+        self.gradients = frozenset(parameter.whole_bytes for parameter in learning)
+
+
+class Shards(Whole):
+    """A rank of FSDP2.
+
+    Args:
+        machine: its device.
+        script: the step.
+        footprint: whose step it is.
+        rows: samples of each of its micro-batches.
+        recompute: indices of the blocks that keep only what enters them.
+        units: indices of the blocks that are units of their own; the root has the rest.
+        rank: in the group over which parameters are split.
+        world_size: of that group.
+        reshard: whether a unit's parameters are freed between forward and backward.
+        widths: of parameters and gradients, beside those in the tape.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        script: Script,
+        footprint: Footprint,
+        rows: Sequence[int],
+        recompute: frozenset[int],
+        *,
+        units: Sequence[int],
+        rank: int,
+        world_size: int,
+        reshard: bool,
+        widths: Widths = AS_TRACED,
+    ) -> None:
+        super().__init__(machine, script, footprint, rows, recompute)
+        self.world_size = world_size
+        self.reshard = reshard
+        self.widths = widths
+        self.parameters: dict[int, list[_Parameter]] = {unit: [] for unit in (*units, ROOT)}
+        known: dict[tuple[int, int, bool], _Parameter] = {}  # most blocks have the same
+        for index, part in _in_order(footprint):
+            unit = index if index in self.parameters else ROOT
+            for row in _rows(part):
+                if row not in known:
+                    known[row] = split_parameter(*row, rank, world_size)
+                self.parameters[unit].append(known[row])
+        everything = [parameter for unit in self.parameters.values() for parameter in unit]
+        self._shard_bytes = {parameter.whole_bytes: parameter.shard_bytes for parameter in everything if parameter.whole_bytes}
+        self._sizes = {unit: _Sizes(parameters, widths) for unit, parameters in self.parameters.items()}
+        #: The unit that ran before each block, and before what follows the last.
+        self._previous = {
+            after: max((unit for unit in self.parameters if unit != ROOT and unit < after), default=ROOT)
+            for after in (*self.parameters, len(footprint.blocks))
+        }
+        self._gathered: set[int] = set()
+        self._whole_gradients: dict[int, list[Hashable]] = {unit: [] for unit in self.parameters}
+        self._running = ROOT
+        self._kept: Hashable = None
+        self._ahead: dict[int, Hashable] = {}
+        self._gathers = 0
+        self._reduced: set[int] = set()
+        self._reducing: Hashable = None
+
+    def start(self) -> None:
+        """Each unit's parameters come to the device whole, and are split there (``fully_shard``), the root's last; then the buffers."""
+        machine = self.machine
+        for unit, parameters in self.parameters.items():
+            machine.hold_all("moving", [parameter.whole_bytes for parameter in parameters], "communication")
+            shards = [round(parameter.padded_shard_bytes * self.widths.stored) for parameter in parameters]
+            machine.hold_all(("shards", unit), shards, "parameters")
+            machine.drop_all("moving")
+        for change in self.script.before:
+            if change.kind == "buffers":
+                machine.hold(change.storage, change.size_bytes, CATEGORY[change.kind])
+
+    def keeps(self, change: Change) -> bool:
+        """Parameters and gradients are held by unit."""
+        return change.kind not in ("parameters", "gradients")
+
+    def size_of(self, change: Change, *, updating: bool) -> int:
+        """The optimizer sees shards only."""
+        if not updating or change.size_bytes <= _SCALAR_BYTES:
+            return super().size_of(change, updating=updating)
+        for factor in (1, 2, 4):  # state in the parameters' precision, in a lower or a higher one
+            for whole_bytes, times, by in ((change.size_bytes * factor, 1, factor), (change.size_bytes // factor, factor, 1)):
+                if whole_bytes in self._shard_bytes:
+                    return self._shard_bytes[whole_bytes] * times // by
+        return -(-change.size_bytes // self.world_size)
+
+    def enter(self, part: Part) -> None:
+        """Gather, reshard and reduce where the hooks do."""
+        index = part.index
+        if part.mark == "leave":
+            if index == -1:
+                self._gather_forward(ROOT)
+            elif index in self._gathered and self.reshard:
+                self._release(index)
+        elif part.mark == "forward" and index in self.parameters:
+            self._gather_forward(index)
+        elif part.mark == "return":
+            self._end_of_forward()
+        elif part.mark == "backward" and index in self.parameters:
+            self._end_of_forward()
+            self._running = index
+            self._gather_backward(index)
+        elif part.mark == "optimizer":
+            self._end_of_backward()
+
+    def leave_backward(self, index: int) -> None:
+        """Its parameters go, its gradients are reduced; before the one before it is gathered."""
+        if index in self.parameters:
+            self._reduce(index)
+            self._running = ROOT
+
+    def complete(self, key: Hashable, change: Change) -> None:
+        """Whole gradients wait for the end of their unit's backward."""
+        self.machine.become(key, "communication")
+        self._whole_gradients[self._running if change.size_bytes in self._sizes[self._running].gradients else ROOT].append(key)
+
+    def clear(self, change: Change) -> None:
+        """All shards of gradients go at once: they are views of the reduced buffers."""
+        if not self._reduced:  # it is asked for each of them
+            return
+        for unit in self.parameters:
+            if unit in self._reduced:
+                self.machine.drop(("gradient", unit))
+        self._reduced.clear()
+
+    # -- gathering -------------------------------------------------------------------------------------------------------------------------
+
+    def _fill(self, unit: int) -> Hashable:
+        """A flat buffer of the unit, on the stream for gathers; the one that was filled ahead of time, if there is one."""
+        if unit in self._ahead:
+            return self._ahead.pop(unit)
+        self._gathers += 1
+        flat = ("flat", self._gathers)
+        self.machine.hold(flat, self._sizes[unit].flat_bytes, "communication", GATHER)
+        return flat
+
+    def _copy_out(self, unit: int) -> None:
+        self.machine.hold_all(("whole", unit), self._sizes[unit].whole_bytes, "communication")
+        self._gathered.add(unit)
+
+    def _release(self, unit: int) -> None:
+        self.machine.drop_all(("whole", unit))
+        self._gathered.discard(unit)
+
+    def _gather_forward(self, unit: int) -> None:
+        """The flat buffer is kept until the next unit's is copied out: ``wait_for_unshard`` has it in a local variable up to then."""
+        if unit in self._gathered or not self.parameters[unit]:
+            return
+        flat = self._fill(unit)
+        self._copy_out(unit)
+        self.machine.drop(self._kept)
+        self._kept = flat
+
+    def _end_of_forward(self) -> None:
+        """The last flat buffer goes; the root's backward begins, and gathers what ran last ahead of time."""
+        if self._kept is not None:
+            self.machine.drop(self._kept)
+            self._kept = None
+            self._prefetch(len(self.footprint.blocks))
+
+    def _prefetch(self, after: int) -> None:
+        """Begin to gather the unit that ran before this one."""
+        before = self._previous[after]
+        if before != ROOT and before not in self._gathered and before not in self._ahead and self.parameters[before]:
+            self._ahead[before] = self._fill(before)
+
+    def _gather_backward(self, unit: int) -> None:
+        if unit not in self._gathered and self.parameters[unit]:
+            flat = self._fill(unit)
+            self._copy_out(unit)
+            self.machine.drop(flat)
+        self._prefetch(unit)
+
+    # -- reducing --------------------------------------------------------------------------------------------------------------------------
+
+    def _reduce(self, unit: int) -> None:
+        """The unit's backward is over (``post_backward``)."""
+        machine = self.machine
+        self._release(unit)
+        machine.drop(self._reducing)
+        self._reducing = None
+        gradients, self._whole_gradients[unit] = self._whole_gradients[unit], []
+        if not gradients:
+            return
+        self._reducing = ("reducing", unit)
+        machine.hold(self._reducing, self._sizes[unit].reduced_bytes, "communication")
+        for key in gradients:
+            machine.drop(key)
+        shard = ("gradient", unit)
+        self._reduced.add(unit)
+        added = shard in machine  # to what an earlier micro-batch left there
+        key = (shard, "added") if added else shard
+        machine.hold(key, self._sizes[unit].shard_bytes, "gradients", REDUCE)
+        if added:
+            machine.drop(key)
+
+    def _end_of_backward(self) -> None:
+        """What no unit's own backward has done: the root's gradients, and units that have none. What was gathered in vain goes."""
+        for flat in (self._kept, *self._ahead.values()):
+            self.machine.drop(flat)
+        self._kept = None
+        self._ahead.clear()
+        for unit in [unit for unit in self.parameters if unit in self._gathered or self._whole_gradients[unit]]:
+            self._reduce(unit)
+        self.machine.drop(self._reducing)
+        self._reducing = None
+        self._running = ROOT
+
+    def _leave_micro_batch(self) -> None:
+        self._end_of_backward()
+        super()._leave_micro_batch()
+
+
+def _in_order(footprint: Footprint) -> list[tuple[int, LayerFootprint]]:
+    """Outer parts and blocks as they run; ``ROOT`` stands for the index of an outer part."""
+    found: list[tuple[int, LayerFootprint]] = []
+    for index, block in enumerate((*footprint.blocks, None)):
+        if index < len(footprint.outer):
+            found.append((ROOT, footprint.outer[index]))
+        if block is not None:
+            found.append((index, block))
+    return found
+
+
+def _rows(part: LayerFootprint) -> Sequence[tuple[int, int, bool]]:
+    """Of each parameter the rows, their bytes, and whether it learns; all as one where that isn't known."""
+    if part.parameter_rows or not part.parameter_bytes:
+        return part.parameter_rows
+    return ((part.parameters, part.parameter_bytes // max(1, part.parameters), part.gradient_bytes > 0),)

@@ -1,0 +1,455 @@
+"""Shards: FSDP2 (``fully_shard``) under Lightning's ModelParallelStrategy, for a module whose author never thought of it.
+
+torch's fused optimizer updates on shards: each rank's kernel goes over its own parts. Knows operations; no optimizer and no engine.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
+
+from lightning_autopar._lightning_compat import (
+    TrainerFn,
+    bare_optimizer,
+    is_overridden,
+    materialize_module,
+    optimizers_to_device,
+    update_properties,
+)
+from lightning_autopar.exact.step.device_draws import drawn_on, random_states, set_random_states
+from lightning_autopar.state import checkpoint as whole
+from lightning_autopar.state.pretrained import check_values, shapes_only
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
+from lightning_autopar.strategies.base.mixin import SplitMixin
+from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.fsdp.whole_parameters import Gathered, numbers_of_whole_tensors
+from lightning_autopar.strategies.fsdp.written_parameters import groups_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+_OVERLOADS = ("default", "tensor_lr")
+
+
+def fused_on_shards() -> None:
+    """Let the fused updates work on the ranks' own parts of DTensors, in this process, for good.
+
+    They go element by element, and a parameter, its gradient and its states are sharded alike. ``DTensor`` has no rule for ``_fused_sgd_``
+    (torch 2.13, ``_ops/_pointwise_ops.py``), and looks at every tensor of the others' lists: some 50 µs a parameter.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # there is no public registry
+    for name in _FUSED:
+        packet = getattr(torch.ops.aten, name)
+        for overload in set(_OVERLOADS) & set(packet.overloads()):
+            handlers[getattr(packet, overload)] = _on_own_parts
+
+
+def _on_own_parts(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    own_args, own_kwargs = tree_map_only(DTensor, lambda tensor: tensor.to_local(), (args, kwargs))
+    return operation(*own_args, **own_kwargs)
+
+
+#: The methods of a LightningModule that use its parameters outside ``forward``.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+#: The dimensions of the mesh that a user's ``configure_model`` finds in ``self.device_mesh``; the second is Lightning's, and 1 here.
+_DIMENSIONS = ("data_parallel", "tensor_parallel")
+#: What ``fully_shard`` leaves in a module's attributes begins with one of these.
+_TRACES = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+class _ShardingStrategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy without its demand that the user shards the module, and with plain checkpoints."""
+
+    assignment: Assignment
+    _gathered: Any = None
+    #: Ids of the parameters that became shards, and their names: an optimizer that was made before has them.
+    _names: Mapping[int, str] = {}  # replaced, never changed
+    #: Whether parameters, gradients and the optimizer's state lie in host memory between uses.
+    _offloads = False
+
+    def _configure_launcher(self) -> None:
+        """The processes are there already."""
+
+    def setup_environment(self) -> None:
+        """Join the group and build the mesh, without re-seeding: every rank goes on from the parent's RNG state."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        if self.assignment.plan.offload and self.root_device.type == "cuda":
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms and checkpoints of what lies in host memory
+        join_group(self, self._process_group_backend)
+        # One dimension has all ranks' group, and no communicator of its own; a user's configure_model may ask for the second.
+        dimensions = len(_DIMENSIONS) if is_overridden("configure_model", self._module) else 1
+        shape = (self.world_size, 1)[:dimensions]
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=_DIMENSIONS[:dimensions])
+        self._module._device_mesh = self._device_mesh
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where ``configure_model`` builds the module: in host memory, by the device's draws. A large one is only shapes but on rank 0."""
+        where = shapes_only() if self._shapes_only else torch.device("cpu")
+        with where, drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
+            yield
+
+    @property
+    def _shapes_only(self) -> bool:
+        return self.assignment.large and self.global_rank != 0
+
+    @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module, then build the user's optimizers on the shards; the order is Lightning's."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        numbers_of_whole_tensors()
+        if not any(isinstance(module, FSDPModule) for module in self._module.modules()):
+            originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.assignment.large else {}
+            plan = self.assignment.plan
+            self._offloads = bool(plan.offload)
+            self._names = shard(
+                self._module,
+                plan.shard,
+                self._sharding_mesh(),
+                reshard_after_forward=bool(plan.reshard_after_forward),
+                # Pinned memory is what a GPU copies from.
+                offload=CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self._offloads else None,
+            )
+            if self.assignment.large and self._any_rank_has_shapes_only():
+                self._spread(originals)
+        elif (plan := self.assignment.plan).replicas > 1 or plan.offload:
+            raise ValueError(
+                f"the plan {plan.title()!r} says how the module is sharded, but its configure_model has sharded it already; "
+                "leave the sharding to the strategy, or choose a plan without replicas and offload"
+            )
+        check_values(self._module)
+        materialize_module(self._module, self._home)
+        self.model = self.precision_plugin.convert_module(self._module)
+        self.model_to_device()
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self._home)
+            if self._offloads and self.root_device.type != "cpu":  # a CPU device's host is itself: no reason to update otherwise there
+                self._speed_up()
+        self._gathered = Gathered(self._module, self.optimizers)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """The user's, on the shards; also those that were made before there were any."""
+        super().setup_optimizers(trainer)
+        onto_shards(map(bare_optimizer, self.optimizers), self._module, self._names)
+
+    @property
+    def _home(self) -> torch.device:
+        """Where parameters and the optimizer's state lie between uses."""
+        return torch.device("cpu") if self._offloads else self.root_device
+
+    def _speed_up(self) -> None:
+        """Let the optimizers step by torch's fused kernels, one call for all parameters.
+
+        Their default on the host is a loop of some ten operations on each shard, and each of these goes through DTensor's dispatch.
+        """
+        fused_on_shards()
+        for optimizer in map(bare_optimizer, self.optimizers):
+            if why_not(type(optimizer)) is None:
+                on_host(optimizer)
+
+    def model_to_device(self) -> None:
+        """Offloaded parameters stay where they are; buffers and metrics go to the device, which the module says it is on."""
+        if not self._offloads:
+            super().model_to_device()
+            return
+        self._move_others(self.root_device)
+        update_properties(self._module, device=self.root_device)
+
+    def _move_others(self, device: torch.device) -> None:
+        """Move what isn't sharded."""
+        self._module._apply(lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
+
+    def _sharding_mesh(self) -> Any:
+        """What the module is sharded over: all ranks, or those of a replica, the first dimension being the replicas."""
+        plan = self.assignment.plan
+        if plan.replicas == 1:
+            return self.device_mesh["data_parallel"]
+        return init_device_mesh(
+            self.root_device.type, (plan.replicas, plan.devices_per_replica), mesh_dim_names=("replicas", "data_parallel")
+        )
+
+    def _any_rank_has_shapes_only(self) -> bool:
+        here = any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers()))
+        flags: list[bool] = [False] * self.world_size
+        dist.all_gather_object(flags, here)
+        return any(flags)
+
+    def _spread(self, originals: dict[str, Any]) -> None:
+        """Give every rank its part of rank 0's weights, a tensor at a time, and rank 0's RNG state, which building the module moved on."""
+        if self.global_rank != 0:
+            self._module.to_empty(device=self._home)
+        elif self._offloads:
+            self._move_others(self._home)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self._module, originals, options=options)
+        persistent = set(self._module.state_dict())
+        for name, buffer in self._module.named_buffers():
+            if name not in persistent:
+                buffer.copy_(self.broadcast(buffer.cpu() if self.global_rank == 0 else None))
+        for metric in (child for child in self._module.modules() if isinstance(child, Metric)):
+            # Their states are no buffers, but to_empty leaves nothing of them, nor of what they are reset to.
+            states = {name: getattr(metric, name) for name in metric._defaults}
+            kept: Any = self.broadcast(tree_map_only(Tensor, Tensor.cpu, (states, metric._defaults)) if self.global_rank == 0 else None)
+            if self.global_rank != 0:
+                metric._defaults = kept[1]
+                for name, state in kept[0].items():
+                    setattr(metric, name, state)
+        set_random_states(self.broadcast(random_states(self.root_device)), self.root_device)
+
+    # -- steps: the only time when parameters are whole --------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step; under automatic optimization its backward pass puts the parameters back into shards."""
+        with self._gathered.inside():
+            output = super().training_step(*args, **kwargs)
+        if not self._module.automatic_optimization:
+            self._gathered.reshard()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._evaluation(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._evaluation(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._evaluation(super().predict_step, args, kwargs)
+
+    def _evaluation(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """No backward pass follows that would put the parameters back."""
+        with self._gathered.inside():
+            output = step(*args, **kwargs)
+        self._gathered.reshard()
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Recomputation calls modules here that a hook may call elsewhere."""
+        with self._gathered.inside(backward=True):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def teardown(self) -> None:
+        """Leave the module without our hooks."""
+        if self._gathered is not None:
+            self._gathered.close()
+        super().teardown()
+
+    def release(self) -> None:
+        """Make the module whole and plain again, for what comes after the run in this process; a collective."""
+        self._gathered.close()
+        unshard(self._module)
+        self._module._device_mesh = None  # it has no pickle, by which the next run's checks may have to take the module
+
+    # -- checkpoints: whole, plain, one file -------------------------------------------------------------------------------------------
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands the optimizers' plain states to :meth:`load_optimizer_state_dict`."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0, nothing elsewhere; a collective."""
+        return whole.whole_state_dict(self._module, keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's whole state on rank 0, nothing elsewhere; a collective."""
+        return whole.whole_optimizer_state(bare_optimizer(optimizer), keep=self.is_global_zero)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Rank 0 writes one ordinary ``.ckpt``."""
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Map the file, so that a rank reads no more of it than its part; by the user's own CheckpointIO, if there is one."""
+        return whole.read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's part of the checkpoint's weights."""
+        whole.load_whole_state_dict(self._module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's part of the checkpoint's optimizer states."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            whole.load_whole_optimizer_state(optimizer, state)
+
+
+class FSDPEngine(SplitMixin, _ShardingStrategy):
+    """Executes an FSDP plan: each rank a shard of parameters, gradients and optimizer state.
+
+    The plan's blocks are units of their own; the root takes the rest. Where the user's ``configure_model`` has already sharded the module,
+    it is left as it is.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        super().__init__(data_parallel_size=assignment.plan.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        self.parallel_devices = assignment.torch_devices
+        self.attach(assignment)
+
+
+def shard(
+    module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward: bool, offload: OffloadPolicy | None = None
+) -> dict[int, str]:
+    """``fully_shard`` on the units, then on the root.
+
+    Args:
+        module: a LightningModule.
+        fqns: the units' names.
+        mesh: a device mesh of the ranks that share the parameters; a first dimension more is that of replicas (hybrid sharding).
+        reshard_after_forward: whether a unit's parameters are freed between forward and backward.
+        offload: where parameters, gradients and the optimizer's state lie between uses; None: on the device.
+
+    Returns:
+        Ids of the parameters that there were, with their names, for :func:`onto_shards`.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    _let_go(module)
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy()}
+    units = [module.get_submodule(fqn) for fqn in fqns]
+    for unit in units:
+        unit.register_forward_hook(_without_views)
+        fully_shard(unit, **options, reshard_after_forward=reshard_after_forward)
+    if not module.automatic_optimization:
+        # Each backward of a manual step frees the root's parameters again, so what a step calls more than once must be a unit of its own.
+        for child in _callable_children(module):
+            child.register_forward_hook(_without_views)
+            fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
+    fully_shard(module, **options)
+    for name in _STEPS:
+        signature = inspect.signature(getattr(module, name))
+        register_fsdp_forward_method(module, name)
+        # functools.wraps on a bound method makes inspect take the first argument for self (torch 2.13).
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        getattr(module, name).__func__.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
+    return names
+
+
+def onto_shards(optimizers: Iterable[Optimizer], module: nn.Module, names: Mapping[int, str]) -> None:
+    """Give optimizers that were made before the module was sharded its shards in place of its parameters.
+
+    Args:
+        optimizers: of the module; those that have shards already stay as they are.
+        module: the root, sharded.
+        names: what :func:`shard` returned.
+    """
+    shards = dict(module.named_parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for index, before in enumerate(group["params"]):
+                if isinstance(before, DTensor) or id(before) not in names:
+                    continue
+                now: Any = shards[names[id(before)]]
+                group["params"][index] = now
+                for name, value in (state := optimizer.state.pop(before, {})).items():
+                    if isinstance(value, Tensor) and value.shape == before.shape:
+                        state[name] = distribute_tensor(value, now.device_mesh, now.placements)
+                if state:
+                    optimizer.state[now] = state
+
+
+def _let_go(module: nn.Module) -> None:
+    """Put other parameter objects over the same storages into the module.
+
+    ``fully_shard`` moves the objects that it finds to the mesh's device and frees them by dropping its references (torch 2.13,
+    ``_fsdp_init.py``, ``_move_states_to_device``). Whoever else holds one of them would keep the whole parameter on the device; the record
+    of what the module was before the run does.
+    """
+    fresh: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if type(parameter) is not nn.Parameter:
+                continue
+            if id(parameter) not in fresh:
+                fresh[id(parameter)] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                fresh[id(parameter)].__dict__.update(parameter.__dict__)
+            child._parameters[name] = fresh[id(parameter)]
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """A unit's output without views: where the step changes one in place, FSDP2's hook on it is gone, and the gradients are wrong."""
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost submodules that hold parameters and aren't sharded yet."""
+    for child in module.children():
+        if isinstance(child, FSDPModule) or next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child)
+        else:
+            yield child
+
+
+def unshard(module: nn.Module) -> None:
+    """Undo :func:`shard`, or the user's ``fully_shard``: plain parameters on the CPU in a module of its own class; a collective.
+
+    PyTorch has no such function (2.13): the class, the hooks and the registered state are what ``fully_shard`` adds.
+
+    Args:
+        module: the root.
+    """
+    if not any(isinstance(child, FSDPModule) for child in module.modules()):
+        return
+    whole: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in whole:
+                    whole[id(parameter)] = nn.Parameter(parameter.detach().full_tensor().cpu(), requires_grad=parameter.requires_grad)
+                setattr(child, name, whole[id(parameter)])
+    for child in list(module.modules()):
+        if isinstance(child, FSDPModule):
+            for key in [key for key, hook in child._forward_hooks.items() if hook is _without_views]:
+                del child._forward_hooks[key]
+            state: Any = child._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            for group in groups_of(child):
+                for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
+                    for handle in handles.values():
+                        handle.remove()
+                    handles.clear()
+            _module_state_mapping.pop(child, None)
+            child.__class__ = type(child).__bases__[1]
+        for name in [name for name in vars(child) if name.startswith(_TRACES)]:
+            del child.__dict__[name]
+    for name in _STEPS:
+        module.__dict__.pop(name, None)

@@ -1,0 +1,589 @@
+"""Whether a module's loss survives its batch being split, and how its random draws relate to the samples: found out on the first batch.
+
+Runs the user's own step, for real and on the CPU, on the whole batch and on parts of it as ranks would get them. Meant for a forked child,
+as the module is changed. Knows Lightning modules; nothing of devices or plans.
+
+The first batch and its parts, as ranks would be fed them.
+
+Knows how a batch is made and cut, not what a step does with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_autopar._lightning_compat import transfer_batch
+from lightning_autopar.constraints import overrule, overruled
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
+from lightning_autopar.exact.data.rows import alike, take_rows
+from lightning_autopar.exact.data.share import BatchShare, Dealing, share_of
+from lightning_autopar.exact.logs.log_rules import Comparison, Logged, compare_logs, recorded_logs
+from lightning_autopar.exact.step.attribute_rules import Evidence, Path, taken
+from lightning_autopar.exact.step.attributes import attributes, title
+from lightning_autopar.exact.step.draws import DrawPlan, Rows
+from lightning_autopar.memory.footprint import Conduct
+from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.first_batch import FirstBatch, copied, fresh, mapped
+from lightning_autopar.planning.candidates import SplitFinding
+from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe, shares_of
+from lightning_autopar.strategies.parity.losses import difference_of, groups_first_of, recorded_backward
+from lightning_autopar.strategies.parity.metric_trial import MetricTrial
+from lightning_autopar.strategies.parity.undo import Deeds, drifting, same_values, undone, uneven
+from lightning_autopar.text import format_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class BatchParts:
+    """The first batch and its parts, each made anew every time, since a step may change what it gets.
+
+    Args:
+        first: the batch.
+        count: how many of its samples count.
+        hooks: whether the module has transfer hooks to apply, which need a trainer.
+    """
+
+    def __init__(self, first: FirstBatch, count: int, *, hooks: bool) -> None:
+        self.first = first
+        self.count = count
+        self.double = False
+        #: Whether the parts are as the transfer hooks get them, or have been through them already.
+        self.raw = first.samples is not None and first.collate is not None and hooks
+        #: Whether collating draws random numbers.
+        self.random = False
+
+    def part(self, share: BatchShare) -> Any:
+        """What the rank of that share is fed."""
+        first, state = self.first, torch.get_rng_state()
+        if first.samples is not None and first.collate is not None:
+            samples = first.samples[: self.count]
+            collate = CollateAll if first.cut and share.world_size > 1 else CollateSamples
+            batch = collate(first.collate, share.rank, share.dealing)(fresh(samples))[1]
+        else:
+            batch = take_rows(copied(first.batch), share.rank, share.dealing)[1]
+        self.random |= not torch.equal(state, torch.get_rng_state())
+        return mapped(batch, _doubled) if self.double else batch
+
+    def uneven(self, shares: Sequence[BatchShare]) -> bool:
+        """Whether parts have other shapes than the rows of the whole batch, as when samples are padded to the longest one."""
+        try:
+            whole = self.part(everything(self.count))
+            return any(not alike(take_rows(whole, share.rank, share.dealing)[1], self.part(share)) for share in shares)
+        except ValueError:  # no rows to compare with
+            return False
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+#: Of a forward: some seconds on a few CPU cores.
+_FLOPS = 3e11
+#: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
+_EQUAL = 1e-5
+#: Larger rows that a step keeps of every batch, or of the last one, aren't sent from rank to rank.
+_ROW_BYTES, _LAST_ROW_BYTES = 16 << 20, 1 << 20
+#: How often a step that puts samples in a random order is compared again.
+_ORDERS = 4
+
+
+def probe_split(
+    module: LightningModule,
+    trainer: Trainer | None,
+    first: FirstBatch,
+    *,
+    world_sizes: Sequence[int] = (2,),
+    flops: int = 0,
+    conduct: Conduct | None = None,
+    despite: Sequence[str] = (),
+    time_limit_seconds: float = 60.0,
+) -> tuple[SplitFinding, DrawPlan]:
+    """Compare the training loss of the first batch with the mean of its parts' losses, weighted by their samples.
+
+    BatchNorm layers use fixed statistics meanwhile, as the engines take theirs over the whole batch. Under manual optimization every loss
+    that is passed to ``backward`` is compared; no optimizer steps.
+
+    Args:
+        module: the user's module, set up; it is changed.
+        trainer: the trainer that it was passed to, read only.
+        first: the first training batch.
+        world_sizes: how many parts to try; those larger than the batch are left out.
+        flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples or not at all.
+        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
+        despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
+        time_limit_seconds: how long the probe may take, estimated after its first run.
+
+    Returns:
+        What was found out about splitting, and what about the random draws: without a plan of them where nothing could be run.
+    """
+    sizes = [size for size in world_sizes if 1 < size <= first.batch_size]
+    if not sizes:
+        return SplitFinding(probed=False, reason="the first batch holds one sample, so that taking it apart can't be tried"), DrawPlan()
+    count = first.batch_size
+    if flops / 3 > _FLOPS and first.samples is not None:
+        count = min(count, 2 * max(sizes))
+    if flops / 3 * count / first.batch_size > _FLOPS:
+        return SplitFinding(
+            probed=False, reason=f"a step of {flops:.1e} floating-point operations is too long to try on the CPU"
+        ), DrawPlan()
+    batches = BatchParts(first, count, hooks=trainer is not None)
+    try:
+        batches.part(share_of(count, 0, Dealing.even(sizes[0])))
+    except Exception as error:  # the user's collate function, on fewer samples than it is used to
+        _LOG.debug("the first batch can't be split", exc_info=True)
+        return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({_words(error)})"), DrawPlan()
+    state = rng.capture({})
+    try:
+        return _Probe(module, trainer, batches, conduct, despite).run(sizes, time_limit_seconds)
+    finally:
+        rng.restore(state, {})
+
+
+def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str) -> SplitFinding:
+    """How the values that an evaluation step logs on parts of a batch, and what it keeps, make the whole batch's.
+
+    Args:
+        module: the user's module, set up; it is changed.
+        trainer: the trainer that it was passed to, read only.
+        first: a batch of that step.
+        hook: ``"validation_step"`` or ``"test_step"``.
+    """
+    if first.batch_size < 2:
+        return SplitFinding()
+    state = rng.capture({})
+    try:
+        return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None)).evaluation(hook)
+    except Exception as error:  # the user's step, under circumstances that it isn't made for
+        _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
+        note = f"how what {hook} logs and keeps of parts of a batch makes the whole batch's couldn't be tried ({_words(error)})"
+        return SplitFinding(notes=(note,))
+    finally:
+        rng.restore(state, {})
+
+
+class _Probe:
+    """The step, made harmless: it can be run any number of times and leaves the module as it was."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        trainer: Trainer | None,
+        batches: BatchParts,
+        conduct: Conduct | None = None,
+        despite: Sequence[str] = (),
+    ) -> None:
+        self.module = module
+        self.despite = despite
+        #: What speaks against a split and is overruled, by the refusal's name.
+        self.overruled: dict[str, str] = {}
+        #: Parameters that a step may write to; None where that isn't known.
+        self.writes = None if conduct is None else dict(conduct.written)
+        self.batches = batches
+        self.rehearsal = Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
+        self.metrics = MetricTrial(module)
+        self.part_reason: str | None = None
+        #: As the step finds them; empty until they are known.
+        self.buffers: dict[str, Tensor] = {}
+        self._prepared = False
+        self.logs: list[dict[str, Logged]] = []
+        self.moved: list[dict[str, Tensor]] = []
+        self.deeds: list[Deeds] = []
+        self.uneven_calls: tuple[str, ...] = ()
+        self.counted: tuple[str, ...] = ()
+        self.logged = Comparison()
+        #: The attributes that are looked at, and what each run left in them; and whether a run leaves its deeds.
+        self.watched: tuple[str, ...] = ()
+        self.left: list[dict[str, Any]] = []
+        self.lasting = False
+        self.drifting: tuple[float, str] | None = None
+        self.written: tuple[float, str] | None = None
+
+    def run(self, sizes: Sequence[int], time_limit_seconds: float) -> tuple[SplitFinding, DrawPlan]:
+        try:
+            self._prepare()
+            started = time.monotonic()
+            self.losses(self.batches.part(everything(self.batches.count)))
+            seconds = (time.monotonic() - started) * 6 * len(sizes)
+        except Exception as error:
+            _LOG.debug("the first batch's step can't be run", exc_info=True)
+            return SplitFinding(probed=False, reason=f"the step can't be tried on the CPU ({_words(error)})"), DrawPlan()
+        if seconds > time_limit_seconds:
+            return SplitFinding(probed=False, reason=f"trying a split batch on the CPU would take about {seconds:.0f} s"), DrawPlan()
+        found, plan = SplitFinding(), DrawPlan()
+        for size in sizes:
+            finding, observed = self._split(size)
+            if finding.splittable:
+                self.logged = self._settled("training_step", self.losses, self.logged)
+            finding = replace(
+                finding,
+                log_rules=self.logged.matching,
+                notes=(*(overruled(name, words) for name, words in self.overruled.items()), *self.logged.notes),
+                uneven_calls=self.uneven_calls,
+                counted=self.counted,
+            )
+            if finding.splittable:
+                finding = self._with_kept(finding, "training_step", self.losses, size)
+            plan = replace(observed, seeded=observed.seeded or plan.seeded)
+            if not finding.splittable:
+                return finding, plan
+            if not finding.difference <= found.difference or not found.log_rules:
+                found = finding
+        return found, plan
+
+    def evaluation(self, hook: str) -> SplitFinding:
+        """How the values that an evaluation step logs on parts of the batch, and what it keeps, make the whole batch's."""
+        stage = hook.removesuffix("_step")
+        self.rehearsal.begin_evaluation(stage)
+
+        def step(batch: Any) -> list[Tensor]:
+            self.metrics.next_run()
+            with self._harmless(), torch.no_grad(), recorded_logs(self.module) as logged:
+                self.rehearsal._call(hook, transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
+            self.logs.append(logged)
+            return []
+
+        found = self._settled(hook, step, self._compare_logs(hook, step, 2))
+        return self._with_kept(SplitFinding(log_rules=found.matching, notes=found.notes), hook, step, 2)
+
+    @contextmanager
+    def _harmless(self) -> Iterator[Deeds]:
+        """Around a run, which leaves the module as it was."""
+        with nullcontext(Deeds()) if self.lasting else undone(self.module, self.writes) as deeds:
+            yield deeds
+            self.left.append(self._watched())
+        self.deeds.append(deeds)
+
+    def _watched(self) -> dict[str, Any]:
+        places = attributes(self.module)
+        return {name: taken(vars(places[name][0])[places[name][1]]) for name in self.watched if name in places}
+
+    def _with_kept(self, finding: SplitFinding, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> SplitFinding:
+        """The finding, with how what the step keeps of parts of a batch makes what it would keep of the whole one."""
+        places = attributes(self.module)
+        self.watched = tuple(dict.fromkeys(name for deeds in self.deeds for name in deeds.kept if name in places))
+        if not self.watched:
+            return finding
+        try:
+            rules, unknown = self._kept_rules(step, size)
+        except Exception as error:  # the step ran on these parts; on others, or once more, it doesn't
+            _LOG.debug("what %s keeps can't be tried", hook, exc_info=True)
+            names = ", ".join(title(self.module, name) for name in self.watched)
+            note = f"how what {hook} keeps in {names} grows with the samples couldn't be tried ({_words(error)})"
+            return replace(finding, notes=(*finding.notes, note))
+        finally:
+            self.watched = ()
+        notes = [
+            f"{title(self.module, name)}, which {hook} changes, {reason}: each rank and each part keeps that of its own samples"
+            for name, reason in {path[0]: reason for path, reason in unknown.items()}.items()
+        ]
+        found = {**finding.kept_rules, hook: rules} if rules else finding.kept_rules
+        return replace(finding, kept_rules=found, notes=(*finding.notes, *notes))
+
+    def _kept_rules(self, step: Callable[[Any], list[Tensor]], size: int) -> tuple[dict[Path, Any], dict[Path, str]]:
+        """The rules for what a step keeps, and why other paths have none: as a run begins, after a step, and in other divisions."""
+        evidence = Evidence()
+
+        def see(size: int) -> None:
+            shares = shares_of(self.batches.count, size)
+            before = self._watched()
+            self._observed(step, shares)
+            evidence.see(before, self.left[0], self.left[1:], shares)
+
+        see(size)
+        with undone(self.module, self.writes):
+            self.lasting = True
+            try:
+                step(self.batches.part(shares_of(self.batches.count, size)[0]))
+            finally:
+                self.lasting = False
+            see(size)
+            if self.batches.count > size:
+                see(size + 1)
+        rules, unknown = evidence.settled()
+        without = dict.fromkeys(unknown, "is no sum, mean, maximum, minimum or list over the parts of a batch")
+        for path, size_bytes in evidence.row_bytes.items():
+            # What a part of the module has of the last batch alone is for looking at.
+            most_bytes = _ROW_BYTES if "+" in path else _LAST_ROW_BYTES if "." not in path[0] else 0
+            if rules.get(path) == "rows" and size_bytes > most_bytes:
+                without[path] = f"has {format_bytes(size_bytes)} of a batch"
+        return {path: rule for path, rule in rules.items() if path not in without}, without
+
+    def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> Comparison:
+        """What a step logs on the whole batch beside what it logs on ``size`` parts."""
+        shares = shares_of(self.batches.count, size)
+        self._observed(step, shares)
+        return compare_logs(hook, self.logs[0], self.logs[1:], [share.rows for share in shares], double=self.batches.double)
+
+    def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: Comparison) -> Comparison:
+        """Double precision decides where single precision leaves several rules or none, and another division where it leaves several."""
+        if not (found.ambiguous or found.notes):
+            return found
+        try:
+            with self._in_double():
+                return self._narrowed(hook, step, self._compare_logs(hook, step, 2))
+        except Exception:  # the step insists on single precision
+            _LOG.debug("the %s can't be tried in double precision", hook, exc_info=True)
+            return self._narrowed(hook, step, found)
+
+    def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: Comparison) -> Comparison:
+        """Another division decides where the first one leaves several rules."""
+        if not found.ambiguous or self.batches.count < 3:
+            return found
+        try:
+            return found.narrowed(self._compare_logs(hook, step, 3))
+        except Exception:  # parts of a sample or two, which the user's step may not be made for
+            _LOG.debug("the %s can't be tried on three parts of a batch", hook, exc_info=True)
+            return found
+
+    def _prepare(self) -> None:
+        """Train mode, but with the statistics of BatchNorm layers fixed to the whole batch's."""
+        module = self.module.train()
+        self.rehearsal.build()
+        for optimizer in self.rehearsal.optimizers:
+            optimizer.step = _call_closure  # type: ignore[method-assign]
+        norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        if norms:
+            for norm in norms:
+                norm.momentum = 1.0
+                if norm.running_mean is None and norm.running_var is None:
+                    norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
+            self.losses(self.batches.part(everything(self.batches.count)))
+            for norm in norms:
+                norm.eval()
+        self.buffers, self._prepared = {name: buffer.clone() for name, buffer in module.named_buffers()}, True
+
+    def losses(self, batch: Any) -> list[Tensor]:
+        """The losses of one step: of each backward pass under manual optimization, else what the step returns."""
+        return self._steps([batch])
+
+    def _steps(self, batches: Sequence[Any], *, random: rng.RngState | None = None) -> list[Tensor]:
+        """The same for several steps, each of which finds what the one before has left.
+
+        Args:
+            batches: of each step.
+            random: the random state that each begins in, if it is to be the same for all.
+        """
+        losses: list[Tensor] = []
+        moved: dict[str, Tensor] = {}
+        self.metrics.next_run()
+        with self._harmless():
+            for index, given in enumerate(batches):
+                recorded: list[Tensor] = []
+                if random is not None:
+                    rng.restore(random, {})
+                # With gradients, as in the run: a step may keep what it computes only where there are any.
+                with torch.enable_grad(), recorded_backward(recorded, list(self.module.parameters())):
+                    # The engines count what is drawn from the transfer hooks on (augmentation on the device) as the step's, too.
+                    given = transfer_batch(self.module, given) if self.batches.raw else given
+                    self.rehearsal._hook("on_train_batch_start", given, index)
+                    with recorded_logs(self.module) as logged:
+                        output = self.rehearsal._call("training_step", given, index)
+                self.module.zero_grad()
+                if self.module.automatic_optimization:
+                    loss = output.get("loss") if isinstance(output, Mapping) else output
+                    recorded = [] if loss is None else [loss]
+                losses += [loss.detach().double().mean() for loss in recorded]
+                output = loss = recorded = None  # type: ignore[assignment]  # and with them the step's graph
+            for name, buffer in self.module.named_buffers() if self._prepared else ():
+                before = self.buffers.get(name)
+                if before is None or buffer.shape != before.shape or not same_values(buffer, before):
+                    moved[name] = buffer.detach().double()
+        for name, buffer in self.module.named_buffers():
+            if name in self.buffers:
+                buffer.data = self.buffers[name].clone()
+        self.logs.append(logged)
+        self.moved.append(moved)
+        return losses
+
+    def _split(self, size: int) -> tuple[SplitFinding, DrawPlan]:
+        """Compare the whole batch with ``size`` parts of it."""
+        reason: str | None
+        try:
+            difference, observed = self._compare(size)
+            again = any(
+                isinstance(draw.choice, Rows) and draw.shape[draw.choice.dim] > self.batches.count for draw in observed.draws.draws or ()
+            )
+            if again and not difference <= _EQUAL:
+                other, reordered = self._compare(size, groups_first=True)
+                if other < difference:
+                    difference, observed = other, reordered
+            # A few samples' order may come out alike by chance.
+            for _ in range(_ORDERS if any(draw.op == "randperm" for draw in observed.draws.draws or ()) else 0):
+                if difference <= _EQUAL:
+                    difference, observed = self._compare(size, groups_first=groups_first_of(observed))
+        except Exception as error:
+            _LOG.debug("the step fails on a part of the first batch", exc_info=True)
+            reason = f"the step fails on a part of a batch, though not on the whole ({_words(error)})"
+            return SplitFinding(splittable=False, reason=reason), DrawPlan()
+        if self.written is not None:
+            return SplitFinding(splittable=False, reason=f"the step writes to its own parameters: {self.written[1]}"), DrawPlan()
+        if self.drifting is not None and self._refuses("buffers", drift := f"the step writes to its own buffers: {self.drifting[1]}"):
+            return SplitFinding(splittable=False, reason=drift + overrule("buffers")), DrawPlan()
+        if difference <= _EQUAL and not observed.draws.seeded:
+            reason = self._kept(size, observed)
+            if reason is not None:
+                return SplitFinding(splittable=False, reason=reason), DrawPlan()
+        if _EQUAL < difference < math.inf:  # which may still be rounding, where large terms cancel
+            difference = min(difference, self._compare_in_double(size, observed))
+        draws = observed.draws
+        uneven = self.batches.uneven(shares_of(self.batches.count, size))
+        if difference <= _EQUAL:
+            difference, reason = 0.0, None
+        elif math.isnan(difference):
+            reason = "a loss isn't finite"
+        elif len({len(losses) for losses in (observed.whole, *observed.parts)}) > 1:
+            reason = "a part of a batch has another number of losses than the whole"
+        elif self.batches.random:
+            reason = "making the batch draws random numbers, which each rank draws for its part"
+        elif uneven:
+            reason = "samples are padded to the longest one of their part"
+        elif draws.seeded:
+            reason = "the shapes of its random draws depend on the data"
+        else:
+            reason = "it is no mean over the samples"
+        return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason), replace(
+            draws, seeded=draws.seeded or uneven
+        )
+
+    def _refuses(self, name: str, reason: str) -> bool:
+        """Whether what speaks against a split isn't overruled."""
+        if name in self.despite:
+            self.overruled[name] = reason
+        return name not in self.despite
+
+    def _compare(self, size: int, *, groups_first: bool = False) -> tuple[float, Observation]:
+        shares = shares_of(self.batches.count, size)
+        observed = self._observed(self.losses, shares, groups_first=groups_first)
+        if not self.batches.double:
+            self.logged = compare_logs("training_step", self.logs[0], self.logs[1:], [share.rows for share in shares])
+            self.drifting = drifting(self.moved)
+            same_shape = (name for name, value in self.moved[0].items() if name in self.buffers and value.shape == self.buffers[name].shape)
+            self.counted = tuple(sorted(same_shape))
+            self.written = drifting([deeds.written for deeds in self.deeds])
+            if self.writes is None and self.deeds[0].written:  # else the trace tells
+                name = next(iter(self.deeds[0].written))
+                self.part_reason = f"the step writes to the parameter {name!r}, which each part of a batch would do"
+            self.uneven_calls = uneven([deeds.calls for deeds in self.deeds])
+        return difference_of(observed, shares), observed
+
+    def _kept(self, size: int, one: Observation) -> str | None:
+        """Why ranks would part by what a step leaves to the next one, though ``one`` step by itself gives the whole batch's loss."""
+        overruled_too = dict(self.module.named_buffers()) if "buffers" in self.overruled else ()
+        ignored = {*vars(LightningModule()), "trainer", *overruled_too}
+        kept = [name for name in dict.fromkeys(name for deeds in self.deeds for name in deeds.kept) if name not in ignored]
+        if not kept:
+            return None
+        shares = shares_of(self.batches.count, size)
+        try:
+            difference = self._after_two(shares, groups_first_of(one))
+        except Exception as error:  # the first step ran
+            _LOG.debug("a second step fails", exc_info=True)
+            return f"a second step fails on a part of the batch, after a first one on it ({_words(error)})"
+        names = ", ".join(repr(name) for name in kept if not name.rpartition(".")[2].startswith("_")) or repr(kept[0])
+        if _EQUAL < difference < math.inf:  # which may be the rounding of two steps
+            try:
+                with self._in_double():
+                    difference = min(difference, self._after_two(shares, groups_first_of(one)))
+            except Exception:  # the step insists on single precision
+                _LOG.debug("two steps can't be run in double precision", exc_info=True)
+        if difference <= _EQUAL:
+            if self.module.automatic_optimization and self._left_to_parts(shares):
+                words = f"a step leaves {names} to the next one, which parts of a batch that run one after the other would do, too"
+                if self._refuses("kept", words):
+                    self.part_reason = words + overrule("kept")
+            return None
+        words = (
+            f"by what the step keeps of a batch ({names}) the next one's loss differs by {difference:.2g} of it when split, as each rank "
+            "would keep its own part"
+        )
+        return words + overrule("kept") if self._refuses("kept", words) else None
+
+    def _after_two(self, shares: Sequence[BatchShare], groups_first: bool) -> float:
+        """By how much the losses of two steps on the same batch differ."""
+        two = self._observed(lambda batch: self._steps([copied(batch), batch]), shares, groups_first=groups_first)
+        return difference_of(two, shares)
+
+    def _left_to_parts(self, shares: Sequence[BatchShare]) -> bool:
+        """Whether a part's loss is another one after another part."""
+        one, other = (self.batches.part(share) for share in shares[:2])
+        random = rng.capture({})
+        alone = self._steps([other], random=random)
+        try:
+            both = self._steps([one, self.batches.part(shares[1])], random=random)
+        except Exception:  # it ran alone
+            _LOG.debug("a part's step fails after another's", exc_info=True)
+            return True
+        return any(not abs(after - before) <= _EQUAL * abs(before) for after, before in zip(both[-len(alone) :], alone, strict=True))
+
+    def _observed(self, step: Callable[[Any], list[Tensor]], shares: Sequence[BatchShare], *, groups_first: bool = False) -> Observation:
+        """The step on the whole batch and on its parts, whose metrics exchange their states as those of ranks do."""
+        state = rng.capture({})
+
+        def observed(*, merge: bool) -> Observation:
+            for noted in (self.logs, self.moved, self.deeds, self.left):
+                noted.clear()
+            with self.metrics.runs(merge=merge):
+                return observe(step, self.batches.part, shares, groups_first=groups_first)
+
+        apart = observed(merge=False)
+        if not self.metrics.exchanged:
+            return apart
+        rng.restore(state, {})
+        if self.metrics.trained and not difference_of(apart, shares) <= _EQUAL:
+            names = ", ".join(self.metrics.trained)
+            self.part_reason = (
+                f"the loss goes by {names}, which is no mean over the samples, and a part of a batch would be trained on its own"
+            )
+        return observed(merge=True)
+
+    def _compare_in_double(self, size: int, observed: Observation) -> float:
+        """The difference without single precision's rounding; infinite where the step insists on single precision."""
+        try:
+            with self._in_double():
+                return self._compare(size, groups_first=groups_first_of(observed))[0]
+        except Exception:
+            _LOG.debug("the step can't be run in double precision", exc_info=True)
+            return math.inf
+
+    @contextmanager
+    def _in_double(self) -> Iterator[None]:
+        """While open, the module and what it is fed are in double precision."""
+        before, types = self.buffers, {name: tensor.dtype for name, tensor in _tensors(self.module)}
+        try:
+            self.module.double()
+            self.batches.double, self.buffers = True, {name: tensor.clone() for name, tensor in self.module.named_buffers()}
+            yield
+        finally:
+            self.batches.double, self.buffers = False, before
+            for name, tensor in _tensors(self.module):
+                tensor.data = tensor.data.to(types[name])
+
+
+def _tensors(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _call_closure(closure: Callable[[], Any] | None = None) -> Any:
+    """An optimizer's step that changes nothing."""
+    return None if closure is None else closure()
+
+
+def _words(error: BaseException) -> str:
+    """An exception in a line."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

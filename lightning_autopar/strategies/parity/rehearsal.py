@@ -1,0 +1,314 @@
+"""Whether an engine that takes a module apart runs its step right: found out before any worker starts, on the first batch.
+
+Forked ranks take a few real steps with the engine, all on the same batch, which must give what one process gives with whole parameters.
+Knows Lightning modules; nothing of devices, of how plans are chosen, nor of what the engine does (``rehearse_fsdp``, ``rehearse_zero``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._lightning_compat import transfer_batch
+from lightning_autopar._temporary import replaced
+from lightning_autopar.memory.footprint import Conduct
+from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.trace.first_batch import copied as copied_batch
+from lightning_autopar.state.checkpoint import whole_state_dict
+from lightning_autopar.state.pretrained import check_values
+from lightning_autopar.strategies.parity.check import PASSED, Check, failed, not_made
+from lightning_autopar.text import format_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_LOG = logging.getLogger(__name__)
+
+#: So many steps each: stale parameters show in the step after the one that left them.
+STEPS = 3
+#: Of all steps on all ranks: about two seconds on a CPU core.
+_FLOPS = 4e10
+#: Copies are made: of parameters, gradients and optimizer states, on three processes.
+_PARAMETER_BYTES = 64 << 20
+_TIMEOUT_SECONDS = 60.0
+#: The same arithmetic on the same numbers; what is lost or stale is off by as much as a step changes.
+_EQUAL = 1e-5
+#: How far off parameters begin to see what rounding does to them, in units of their last place; and how much further an engine's rounding,
+#: at every operation, may take them.
+_NUDGES, _SWINGS = 4, 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What some steps gave."""
+
+    losses: tuple[float, ...]
+    weights: dict[str, Tensor]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swings:
+    """By how much rounding alone moves what some steps give."""
+
+    losses: tuple[float, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+
+#: Makes the batch anew, since a step may change what it gets.
+Batch = Callable[[], Any]
+#: Takes the steps with an engine, as one rank of a group that there is; the flag says whether the weights are asked for. A collective.
+Steps = Callable[["LightningModule", "Trainer | None", Batch, bool], Run]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What is rehearsed.
+
+    Args:
+        steps: takes them.
+        where: what goes before a finding: ``"on sharded parameters"``.
+        lost: what a difference means, in a few words.
+        sentence: a failure's cause in a user's words; gets what the child failed with.
+        traced: why it can't run the step, by what the traced step does with parameters; None where it can. It is asked about what is too
+            large to be tried.
+        world_size: how many ranks, 1 or 2.
+    """
+
+    steps: Steps
+    where: str
+    lost: str
+    sentence: Callable[[str], str]
+    traced: Callable[[Conduct], str | None]
+    world_size: int = 2
+
+
+def rehearse(
+    module: LightningModule, trainer: Trainer | None, first: FirstBatch, engine: Engine, *, flops: int = 0, conduct: Conduct | None = None
+) -> Check:
+    """Whether the engine runs the module's training step as one process does.
+
+    A module or a step that is too large to be tried on a CPU is judged by what the traced step does with parameters: an engine differs
+    from one process in nothing else.
+
+    Meant for a process that hasn't run a backward pass: each part of the rehearsal is forked from it before it runs one itself.
+
+    Args:
+        module: the user's module, set up; it stays as it is.
+        trainer: the trainer that it was passed to, read only.
+        first: the first training batch.
+        engine: what to try.
+        flops: of a step on the whole batch.
+        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
+    """
+    count = _samples(first, flops)
+    large = _too_large(module) or (None if count else f"a step of {flops:.1e} floating-point operations is too long to try on the CPU")
+    if large is not None:
+        return by_trace(conduct, engine.traced, large)
+    if dist.is_initialized():
+        return not_made("the process that would try it is in a process group already")
+    for last in (False, True):
+        try:
+            return run_forked(_rehearse, module, trainer, first, count, engine, timeout_seconds=_TIMEOUT_SECONDS)
+        except ChildFailed as error:
+            _LOG.debug("the step can't be rehearsed %s", engine.where, exc_info=True)
+            if error.timed_out:
+                return not_made(f"it takes more than {_TIMEOUT_SECONDS:.0f} s on the CPU")
+            # gloo's threads abort their process where a connection breaks off: once, that says nothing of the module.
+            if last or not error.crashed:
+                return failed(engine.sentence(error.reason))
+    raise AssertionError("the last failure is an answer")
+
+
+def by_trace(conduct: Conduct | None, refusal: Callable[[Conduct], str | None], large: str) -> Check:
+    """The check of what is too large to be tried.
+
+    Args:
+        conduct: as for :func:`rehearse`.
+        refusal: as an engine's ``traced``.
+        large: why it is too large, as the end of a sentence.
+    """
+    if conduct is None:
+        return not_made(f"{large}, and it couldn't be traced either")
+    reason = refusal(conduct)
+    return PASSED if reason is None else failed(reason)
+
+
+def _too_large(module: nn.Module) -> str | None:
+    """Why a module is too large to be rehearsed; None for any other."""
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    if size_bytes <= _PARAMETER_BYTES:
+        return None
+    return f"{format_bytes(size_bytes)} of parameters are more than the {format_bytes(_PARAMETER_BYTES)} that are tried"
+
+
+def _samples(first: FirstBatch, flops: int) -> int:
+    """How many samples to rehearse with: all, or two of them where a step is long; 0 for no rehearsal."""
+    steps = 4 * STEPS  # twice whole, and on two ranks
+    if flops * steps <= _FLOPS:
+        return max(1, first.batch_size)
+    small = min(2, first.batch_size)
+    return small if first.samples is not None and flops * steps * small / max(1, first.batch_size) <= _FLOPS else 0
+
+
+def _rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int, engine: Engine) -> Check:
+    """Rank 0, and the judge: has the steps taken with whole parameters, forks rank 1, then compares parts with those.
+
+    Children draw the same numbers, as they are forked in the same state.
+    """
+    batch = _batches(module, trainer, first, count)
+    try:
+        plain = run_forked(_plain_steps, module, trainer, batch)
+    except ChildFailed as error:  # which says nothing about parts
+        return not_made(f"the step fails on the CPU with whole parameters, too ({error.reason})")
+    swings = _swings(plain, module, trainer, batch)
+    with tempfile.TemporaryDirectory() as folder:
+        if engine.world_size > 1:
+            reader, writer = os.pipe()
+            args = (writer, Path(folder), module, trainer, first, count, engine)
+            partner = threading.Thread(target=_partner, args=args, daemon=True)
+            partner.start()
+            os.read(reader, 1)  # rank 1 is forked: from here on threads may be started
+        ours = _rank(0, Path(folder), module, trainer, first, count, engine)
+    assert ours is not None
+    difference = _difference(plain, ours, engine, swings)
+    return PASSED if difference is None else failed(difference)
+
+
+def _swings(plain: Run, module: LightningModule, trainer: Trainer | None, batch: Batch) -> Swings:
+    """By how much rounding alone moves losses and weights: what one process gives when each parameter begins in its last bits elsewhere.
+
+    A gradient that is nothing but rounding (of a key's bias, which softmax takes out again) becomes a step of full size under Adam.
+    """
+    try:
+        nudged = run_forked(_nudged_steps, module, trainer, batch)
+    except ChildFailed:  # it ran a moment ago: a step that fails now and then, which isn't granted any swing
+        _LOG.debug("the steps can't be taken from elsewhere", exc_info=True)
+        return Swings()
+    return Swings(
+        losses=tuple(_SWINGS * abs(one - other) for one, other in zip(nudged.losses, plain.losses, strict=False)),
+        weights={
+            name: _SWINGS * float((nudged.weights[name] - value).abs().max())
+            for name, value in plain.weights.items()
+            if value.is_floating_point() and value.numel()
+        },
+    )
+
+
+def _partner(writer: int, folder: Path, *args: Any) -> None:
+    def rank_1() -> None:
+        os.write(writer, b"1")
+        _rank(1, folder, *args)
+
+    with suppress(ChildFailed):  # rank 0 fails likewise, and tells of it
+        run_forked(rank_1, timeout_seconds=_TIMEOUT_SECONDS)
+    os.write(writer, b"1")
+
+
+def _rank(
+    rank: int, folder: Path, module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int, engine: Engine
+) -> Run | None:
+    timeout = timedelta(seconds=_TIMEOUT_SECONDS / 2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=engine.world_size, timeout=timeout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a library deprecates is no failure, also where warnings are made errors
+        run = engine.steps(module, trainer, _batches(module, trainer, first, count), rank == 0)
+    dist.barrier()  # rank 1 may leave, and break the connection off, when rank 0 has all that it waits for
+    return run if rank == 0 else None
+
+
+def _batches(module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int) -> Batch:
+    def make() -> Any:
+        if first.samples is None or first.collate is None or count == first.batch_size:
+            return copied_batch(first.batch)
+        batch = first.collate(first.samples[:count])
+        return batch if trainer is None else transfer_batch(module, batch)
+
+    return make
+
+
+def _plain_steps(module: LightningModule, trainer: Trainer | None, batch: Batch) -> Run:
+    """The same steps in one process, with whole parameters; the module is changed."""
+    with warnings.catch_warnings(), losses_of_backward() as losses:
+        warnings.simplefilter("ignore")  # as for the ranks
+        rehearsal = rehearsed(module, trainer)
+        rehearsal.build()
+        check_values(module)
+        for index in range(STEPS):
+            rehearsal.training_step(batch(), index)
+    return Run(losses=tuple(losses), weights=copied(whole_state_dict(module, keep=True)), notes=tuple(rehearsal.notes))
+
+
+def _nudged_steps(module: LightningModule, trainer: Trainer | None, batch: Batch) -> Run:
+    """The same from parameters that differ in their last bits."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.mul_(1 + _NUDGES * torch.finfo(parameter.dtype).eps)
+    return _plain_steps(module, trainer, batch)
+
+
+def rehearsed(module: LightningModule, trainer: Trainer | None) -> Rehearsal:
+    """The module's training step, to be called as Lightning would."""
+    return Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
+
+
+def copied(state_dict: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state dict, apart from the module."""
+    return {name: value.detach().clone() for name, value in state_dict.items() if isinstance(value, Tensor)}
+
+
+@contextmanager
+def losses_of_backward() -> Iterator[list[float]]:
+    """While open, what backward passes begin with is noted down."""
+    losses: list[float] = []
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        losses.extend(float(tensor.detach().sum()) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors))
+        return original(tensors, *args, **kwargs)
+
+    with replaced(torch.autograd, "backward", backward):
+        yield losses
+
+
+def _difference(plain: Run, ours: Run, engine: Engine, swings: Swings) -> str | None:
+    """What the engine changes, in a sentence, by more than it swings."""
+    where = engine.where
+    failed = Counter(ours.notes) - Counter(plain.notes)
+    if failed:
+        return f"{where} {next(iter(failed))}"
+    if len(plain.losses) != len(ours.losses):
+        return f"{where} the step has {len(ours.losses)} losses instead of {len(plain.losses)}"
+    for loss, theirs, swing in zip_longest(ours.losses, plain.losses, swings.losses[: len(plain.losses)], fillvalue=0.0):
+        if math.isfinite(theirs) and not abs(loss - theirs) <= max(_EQUAL * max(1.0, abs(theirs)), swing):
+            return f"{where} the loss is {loss:.6g} instead of {theirs:.6g}: {engine.lost}"
+    for name, theirs_ in plain.weights.items():
+        if name not in ours.weights:
+            return f"{where} {name!r} is missing from the module's state"
+        if theirs_.dtype is torch.bool or not theirs_.numel():
+            continue
+        weight = ours.weights[name].to(theirs_.dtype)
+        if torch.allclose(weight, theirs_, rtol=_EQUAL, atol=_EQUAL, equal_nan=True):
+            continue
+        if not float((weight - theirs_).abs().max()) <= swings.weights.get(name, 0.0):
+            return f"{where} {name!r} has other values after {STEPS} steps: {engine.lost}"
+    return None

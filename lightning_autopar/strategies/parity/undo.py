@@ -1,0 +1,202 @@
+"""Run a step of a module and undo what it did to the module: parameters that it wrote to, attributes that it set; and tell what that was.
+
+Knows modules, and nothing of batches, trainers or engines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import psutil
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from lightning_autopar.text import format_bytes
+
+try:
+    import numpy
+except ImportError:  # torch runs without it
+    numpy = None  # type: ignore[assignment]
+
+#: Relative difference up to which written values count as equal: rounding of float32 sums taken in another order, and some cancellation.
+_EQUAL = 1e-5
+#: Parameters are copied to see whether a step writes to them, into this share of the memory that the host has left.
+_HOST_SHARE = 0.5
+#: Of what attributes hold: more objects, or larger tensors, are data rather than what a step keeps.
+_MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20
+_TORCHS = frozenset(vars(nn.Module()))
+_NOT_THE_USERS = ("torch.", "lightning.", "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
+
+
+@dataclass(kw_only=True)
+class Deeds:
+    """What a step did.
+
+    Args:
+        written: name → new value of each parameter that the step wrote to.
+        calls: how often each submodule was called, by name.
+        kept: names of attributes that the step left otherwise than it found them, or something in them.
+    """
+
+    written: dict[str, Tensor] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    kept: tuple[str, ...] = ()
+
+
+@contextmanager
+def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator[Deeds]:
+    """Around a step: afterwards the module's parameters and the attributes of its submodules are as before, what lies in them included.
+
+    Buffers keep what was written to them, but are the same tensors as before.
+
+    Args:
+        module: the root.
+        writes: names of the parameters that the step writes to, where its trace has shown them; else all are looked at.
+
+    Raises:
+        MemoryError: if the host has no room for a copy of these parameters.
+    """
+    deeds = Deeds()
+    parameters = {name: parameter for name, parameter in module.named_parameters() if writes is None or name in writes}
+    size_bytes = sum(parameter.nbytes for parameter in parameters.values() if not is_fake(parameter))
+    free_bytes = psutil.virtual_memory().available
+    if size_bytes > _HOST_SHARE * free_bytes:
+        raise MemoryError(
+            f"a copy of {format_bytes(size_bytes)} of parameters, to see whether the step writes to them, is more than half of the "
+            f"{format_bytes(free_bytes)} that the host has left"
+        )
+    copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
+    put_back = _held_by(module)
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            deeds.calls[name] += 1
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, child in module.named_modules():
+            if name:
+                hooks.callback(child.register_forward_pre_hook(count(name)).remove)
+        try:
+            yield deeds
+        finally:
+            replaced = [
+                f"{name}.{attribute}".lstrip(".")
+                for (name, child), (_, values, buffers) in zip(module.named_modules(), attributes, strict=False)
+                for attribute, value in (*child.__dict__.items(), *child._buffers.items())
+                if attribute not in _TORCHS and {**values, **buffers}.get(attribute, deeds) is not value
+            ]
+            for child, values, buffers in attributes:
+                child.__dict__.clear()
+                child.__dict__.update(values)
+                child._buffers.clear()
+                child._buffers.update(buffers)
+            deeds.kept = tuple(dict.fromkeys([*replaced, *(name for name, undo in put_back if undo())]))
+            for name, copy in copies.items():
+                parameter = parameters[name]
+                if parameter.shape == copy.shape and not same_values(parameter.detach(), copy):
+                    deeds.written[name] = parameter.detach().clone()
+                    parameter.data.copy_(copy)
+
+
+def _held_by(module: nn.Module) -> list[tuple[str, Callable[[], bool]]]:
+    """What puts back the contents of the containers, tensors and objects of the user's that attributes hold, and says whether they changed.
+
+    Each with the attribute's name.
+    """
+    undo: list[tuple[str, Callable[[], bool]]] = []
+    seen = {id(child) for child in module.modules()} | {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    left = [
+        (f"{name}.{attribute}".lstrip("."), value)
+        for name, child in module.named_modules()
+        for attribute, value in child.__dict__.items()
+        if attribute not in _TORCHS
+    ]
+    while left and len(seen) < _MOST_OBJECTS:
+        name, value = left.pop()
+        if id(value) in seen or isinstance(value, (str, bytes, int, float, bool, type, type(None))):
+            continue
+        seen.add(id(value))
+        if type(value) is Tensor and value.is_leaf and value.nbytes <= _TENSOR_BYTES:
+            undo.append((name, partial(_fill, value, value.detach().clone())))
+        elif numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= _TENSOR_BYTES:
+            undo.append((name, partial(_overwrite, value, value.copy())))
+        elif isinstance(value, (list, deque, set, dict)) and len(value) <= _MOST_OBJECTS:
+            undo.append((name, partial(_refill, value, copy(value))))
+            left += [(name, item) for item in (value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, tuple):
+            left += [(name, item) for item in value]
+        elif hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_NOT_THE_USERS):
+            left.append((name, value.__dict__))
+    return undo
+
+
+def _fill(tensor: Tensor, before: Tensor) -> bool:
+    if tensor.shape != before.shape:
+        tensor.data = before
+    elif same_values(tensor, before):
+        return False
+    else:
+        tensor.data.copy_(before)
+    return True
+
+
+def _overwrite(array: Any, before: Any) -> bool:
+    changed: bool = array.tobytes() != before.tobytes()
+    array[...] = before
+    return changed
+
+
+def _refill(container: Any, before: Any) -> bool:
+    now, then = ([id(item) for item in (each.values() if isinstance(each, dict) else each)] for each in (container, before))
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(before)
+    return now != then
+
+
+def drifting(written: Sequence[Mapping[str, Tensor]]) -> tuple[float, str] | None:
+    """By how much something that a step writes (a codebook's averages, say) comes out otherwise on a part of the batch, and the sentence.
+
+    Args:
+        written: of the step on the whole batch, then on each part of it.
+    """
+    names = sorted({name for values in written for name in values})
+    for name in names:
+        sentence = f"{name!r} depends on the batch, and each rank would keep one of its own"
+        values = [each[name].double() if name in each else None for each in written]
+        whole = values[0]
+        for part in values[1:]:
+            if whole is None or part is None or part.shape != whole.shape:
+                return 1.0, sentence
+            same = (part == whole) | (part.isnan() & whole.isnan())  # infinities, and what isn't a number yet, are the same there
+            if bool(same.all()):
+                continue
+            finite = whole[whole.isfinite()].abs()
+            scale = float(finite.max()) if finite.numel() else 0.0
+            distance = float((part - whole)[~same].abs().max()) / scale if scale else 1.0
+            if not distance <= _EQUAL:
+                return distance, sentence
+    return None
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape hold the same; what isn't a number is the same as what isn't one."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def uneven(calls: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
+    """The submodules that a step calls more or less often on a part of the batch than on the whole.
+
+    Args:
+        calls: of the step on the whole batch, then on each part of it.
+    """
+    names = {name for counts in calls for name in counts}
+    return tuple(sorted(name for name in names if len({counts.get(name, 0) for counts in calls}) > 1))

@@ -1,0 +1,328 @@
+"""What each rank of a pipeline holds at the peak of a step. Arithmetic only: imports neither torch nor Lightning, and measures nothing.
+
+As ``torch.distributed.pipelining`` runs stages that replay the user's own ``training_step`` (torch 2.13, ``schedules.py``;
+``strategies/pipeline/run/torch_schedules.py``):
+
+- Stage ``s`` runs from its first block to just before the next stage's: what runs between two blocks belongs to the stage before the cut.
+- What a stage receives is allocated when it is asked for: activations stay until the micro-batch's backward is over, gradients during it
+  (under 1F1B until the next are asked for). The interleaved schedule, which ``torch`` runs action by action, asks an action ahead.
+- Until its backward, a micro-batch holds what forward saved, and the stage's output. The last stage's output is the loss.
+- What was sent stays until the schedule lets go of the operation: to the end of the step under GPipe and interleaved 1F1B;
+  under 1F1B the last gradient, and the last activation but one that was sent before the first backward. gloo's operations hold
+  their tensor for as long as they exist; NCCL's let go of it at ``wait`` (``ProcessGroupNCCL.cpp``).
+- No gradients of the step before are there when the schedule begins, as it runs its own backwards; of batches before it that are
+  accumulated they lie aside.
+- Replicas average a stage's gradients after its last backward, small ones in flat copies (``strategies/pipeline/run/replicas.py``).
+- Masks and the like, which are made before the first block, every stage makes for itself.
+- A step without gradients takes the replica's whole part of the batch through the stages at once, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.moments import RNG_STATE_BYTES
+from lightning_autopar.memory.parts import Part, parts_of
+from lightning_autopar.plans import INTERLEAVED, Plan
+from lightning_autopar.strategies.pipeline.schedules import rank_actions
+
+#: From this size on replicas average a gradient by itself, without a copy (``strategies/pipeline/run/replicas.py``).
+_AVERAGED_ALONE_BYTES = 1024**2
+
+
+def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool = False) -> DeviceBytes:
+    """What a rank holds at its fullest moment, over all of its stages.
+
+    Args:
+        footprint: of the module, at the whole batch, with a tape.
+        plan: a pipeline.
+        rank: among all ranks of the plan.
+        on_cpu: whether gloo sends, and the optimizer works parameter by parameter.
+
+    Raises:
+        ValueError: if the plan cuts at something that is none of the footprint's blocks, or not in their order, or there is no tape.
+    """
+    assert plan.schedule is not None
+    if footprint.tape is None or not footprint.outer:
+        raise ValueError("the stages of a pipeline can't be predicted, as the step wasn't traced; choose another engine")
+    starts = _starts(footprint, plan)
+    position, replica = rank % plan.devices_per_replica, rank // plan.devices_per_replica
+    rows = max(1, -(-(footprint.batch_size - replica) // plan.replicas))
+    whole = max(1, footprint.batch_size)
+    share = -(-rows // (plan.micro_batches if footprint.training else 1)) / whole
+    parts = parts_of(footprint.tape, len(footprint.blocks))
+    recomputed = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
+    stages = {
+        stage: _Stage.of(footprint, parts, starts, stage, share, recomputed, RNG_STATE_BYTES if on_cpu else 0)
+        for stage in range(position, plan.stages, plan.devices_per_replica)
+    }
+    held = _states(plan, stages)
+    held["input"] = round(footprint.input_bytes * rows / whole)
+    if footprint.training:
+        aside = sum(stage.gradients for stage in stages.values()) if footprint.tape.batches > 1 else 0
+        running = _run(plan, position, stages, on_cpu)
+        running["gradients"] += aside
+        averaging = _averaging(plan, stages)
+        averaging["gradients"] += aside
+        running = max(running, averaging, _stepping(footprint, stages, on_cpu), key=lambda moment: sum(moment.values()))
+    else:
+        running = {"gradients": 0, "temporary": max(stage.forward for stage in stages.values())}
+    return DeviceBytes(
+        parameters=held["parameters"],
+        gradients=running["gradients"],
+        optimizer=held["optimizer"],
+        activations=running.get("activations", 0),
+        temporary=running["temporary"],
+        buffers=held["buffers"],
+        input=held["input"],
+        communication=held["communication"] + running.get("communication", 0),
+    )
+
+
+def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: float) -> tuple[int, int]:
+    """What a validation step between two training steps takes on a rank, the batch included, and its buffers to receive into, in bytes.
+
+    What crosses a cut counts as it does in training.
+
+    Args:
+        footprint: of a training step, with what is known of the validation's.
+        plan: a pipeline.
+        rank: among all ranks of the plan.
+        share: its replica's part of the batch.
+    """
+    assert footprint.tape is not None, "asked before"
+    starts = _starts(footprint, plan)
+    parts = parts_of(footprint.tape, len(footprint.blocks))
+    own = range(rank % plan.devices_per_replica, plan.stages, plan.devices_per_replica)
+    received = sum(one.size.at(share) for stage in own if stage for one in parts[starts[stage]].crossing)
+    runs = footprint.evaluation_bytes or 0
+    if footprint.evaluation_parts:
+        runs = max(footprint.evaluation_parts[number] for stage in own for number in range(starts[stage], starts[stage + 1]))
+    return round(runs * share), received
+
+
+def _indices(footprint: Footprint, fqns: tuple[str, ...]) -> list[int]:
+    """Of blocks."""
+    known = {block.fqn: index for index, block in enumerate(footprint.blocks)}
+    for fqn in fqns:
+        if fqn not in known:
+            raise ValueError(
+                f"the plan names the block {fqn!r}, but the footprint has {', '.join(known) or 'no blocks'}; plan again for this module"
+            )
+    return [known[fqn] for fqn in fqns]
+
+
+def _starts(footprint: Footprint, plan: Plan) -> list[int]:
+    """With which part each stage begins, and the number of all parts."""
+    cuts = _indices(footprint, plan.cuts)
+    if cuts != sorted(cuts) or cuts[0] == 0:
+        raise ValueError(f"the plan's cuts are {', '.join(plan.cuts)}; name blocks after the first one, in the order in which they run")
+    return [0, *(2 * cut + 1 for cut in cuts), 2 * len(footprint.blocks) + 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """What one stage takes, in bytes; of activations those of one micro-batch.
+
+    Args:
+        parameters: of its own, tied copies included; so are ``gradients`` and ``optimizer``.
+        largest: its largest parameter.
+        flat: those of its gradients that replicas average in flat copies.
+        received: the activations that it gets; their gradients are as many.
+        sent: the activations that it hands on; the gradients that it gets are as many.
+        output: those of ``held`` that are its output.
+        held: between a micro-batch's forward and its backward, what it received included.
+        forward: at the fullest moment of a forward.
+        backward: at the fullest moment of a backward, the gradients that it got included; complete gradients aren't counted.
+        first: the same of a step's first backward, with the gradients that are complete by then.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    largest: int
+    flat: int
+    received: int
+    sent: int
+    output: int
+    held: int
+    forward: int
+    backward: int
+    first: int
+
+    @classmethod
+    def of(
+        cls,
+        footprint: Footprint,
+        parts: list[Part],
+        starts: list[int],
+        stage: int,
+        share: float,
+        recomputed: frozenset[int],
+        kept_random: int,
+    ) -> _Stage:
+        """A stage at a micro-batch's share of the batch."""
+        begin, end = starts[stage], starts[stage + 1]
+        layers = [_layer(footprint, number) for number in range(begin, end)]
+        shared = footprint.shared_uses(begin, end)
+        twice = _twice(footprint, begin, end)
+        received = sum(one.size.at(share) for one in parts[begin].crossing) if begin else 0
+        crossing = parts[end].crossing if end < len(parts) else []
+        output = sum(one.size.at(share) for one in crossing if one.made >= begin)
+        held = passing = parts[begin].anew.at(share) if begin else 0
+        passing += sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept)
+        forward = 0
+        before: list[int] = []
+        kept_until = dict.fromkeys(range(begin, len(parts)), 0)
+        for number in range(begin, end):
+            part = parts[number]
+            forward = max(forward, held + (part.forward if number == begin else part.forward_given).at(share))
+            lent = {until: size.at(share) for until, size in part.lent.items()}
+            for until, size in lent.items():
+                kept_until[max(until, begin)] += size
+            inner = part.inner.at(share)
+            if number in recomputed:
+                inner = kept_random
+                if number != begin:
+                    inner += round(footprint.blocks[number // 2].input_extra_bytes * share)
+            before.append(inner)
+            held += inner + sum(lent.values())
+        passing += sum(size for until, size in kept_until.items() if until >= end)
+        gradients = sum(layer.gradient_bytes for layer in layers) + sum(use[3] for use in shared)
+        last = max((number for number in range(begin, end) if parts[number].active), default=begin)
+        backward = first = inside = 0
+        complete = 0
+        below = sum(before) + sum(size for until, size in kept_until.items() if until < end)
+        for number in range(end - 1, begin - 1, -1):
+            part = parts[number]
+            below -= before[number - begin]
+            below -= kept_until[number]
+            given, lent_too = number != last, number != begin
+            again = number in recomputed
+            most = (part.backward_again if again else part.backward)[given, lent_too].at(share)
+            most_first = (part.first_again if again else part.first)[given, lent_too].at(share)
+            if again:
+                kept = before[number - begin]
+                running = kept + kept_random + part.again.at(share) + (inside if given else 0)
+                most, most_first = max(most + kept, running), max(most_first + kept, running)
+            waiting = passing + below + sum(size_bytes for low, high, size_bytes in twice if low <= number < high)
+            backward = max(backward, waiting + most)
+            first = max(first, waiting + most_first + complete)
+            inside = part.returns.at(share)
+            complete += _layer(footprint, number).gradient_bytes
+        rows = [length * size_bytes for layer in layers for length, size_bytes, _ in layer.parameter_rows]
+        learning = [length * size_bytes for layer in layers for length, size_bytes, learns in layer.parameter_rows if learns]
+        learning += [use[3] for use in shared]
+        sent = sum(one.size.at(share) for one in crossing)
+        return cls(
+            parameters=sum(layer.parameter_bytes for layer in layers) + sum(use[2] for use in shared),
+            gradients=gradients,
+            optimizer=sum(layer.optimizer_bytes for layer in layers) + sum(use[4] for use in shared),
+            buffers=sum(layer.buffer_bytes for layer in layers),
+            largest=max([*rows, *(use[2] for use in shared)], default=0),
+            flat=sum(size for size in learning if size < _AVERAGED_ALONE_BYTES),
+            received=received,
+            sent=sent,
+            output=output,
+            held=received + held + sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept),
+            forward=received + forward,
+            backward=received + sent + backward,
+            first=received + sent + first,
+        )
+
+
+def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """Of each parameter that several parts of a stage use: the first and the last of them, and the bytes of its gradient.
+
+    What the later one's backward makes of it waits for what the earlier one's adds.
+    """
+    users: dict[str, list[int]] = {}
+    size_bytes: dict[str, int] = {}
+    for index, name, _, gradient_bytes, _ in footprint.also_uses:
+        users.setdefault(name, [footprint.holders.get(name, 0)]).append(2 * index)
+        size_bytes[name] = gradient_bytes
+    within = {name: [part for part in parts if begin <= part < end] for name, parts in users.items()}
+    return [(min(parts), max(parts), size_bytes[name]) for name, parts in within.items() if len(set(parts)) > 1]
+
+
+def _layer(footprint: Footprint, number: int) -> LayerFootprint:
+    """The part of that number."""
+    return footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]
+
+
+def _states(plan: Plan, stages: dict[int, _Stage]) -> dict[str, int]:
+    """What is there at any moment: parameters, optimizer state, buffers; sharded over the replicas where the plan says so.
+
+    ``fully_shard`` keeps the gathered parameters through the schedule (at most three stages' at once, ``_add_unshard_reshard``), and whole
+    gradients up to its end.
+    """
+    parts = plan.replicas if plan.shard else 1
+    whole = sorted((stage.parameters for stage in stages.values()), reverse=True)
+    return {
+        "parameters": sum(-(-size_bytes // parts) for size_bytes in whole),
+        "optimizer": sum(-(-stage.optimizer // parts) for stage in stages.values()),
+        "buffers": sum(stage.buffers for stage in stages.values()),
+        "communication": sum(whole[:3]) if plan.shard else 0,
+    }
+
+
+def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> dict[str, int]:
+    """The fullest moment of the schedule, by category."""
+    assert plan.schedule is not None
+    actions = rank_actions(plan.schedule, position, plan.devices_per_replica, plan.stages, plan.micro_batches)
+    several = plan.schedule in INTERLEAVED
+    gradients = activations = communication = lingering = 0
+    seen: set[int] = set()
+    fullest: dict[str, int] = {"gradients": 0, "temporary": 0}
+    for (work, number, micro_batch), following in zip(actions, [*actions[1:], None], strict=True):
+        stage = stages[number]
+        own = 0 if work == "forward" else stage.held
+        moment = stage.forward if work == "forward" else stage.backward if number in seen else stage.first
+        found = {
+            "activations": activations - own + min(moment, own),
+            "temporary": max(0, moment - own),
+            "gradients": gradients,
+            "communication": communication + (lingering if work == "forward" else 0),
+        }
+        if several and following is not None:
+            found["communication"] += stages[following.stage].received if following.work == "forward" else stages[following.stage].sent
+        if sum(found.values()) > sum(fullest.values()):
+            fullest = found
+        if work == "forward":
+            activations += stage.held
+        else:
+            activations -= own
+            if not several and plan.schedule == "1f1b":
+                ahead = plan.stages - number
+                lingers = on_cpu and ahead > 1 and ahead - 2 <= micro_batch < plan.micro_batches - ahead
+                communication, lingering = stage.received + (stage.output if lingers else 0), stage.sent
+            else:
+                communication += stage.received + (stage.output if several or on_cpu else 0)
+            if number not in seen:
+                seen.add(number)
+                gradients += stage.gradients
+    return fullest
+
+
+def _averaging(plan: Plan, stages: dict[int, _Stage]) -> dict[str, int]:
+    """After the last backward: replicas average their gradients; those of shards are cut up as they are."""
+    copies = plan.replicas > 1 and not plan.shard
+    return {
+        "gradients": sum(stage.gradients for stage in stages.values()),
+        "temporary": 0,
+        "communication": sum(stage.flat for stage in stages.values()) if copies else 0,
+    }
+
+
+def _stepping(footprint: Footprint, stages: dict[int, _Stage], on_cpu: bool) -> dict[str, int]:
+    """The optimizer's step: all gradients, and its scratch, which is of one parameter or of all of them, as it was traced."""
+    fixed = max((moment.fixed_bytes for moment in footprint.moments if moment.phase == "optimizer"), default=0)
+    gradients = sum(stage.gradients for stage in stages.values())
+    if fixed <= 4 * footprint.largest_parameter_bytes and footprint.largest_parameter_bytes:
+        scratch = fixed * max(stage.largest for stage in stages.values()) // footprint.largest_parameter_bytes
+    else:
+        scratch = fixed * gradients // max(1, footprint.gradient_bytes)
+    return {"gradients": gradients, "temporary": scratch}

@@ -1,0 +1,219 @@
+"""Bytes and seconds of every stage that a pipeline could have, as sums over its blocks: what the search for cuts asks thousands of times.
+
+The bytes are :mod:`memory.pipeline_bytes`'s with the same meaning, but for what doesn't add up: tensors that live across a cut count where
+they are made, and what schedules keep for a moment isn't there. Whoever chooses a cut has it verified by the exact prediction.
+
+Where a pipeline is cut: a dynamic programme over blocks, in the manner of PipeDream (https://arxiv.org/abs/1806.03377). Arithmetic only.
+
+It knows what each stage would cost, not why: seconds and bytes of stages are :mod:`stages`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.parts import Part, parts_of
+from lightning_autopar.plans import INTERLEAVED, Schedule
+
+Table = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """Stages of a pipeline.
+
+    Args:
+        starts: index of the block with which each stage begins; the first is 0.
+        slowest_seconds: of the stage that takes longest.
+        total_seconds: of all stages together.
+    """
+
+    starts: tuple[int, ...]
+    slowest_seconds: float
+    total_seconds: float
+
+
+def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) -> Partition | None:
+    """The stages of which the slowest is fastest, and of those the ones that take least together; None where there are none.
+
+    In time proportional to the stages and to the square of the blocks.
+
+    Args:
+        seconds: of each stage, in order, a table of ``blocks + 1`` rows and columns: what it takes for the blocks from row to column, the
+            last excepted; infinite where the device lacks the memory. A stage has a block at least.
+        cuttable: of each block whether a stage may begin with it; all unless given. The first is never asked about.
+    """
+    blocks = len(seconds[0]) - 1
+    allowed = np.ones(blocks + 1, dtype=bool)
+    if cuttable is not None:
+        allowed[1:blocks] = np.asarray(cuttable, dtype=bool)[1:]
+    barred = np.where(allowed, 0.0, np.inf)
+    later = np.where(np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1), 0.0, np.inf)
+    added = {id(table): table + later for table in seconds}  # stages alike share a table
+    tables = [added[id(table)] for table in seconds]
+    slowest = np.full(blocks + 1, np.inf)
+    slowest[0] = 0.0
+    for table in tables:
+        slowest = np.maximum(slowest[:, None], table).min(axis=0) + barred
+    bound = slowest[blocks]
+    if not np.isfinite(bound):
+        return None
+    total = np.full(blocks + 1, np.inf)
+    total[0] = 0.0
+    came_from = []
+    for table in tables:
+        sums = total[:, None] + np.where(table <= bound, table, np.inf)
+        came_from.append(sums.argmin(axis=0))
+        total = sums.min(axis=0) + barred
+    starts, end = [], blocks
+    for chosen in reversed(came_from):
+        end = int(chosen[end])
+        starts.append(end)
+    return Partition(starts=tuple(reversed(starts)), slowest_seconds=float(bound), total_seconds=float(total[blocks]))
+
+
+Column = npt.NDArray[np.float64]
+
+
+def in_flight(schedule: Schedule, stage: int, stages: int, ranks: int, micro_batches: int) -> int:
+    """How many micro-batches a stage holds at once, at most.
+
+    Args:
+        schedule: of the pipeline.
+        stage: counted from the front.
+        stages: of the pipeline.
+        ranks: of the pipeline; several stages a rank under the interleaved schedule.
+        micro_batches: of a step.
+    """
+    if schedule == "gpipe":
+        return micro_batches
+    if schedule in INTERLEAVED:
+        local = stages // ranks
+        ahead = min(local * micro_batches, (local - 1) * ranks + 2 * (ranks - 1 - stage % ranks) + 1)
+        return max(1, -(-ahead // local))
+    return min(micro_batches, stages - stage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTables:
+    """What stages take, by their first block (row) and the one behind their last (column). Bytes, of activations those of a micro-batch.
+
+    Args:
+        states: parameters and the optimizer's state, tied copies included.
+        gradients: complete ones.
+        buffers: the module's.
+        held: between a micro-batch's forward and its backward, what it received included.
+        peak: at the fullest moment of a forward or a backward, complete gradients not counted.
+        passed: what is received and sent of a micro-batch, by the first block and the one behind the last.
+        input: the batch of a replica.
+    """
+
+    states: Table
+    gradients: Table
+    buffers: Table
+    held: Table
+    peak: Table
+    passed: Table
+    input: float
+
+    def needs(self, flight: int, shards: int = 1) -> Table:
+        """Bytes of a stage in a place of a schedule.
+
+        Args:
+            flight: how many micro-batches it holds at once (:func:`in_flight`).
+            shards: over how many replicas its states are cut.
+        """
+        running = (flight - 1) * self.held + np.maximum(self.peak, self.held)
+        found: Table = self.states / shards + self.gradients + self.buffers + running + self.passed + self.input
+        return found if shards == 1 else found + self.states  # gathered through the step
+
+
+def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recompute: bool) -> StageTables:
+    """The tables of a footprint that was traced.
+
+    Args:
+        footprint: at the whole batch.
+        share: a micro-batch's part of it.
+        rows_share: a replica's part of it.
+        recompute: whether blocks that can be are recomputed.
+    """
+    assert footprint.tape is not None, "asked before"
+    blocks = len(footprint.blocks)
+    parts = parts_of(footprint.tape, blocks)
+    layers = [_layer(footprint, number) for number in range(len(parts))]
+    kept, running = _part_bytes(parts, layers, share, recompute)
+    also = np.zeros((3, len(parts)))
+    for use in footprint.also_uses:
+        also[:, 2 * use[0]] += use[2:5]
+    edges = np.array([0, *(2 * index + 1 for index in range(1, blocks)), len(parts)])
+    before = np.concatenate([[0.0], np.cumsum(kept)])
+
+    def between(values: Sequence[float] | Column) -> Table:
+        sums = np.concatenate([[0.0], np.cumsum(values)])[edges]
+        return np.asarray(sums[None, :] - sums[:, None], dtype=np.float64)
+
+    # Of each block a row: the fullest moment from there on up to each part.
+    later = np.where(np.arange(len(parts)) >= edges[:-1, None], before[:-1] - before[edges[:-1], None] + running, -np.inf)
+    peak = np.zeros((blocks + 1, blocks + 1))
+    peak[:-1, 1:] = np.triu(np.maximum.accumulate(later, axis=1)[:, edges[1:] - 1])
+    received = np.array([0.0, *(sum(one.size.at(share) for one in parts[edge].crossing) for edge in edges[1:-1]), 0.0])
+    anew = np.array([0.0, *(parts[edge].anew.at(share) for edge in edges[1:-1]), 0.0])
+    states = np.array([layer.parameter_bytes + layer.optimizer_bytes for layer in layers]) + also[0] + also[2]
+    return StageTables(
+        states=between(states),
+        gradients=between(np.array([layer.gradient_bytes for layer in layers]) + also[1]),
+        buffers=between([layer.buffer_bytes for layer in layers]),
+        held=between(kept) + anew[:, None] + received[:, None],
+        peak=peak + anew[:, None] + received[:, None],
+        passed=received[:, None] + received[None, :],
+        input=round(footprint.input_bytes * rows_share),
+    )
+
+
+def _part_bytes(parts: Sequence[Part], layers: Sequence[LayerFootprint], share: float, recompute: bool) -> tuple[Column, Column]:
+    """Of each part what it keeps for backward, and what it takes at its fullest moment beside what parts before it keep."""
+    lent_to = np.zeros(len(parts))
+    for part in parts:
+        for until, size in part.lent.items():
+            lent_to[until] += size.at(share)
+    kept, running = np.zeros(len(parts)), np.zeros(len(parts))
+    for number, (part, layer) in enumerate(zip(parts, layers, strict=True)):
+        inner = part.inner.at(share)
+        forward, backward = part.forward_given.at(share), part.backward[True, True].at(share) - lent_to[number]
+        if recompute and number % 2 and layer.recomputable:
+            inner = round(layer.input_extra_bytes * share)
+            backward = max(backward + inner, inner + part.forward.at(share) + part.returns.at(share))
+        kept[number] = inner + sum(size.at(share) for size in part.lent.values())
+        running[number] = max(forward, backward)
+    return kept, running
+
+
+def stage_seconds(part_seconds: Sequence[float], send_seconds: Callable[[int], float], footprint: Footprint, share: float) -> Table:
+    """What stages take for one micro-batch, forward and backward: their parts, and handing on what they received, there and back.
+
+    Args:
+        part_seconds: of each part of the step, for one micro-batch, on the stage's device.
+        send_seconds: of so many bytes to the next stage.
+        footprint: at the whole batch.
+        share: a micro-batch's part of it.
+    """
+    assert footprint.tape is not None, "asked before"
+    blocks = len(footprint.blocks)
+    parts = parts_of(footprint.tape, blocks)
+    edges = np.array([0, *(2 * index + 1 for index in range(1, blocks)), len(parts)])
+    sums = np.concatenate([[0.0], np.cumsum(part_seconds)])[edges]
+    sizes = [sum(one.size.at(share) for one in parts[edge].crossing) for edge in edges[1:-1]]
+    known = {size: 2 * send_seconds(size) for size in set(sizes)}
+    received = np.array([0.0, *(known[size] for size in sizes), 0.0])
+    found: Table = sums[None, :] - sums[:, None] + received[:, None]
+    return found
+
+
+def _layer(footprint: Footprint, number: int) -> LayerFootprint:
+    """The part of that number."""
+    return footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]

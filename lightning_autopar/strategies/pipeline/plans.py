@@ -1,0 +1,392 @@
+"""Pipelines worth a prediction: for each schedule the ranks, replicas, micro-batches and cuts that promise to be fastest.
+
+The cuts are :mod:`partition`'s, by the tables of :mod:`stages`; here is what there is to choose, and the check by the exact prediction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_autopar.devices.inventory import Device
+from lightning_autopar.planning.appraisal import Appraiser
+from lightning_autopar.planning.block_units import cuttable, recomputable, shardable, with_recompute
+from lightning_autopar.planning.candidates import ENGINE_REASONS, micro_batch_counts
+from lightning_autopar.planning.refusals import micro_batch_refusal, multi_refusal, recompute_refusal
+from lightning_autopar.planning.remedies import without_recompute
+from lightning_autopar.planning.timing import part_seconds
+from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
+from lightning_autopar.strategies.pipeline.partition import Partition, StageTables, Table, in_flight, partition, stage_seconds, stage_tables
+from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.rates import Rates
+
+#: Stages beyond these are all bubble.
+_MOST_RANKS = 64
+#: Stages a rank under the interleaved schedule.
+_LOCAL = 2
+#: How often cuts are made anew because the exact prediction has other bytes than the tables.
+_CORRECTIONS = 3
+#: Of the seconds by the tables, what the exact prediction isn't expected to stay below: it has the update and the replicas' gradients, too.
+_CERTAIN = 0.97
+#: How often cuts of the best pipeline are moved by a block.
+_MOVES = 40
+_DATA_SHEET = DataSheet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """A pipeline without its cuts, and without what it recomputes."""
+
+    schedule: Schedule
+    ranks: int
+    replicas: int
+    micro_batches: int
+    sharded: bool
+
+    @property
+    def local(self) -> int:
+        """Stages of a rank."""
+        return _LOCAL if self.schedule in INTERLEAVED else 1
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.local
+
+    def seconds(self, found: Partition) -> float:
+        """Of a step: the slowest stage works without a pause, between filling and draining."""
+        more = self.micro_batches - 1
+        if self.schedule in INTERLEAVED:
+            return found.total_seconds / _LOCAL + more * found.slowest_seconds * _LOCAL
+        return found.total_seconds + more * found.slowest_seconds
+
+    def least_seconds(self, total_seconds: float) -> float:
+        """Of a step with stages that are all as fast, and nothing to be sent: what no cut stays below."""
+        return self.seconds(Partition(starts=(), slowest_seconds=total_seconds / self.stages, total_seconds=total_seconds))
+
+
+def pipeline_plans(
+    appraiser: Appraiser,
+    sets: Sequence[Sequence[Device]],
+    speed: Mapping[str, float],
+    rates: Rates | None = None,
+    limit: Callable[[], float] = lambda: math.inf,
+    shown: bool = True,
+) -> Iterator[Plan]:
+    """Of each set of devices and schedule the fastest pipeline that memory suffices for.
+
+    Args:
+        appraiser: who predicts.
+        sets: of devices, at least two each.
+        speed: of each device by id.
+        rates: of single operations; data sheets' unless given.
+        limit: seconds of a batch that a plan must stay below to be of interest, as they are by then.
+        shown: whether there is to be one of each schedule all the same, where all are slower or lack memory.
+    """
+    for devices in sets:
+        maker = PipelineMaker(appraiser, devices, speed, rates)
+        for schedule in SCHEDULES:
+            plan = maker.best(schedule, limit)
+            if plan is None and shown:
+                plan = maker.example(schedule)
+            if plan is not None:
+                yield plan
+
+
+def with_better_cuts(appraiser: Appraiser, plan: Plan, speed: Mapping[str, float], rates: Rates | None = None) -> Plan:
+    """A pipeline with its cuts moved by a block as long as that makes it faster and there is memory for it. Arguments as above."""
+    maker = PipelineMaker(appraiser, [appraiser.device[device] for device in plan.devices], speed, rates)
+    return maker.moved(plan)
+
+
+class PipelineMaker:
+    """Pipelines on one set of devices."""
+
+    def __init__(self, appraiser: Appraiser, devices: Sequence[Device], speed: Mapping[str, float], rates: Rates | None) -> None:
+        self.appraiser = appraiser
+        self.footprint = appraiser.footprint
+        self.devices = list(devices)
+        self.rates = rates
+        budgets = {appraiser.budget[device.id] for device in devices}
+        self.alike = len(budgets) == 1 and len({speed[device.id] for device in devices}) == 1
+        if not self.alike:
+            # A stage holds the more micro-batches the nearer it is to the front.
+            self.devices.sort(key=lambda device: (-appraiser.budget[device.id], -speed[device.id], device.id))
+        self.speed = speed
+        self.training = self.footprint.training
+        #: Whether a batch may be taken apart over replicas, and over micro-batches.
+        self.copies = multi_refusal(self.footprint, appraiser.inventory, appraiser.constraints) is None
+        self.parts = micro_batch_refusal(self.footprint, appraiser.constraints, staged=True) is None
+        self.again = [block.fqn for block in recomputable(self.footprint)] if recompute_refusal(appraiser.constraints) is None else []
+        self.cuttable = cuttable(self.footprint, appraiser.constraints.uncuttable)
+        self._tables: dict[tuple[float, float, bool], StageTables] = {}
+        self._seconds: dict[tuple[object, ...], Table] = {}
+        self._of_parts: dict[tuple[float, float, bool], list[float]] = {}
+        self._totals: dict[float, float] = {}
+        self.fastest = max(devices, key=lambda device: (speed[device.id], device.id))
+
+    def best(self, schedule: Schedule, limit: Callable[[], float]) -> Plan | None:
+        """The fastest that memory suffices for by the exact prediction; None where there is none below the limit.
+
+        Those first that promise most. What promises no more than the best one so far isn't cut.
+        """
+        found: Plan | None = None
+        seconds = math.inf
+        for least, shape in self._promising(schedule):
+            if least >= min(limit(), seconds):
+                break
+            plan = self._fitted(shape, min(limit(), seconds))
+            if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
+                found, seconds = plan, exact
+        return found
+
+    def example(self, schedule: Schedule) -> Plan | None:
+        """One to be read, where none is of interest: that promises most, if memory suffices, or else that takes least of it."""
+        promising = self._promising(schedule)
+        if not promising:
+            return None
+        plan = self._fitted(promising[0][1], math.inf)
+        return plan if plan is not None else self._anyhow(list(self._shapes(schedule))[-1])
+
+    def _promising(self, schedule: Schedule) -> list[tuple[float, _Shape]]:
+        """Shapes with the seconds that no cut of theirs stays below, the fastest first."""
+        found = [(shape.least_seconds(self._total_seconds(shape)), shape) for shape in self._shapes(schedule)]
+        return sorted(found, key=lambda one: one[0])
+
+    def _total_seconds(self, shape: _Shape) -> float:
+        """Of all of a micro-batch's forwards and backwards, on the fastest device."""
+        share = self._share(shape)
+        if share not in self._totals:
+            self._totals[share] = sum(self._seconds_of_parts(self.fastest, share, recompute=False))
+        return self._totals[share]
+
+    def _shapes(self, schedule: Schedule) -> Iterator[_Shape]:
+        """Ranks by replicas that use all devices, and micro-batches; those that save memory last.
+
+        A batch that isn't taken apart runs through the stages as it is, one after the other, and so does one of a step without gradients:
+        under any schedule the same, GPipe's.
+        """
+        count = len(self.devices)
+        if not self.parts and schedule != "gpipe":
+            return
+        blocks = sum(self.cuttable[1:]) + 1
+        local = _LOCAL if schedule in INTERLEAVED else 1
+        for ranks in range(2, min(count, blocks // local, _MOST_RANKS) + 1):
+            if count % ranks or (count > ranks and not self.copies) or count // ranks > max(1, self.footprint.batch_size):
+                continue
+            for parts in self._parts(schedule, ranks, -(-self.footprint.batch_size // (count // ranks))):
+                shape = _Shape(schedule=schedule, ranks=ranks, replicas=count // ranks, micro_batches=parts, sharded=False)
+                yield shape
+                if shape.replicas > 1 and schedule not in INTERLEAVED and self.training:
+                    yield replace(shape, sharded=True)
+
+    def _parts(self, schedule: Schedule, ranks: int, rows: int) -> list[int]:
+        """Numbers of micro-batches that a schedule takes: of those with which the largest is as large the fewest."""
+        if not self.parts:
+            return [1]
+        found = micro_batch_counts(rows)
+        if schedule == "1f1b":
+            return [parts for parts in found if parts >= ranks] if rows >= ranks else []
+        if schedule in INTERLEAVED:  # equal rounds, see ``Plan``
+            even = {parts + (-parts) % max(1, parts // ranks) for parts in found if parts >= ranks}
+            return sorted(parts for parts in even if parts <= rows and parts % max(1, parts // ranks) == 0)
+        return found
+
+    def _caps(self, shape: _Shape) -> list[float]:
+        """Bytes that each rank of a pipeline may take, its replicas' smallest."""
+        margin = 1 + self.footprint.margin
+        return [min(self.appraiser.budget[device.id] for device in group) / margin for group in self._groups(shape)]
+
+    def _groups(self, shape: _Shape) -> list[list[Device]]:
+        """The devices of each rank, one of each replica. Where devices are alike, a replica's are next to each other."""
+        if self.alike:
+            return [self.devices[rank :: shape.ranks] for rank in range(shape.ranks)]
+        return [self.devices[rank * shape.replicas : (rank + 1) * shape.replicas] for rank in range(shape.ranks)]
+
+    def _needs(self, shape: _Shape, stage: int, recompute: bool) -> Table:
+        """Bytes of a stage in its place, by the tables."""
+        rows = -(-self.footprint.batch_size // shape.replicas)
+        key = self._share(shape), rows / max(1, self.footprint.batch_size), recompute
+        if key not in self._tables:
+            self._tables[key] = stage_tables(self.footprint, key[0], key[1], recompute=recompute)
+        flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
+        return self._tables[key].needs(flight, shards=shape.replicas if shape.sharded else 1)
+
+    def _cut(self, shape: _Shape, caps: Sequence[float]) -> Partition | None:
+        """The stages by the tables, each with so much recomputed that it stays below its part of its rank's bytes."""
+        groups = self._groups(shape)
+        share = self._share(shape)
+        slowest = [group[0] if self.alike else min(group, key=lambda device: self.speed[device.id]) for group in groups]
+        known: dict[tuple[int, float, int], Table] = {}  # most stages are like others of theirs
+        costs = []
+        for stage in range(shape.stages):
+            rank = stage % shape.ranks
+            device, following = slowest[rank], groups[(rank + 1) % shape.ranks][0]
+            flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
+            plain = self._stage_seconds(device, following, share, recompute=False)
+            key = flight, caps[rank], id(plain)
+            if key not in known:
+                cap = caps[rank] / shape.local
+                known[key] = self._affordable(shape, stage, cap, plain, self._stage_seconds(device, following, share, recompute=True))
+            costs.append(known[key])
+        return partition(costs, self.cuttable)
+
+    def _affordable(self, shape: _Shape, stage: int, cap: float, plain: Table, again: Table) -> Table:
+        """Seconds of a stage with as few blocks recomputed as keep it below a cap, to a fraction of a block; infinite where all don't."""
+        needs = self._needs(shape, stage, recompute=False)
+        found = np.where(needs <= cap, plain, np.inf)
+        if not self.again:
+            return found
+        fewest = self._needs(shape, stage, recompute=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            part = np.clip((needs - cap) / (needs - fewest), 0.0, 1.0)
+            partly = np.where((fewest <= cap) & (needs > cap), plain + part * (again - plain), np.inf)
+        return np.minimum(found, partly)
+
+    def _share(self, shape: _Shape) -> float:
+        """A micro-batch's part of the batch."""
+        rows = -(-self.footprint.batch_size // shape.replicas)
+        return -(-rows // shape.micro_batches) / max(1, self.footprint.batch_size)
+
+    def _stage_seconds(self, device: Device, following: Device, share: float, recompute: bool) -> Table:
+        key = (self.speed[device.id], device.node == following.node, share, recompute)
+        if key not in self._seconds:
+            seconds = self._seconds_of_parts(device, share, recompute)
+            self._seconds[key] = stage_seconds(seconds, self._send(device, following), self.footprint, share)
+        return self._seconds[key]
+
+    def _seconds_of_parts(self, device: Device, share: float, recompute: bool) -> list[float]:
+        """Of each part of the step, for one micro-batch, forward and backward."""
+        key = (self.speed[device.id], share, recompute)
+        if key not in self._of_parts:
+            parts = part_seconds(self.footprint, device, share, precision=self.appraiser.constraints.precision, rates=self.rates)
+            again = set(self.again) if recompute else set()
+            self._of_parts[key] = [forward * (2 if fqn in again else 1) + backward for fqn, forward, backward in parts]
+        return self._of_parts[key]
+
+    def _send(self, a: Device, b: Device) -> Callable[[int], float]:
+        source = self.rates or _DATA_SHEET
+        if a.id == b.id:
+            return lambda size_bytes: 0.0
+        return lambda size_bytes: source.collective_seconds("send", size_bytes, (a, b), self.appraiser.inventory)
+
+    def _fitted(self, shape: _Shape, limit: float) -> Plan | None:
+        """The fastest of a few cuts that memory suffices for by the exact prediction; None where none is found below the limit.
+
+        What the exact prediction says beyond the tables, or short of them, is taken off each rank's bytes, or added, and the cut made anew.
+        """
+        margin = 1 + self.footprint.margin
+        groups = self._groups(shape)
+        whole = self._caps(shape)
+        caps, best, seconds = whole, None, limit
+        for _ in range(_CORRECTIONS):
+            cut = self._cut(shape, caps)
+            if cut is None or shape.seconds(cut) * _CERTAIN >= seconds:
+                break
+            bare = self._plan(shape, cut.starts)
+            most = with_recompute(bare, self.footprint, self.again)
+            plan = bare if self.appraiser.holds(bare) else self._relieved(most, groups)
+            if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
+                best, seconds = plan, exact
+            off = [max(self._beyond(shape, cut, one, rank, groups[rank]) for one in {bare, most}) for rank in range(shape.ranks)]
+            before, caps = caps, [cap - more / margin for cap, more in zip(whole, off, strict=True)]
+            if all(abs(cap - old) <= 0.01 * old for cap, old in zip(caps, before, strict=True)):
+                break
+        return best
+
+    def _beyond(self, shape: _Shape, cut: Partition, plan: Plan, rank: int, group: Sequence[Device]) -> float:
+        """By how much a rank needs more than the tables say."""
+        ends = [*cut.starts[1:], len(self.footprint.blocks)]
+        told = sum(
+            self._needs(shape, stage, recompute=bool(plan.recompute))[cut.starts[stage], ends[stage]]
+            for stage in range(rank, shape.stages, shape.ranks)
+        )
+        needs = self.appraiser.needs(plan)
+        return max(needs[device.id] for device in group) - float(told) * (1 + self.footprint.margin)
+
+    def _relieved(self, plan: Plan, groups: Sequence[Sequence[Device]]) -> Plan | None:
+        """The plan with only so many blocks of each rank recomputed as it takes to fit: its first ones, whose activations it keeps longest.
+
+        What a rank holds depends on its own stages alone, so that all are halved at once. None where all blocks don't do.
+        """
+        if not plan.recompute or not self.appraiser.holds(plan):
+            return None
+        ranks = plan.devices_per_replica
+        order = {block.fqn: index for index, block in enumerate(self.footprint.blocks)}
+        cuts = [order[fqn] for fqn in plan.cuts]
+        own: list[list[str]] = [[] for _ in range(ranks)]
+        for fqn in plan.recompute:
+            own[sum(cut <= order[fqn] for cut in cuts) % ranks].append(fqn)
+        bare = without_recompute(plan)
+
+        def recomputing(counts: Sequence[int]) -> Plan:
+            return with_recompute(bare, self.footprint, [fqn for blocks, count in zip(own, counts, strict=True) for fqn in blocks[:count]])
+
+        low, high = [-1] * ranks, [len(blocks) for blocks in own]
+        while any(more - less > 1 for less, more in zip(low, high, strict=True)):
+            middle = [(less + more) // 2 if more - less > 1 else more for less, more in zip(low, high, strict=True)]
+            needs = self.appraiser.needs(recomputing(middle))
+            for rank, group in enumerate(groups):
+                if all(needs[device.id] <= self.appraiser.budget[device.id] for device in group):
+                    high[rank] = middle[rank]
+                else:
+                    low[rank] = middle[rank]
+        fewer = recomputing(high)
+        return fewer if self.appraiser.holds(fewer) else plan
+
+    def moved(self, plan: Plan) -> Plan:
+        """The plan with its cuts moved by a block as long as that makes it faster and there is memory for it."""
+        names = [block.fqn for block in self.footprint.blocks]
+        ranks = plan.devices_per_replica
+        groups = [[self.appraiser.device[device] for device in plan.devices[rank::ranks]] for rank in range(ranks)]
+        tries, seconds = _MOVES, self.appraiser.step_seconds(plan)
+        better = True
+        while better and tries > 0:
+            better = False
+            starts = [names.index(fqn) for fqn in plan.cuts]
+            for number, step in itertools.product(range(len(starts)), (-1, 1)):
+                place = starts[number] + step
+                if not 0 < place < len(names) or place in starts or not self.cuttable[place] or tries <= 0:
+                    continue
+                tries -= 1
+                trial: Plan | None = replace(plan, cuts=tuple(names[start] for start in sorted({*starts} - {starts[number]} | {place})))
+                assert trial is not None
+                if self.appraiser.step_seconds(without_recompute(trial)) >= seconds:
+                    continue
+                if not self.appraiser.holds(trial):
+                    trial = self._relieved(with_recompute(without_recompute(trial), self.footprint, self.again), groups)
+                if trial is not None and self.appraiser.step_seconds(trial) < seconds * (1 - 1e-9):
+                    plan, seconds, better = trial, self.appraiser.step_seconds(trial), True
+                    break
+        return plan
+
+    def _anyhow(self, shape: _Shape) -> Plan:
+        """Stages of about as many blocks each, where memory suffices for none."""
+        starts = [0, *(index for index, allowed in enumerate(self.cuttable) if allowed and index)]
+        plan = self._plan(shape, tuple(starts[len(starts) * stage // shape.stages] for stage in range(shape.stages)))
+        return with_recompute(plan, self.footprint, self.again)
+
+    def _plan(self, shape: _Shape, starts: Sequence[int]) -> Plan:
+        blocks = self.footprint.blocks
+        groups = self._groups(shape)
+        devices = tuple(groups[rank][replica].id for replica in range(shape.replicas) for rank in range(shape.ranks))
+        sizes = [end - begin for begin, end in zip(starts, [*starts[1:], len(blocks)], strict=True)]
+        reasons = [ENGINE_REASONS["pipeline"], f"stages of {', '.join(map(str, sizes))} blocks, cut so that the slowest one is fastest"]
+        if not self.alike:
+            reasons.append("devices with most memory come first, as the first stages hold most micro-batches")
+        if self.footprint.also_uses:
+            names = sorted({use[1] for use in self.footprint.also_uses})
+            reasons.append(f"stages that share a parameter ({', '.join(names)}) hold a copy each, and add up its gradients")
+        return Plan(
+            engine="pipeline",
+            devices=devices,
+            replicas=shape.replicas,
+            micro_batches=shape.micro_batches,
+            cuts=tuple(blocks[start].fqn for start in starts[1:]),
+            schedule=shape.schedule,
+            shard=shardable(self.footprint)[0] if shape.sharded else (),
+            reasons=tuple(reasons),
+        )

@@ -1,0 +1,258 @@
+"""What a run in stages gives other than the whole module's, in a sentence. Knows tensors and names; nothing of how either was run.
+
+What a step leaves on the module beside parameters and buffers (lists of outputs, counters), and whether stages come apart in it.
+
+A stage leaves the user's step at its end, so that what the step keeps after that is on later stages alone; a hook that runs on every rank
+would read something else there. Knows modules; nothing of how a step is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.logs.log_rules import Logged
+from lightning_autopar.memory.trace.blocks import find_blocks
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+#: Relative difference up to which numbers count as equal.
+EQUAL = 1e-6
+#: A tensor of small entries is judged beside this part of the largest entry of all: some are zero but for rounding.
+_SMALL = 1e-3
+
+
+@dataclass(kw_only=True)
+class Step:
+    """What one step gave.
+
+    Args:
+        loss: None where it gave none.
+        returned: what an evaluation step returned.
+        logged: by name.
+        gradients: by the parameter's FQN; None where it got none.
+        settings: numbers in the optimizers' parameter groups after it.
+        moved: by how much parameters have moved since the first step began, by FQN.
+        buffers: after it, by FQN.
+    """
+
+    loss: float | None = None
+    returned: Any = None
+    logged: Mapping[str, Logged] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    settings: list[dict[str, float]] = field(default_factory=list)
+    moved: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What the steps of one hook gave.
+
+    Args:
+        steps: one after the other.
+        notes: what went wrong in hooks.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+
+def difference(ours: Outcome, theirs: Outcome) -> tuple[float, str] | None:
+    """The first thing that stages change, by how much of it, and the sentence; None where there is nothing.
+
+    Args:
+        ours: of the stages; names that aren't in it are another stage's.
+        theirs: of the whole module.
+    """
+    failed = Counter(ours.notes) - Counter(theirs.notes)
+    if failed:
+        return math.inf, f"in stages {next(iter(failed))}"
+    for one, other in zip(ours.steps, theirs.steps, strict=True):
+        for words, distance in _differences(one, other):
+            if not distance <= EQUAL:
+                return distance, words
+    return None
+
+
+def _differences(ours: Step, theirs: Step) -> Iterator[tuple[str, float]]:
+    """In the order in which they come to be: a wrong loss has wrong gradients."""
+    yield f"in stages the loss is {_number(ours.loss)} instead of {_number(theirs.loss)}", number_distance(ours.loss, theirs.loss)
+    for name in {**theirs.logged, **ours.logged}:
+        values = [step.logged[name].value if name in step.logged else None for step in (ours, theirs)]
+        yield f"in stages the value logged as {name!r} is {_number(values[0])} instead of {_number(values[1])}", number_distance(*values)
+    yield "in stages the step returns something else", _tree_distance(ours.returned, theirs.returned)
+    largest = _largest(theirs.gradients)
+    for name, gradient in ours.gradients.items():
+        distance = tensor_distance(gradient, theirs.gradients[name], largest)
+        yield f"in stages the gradient of {name!r} differs by {_percent(distance)}", distance
+    for one_settings, other_settings in zip(ours.settings, theirs.settings, strict=True):
+        for name, value in other_settings.items():
+            words = f"the optimizer sets {name!r} by all parameters together, and a stage has some of them only"
+            yield words, number_distance(one_settings.get(name), value)
+    largest = _largest(theirs.moved)
+    for name, moved in ours.moved.items():
+        distance = tensor_distance(moved, theirs.moved[name], largest)
+        yield (
+            f"in stages the optimizer steps {name!r} otherwise, by {_percent(distance)}, as if it looked at all parameters together",
+            distance,
+        )
+    for name, buffer in ours.buffers.items():
+        yield f"in stages the buffer {name!r} has other values after the step", tensor_distance(buffer, theirs.buffers[name], 0.0)
+
+
+def _largest(tensors: Mapping[str, Tensor | None]) -> float:
+    return max((float(value.abs().max()) for value in tensors.values() if value is not None and value.numel()), default=0.0)
+
+
+def number_distance(one: float | None, other: float | None) -> float:
+    """Relative; infinite where only one is there."""
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    if math.isnan(one) or math.isnan(other):
+        return 0.0 if math.isnan(one) and math.isnan(other) else math.inf
+    return 0.0 if one == other else abs(one - other) / max(abs(one), abs(other))
+
+
+def tensor_distance(one: Tensor | None, other: Tensor | None, largest: float) -> float:
+    """The largest difference of an entry, relative to the largest entry of ``other``.
+
+    Args:
+        one: a tensor, or None.
+        other: what it should be.
+        largest: entry of all tensors of its kind.
+    """
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    if one.shape != other.shape:
+        return math.inf
+    if not one.numel() or torch.equal(one, other):
+        return 0.0
+    if not (one.is_floating_point() or one.is_complex()):
+        return math.inf
+    one, other = (value.to(torch.complex128 if value.is_complex() else torch.float64) for value in (one, other))
+    same = (one == other) | (one.isnan() & other.isnan())
+    apart = torch.where(same, torch.zeros_like(one), one - other).abs().max()
+    if not math.isfinite(float(apart)):
+        return math.inf
+    scale = max(float(torch.where(other.isfinite(), other, torch.zeros_like(other)).abs().max()), _SMALL * largest)
+    return float(apart) / scale if scale else math.inf if float(apart) else 0.0
+
+
+def _tree_distance(one: Any, other: Any) -> float:
+    """Of two outputs, leaf by leaf."""
+    ours, theirs = tree_flatten(_plain(one)), tree_flatten(_plain(other))
+    if ours[1] != theirs[1]:
+        return math.inf
+    return max((_leaf_distance(a, b) for a, b in zip(ours[0], theirs[0], strict=True)), default=0.0)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings that torch's pytree takes for leaves, such as Hugging Face's outputs, as dicts."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _leaf_distance(one: Any, other: Any) -> float:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return tensor_distance(one, other, 0.0)
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return number_distance(one, other)
+    return 0.0 if type(one) is type(other) else math.inf
+
+
+def _number(value: float | None) -> str:
+    return "missing" if value is None else f"{value:.6g}"
+
+
+def _percent(distance: float) -> str:
+    return f"{distance:.2g} of it" if math.isfinite(distance) else "all of it"
+
+
+#: Hooks that run on every rank after steps, and may read what these kept.
+_LATER = tuple(
+    [f"on_{loop}_{point}_end" for loop in ("train", "validation", "test", "predict") for point in ("batch", "epoch")]
+    + [f"on_{loop}_end" for loop in ("train", "validation", "test", "predict", "fit")]
+    + [f"on_{loop}_epoch_start" for loop in ("train", "validation", "test", "predict")]
+    + ["on_save_checkpoint", "on_before_zero_grad", "on_before_optimizer_step"]
+)
+_DEEP = 4
+_EQUAL = 1e-5
+
+
+def kept_apart(before: LightningModule, whole: LightningModule, stages: Sequence[LightningModule]) -> str | None:
+    """Why the stages' modules aren't alike after a step in what a later hook may read; None where they are, or where there is no such hook.
+
+    Args:
+        before: the module before the step.
+        whole: a copy that ran the step whole.
+        stages: a copy for each stage that ran the step in stages.
+    """
+    hooks = [hook for hook in _LATER if is_overridden(hook, before)]
+    if not hooks:
+        return None
+    old, theirs = dict(_attributes(before)), dict(_attributes(whole))
+    for name, value in theirs.items():
+        if name in old and _alike(old[name], value, 0):
+            continue  # the step leaves it as it was
+        for stage in stages:
+            ours = dict(_attributes(stage))
+            if name not in ours or not _alike(ours[name], value, 0):
+                return f"the step keeps {name!r} on the module, which only some of the stages would have when {hooks[0]} may read it"
+    return None
+
+
+def _attributes(module: LightningModule) -> Iterator[tuple[str, Any]]:
+    """The attributes of the module and its children, but for those of blocks and metrics, by a dotted name."""
+    blocks = tuple(f"{name}." for name in find_blocks(module))
+    for prefix, child in module.named_modules():
+        if f"{prefix}.".startswith(blocks) or _is_metric(child):
+            continue
+        for name, value in vars(child).items():
+            if name not in _TORCH and not name.startswith("_"):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(base.__name__ == "Metric" and base.__module__.startswith("torchmetrics") for base in type(module).__mro__)
+
+
+def _alike(one: Any, other: Any, depth: int) -> bool:
+    """Whether two values are the same as far as numbers, texts, tensors and what holds them tell."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return _tensors_alike(one, other)
+    kinds = [(type(each).__module__, type(each).__qualname__) for each in (one, other)]  # each mock has a class of its own
+    if depth > _DEEP or kinds[0] != kinds[1]:
+        return kinds[0] == kinds[1]
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_alike(value, other[name], depth + 1) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_alike(a, b, depth + 1) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float):
+        return math.isclose(one, other, rel_tol=_EQUAL) or (math.isnan(one) and math.isnan(other))
+    return one == other if isinstance(one, (bool, int, str, bytes)) else True
+
+
+def _tensors_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or is_hole(one) or is_hole(other) or one.shape != other.shape:
+        return False
+    return torch.allclose(one.detach().double(), other.detach().double(), rtol=_EQUAL, atol=_EQUAL, equal_nan=True)
+
+
+#: What torch and Lightning keep on every module.
+_TORCH = frozenset((*vars(nn.Module()), "training", "log", "log_dict", "print", "all_gather", "manual_backward", "optimizers",
+                    "lr_schedulers", "clip_gradients", "configure_model", "forward"))  # fmt: skip

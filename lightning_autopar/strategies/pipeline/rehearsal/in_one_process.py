@@ -1,0 +1,321 @@
+"""All stages of a module in one process, each on a copy of its own, one after the other: what a pipeline computes, without any pipeline.
+
+For the parity probe and for tests: no process group, no schedule, no precision. Each copy is what a worker would have: what other stages
+need are holes, and it has optimizers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.absent.tensor import hole_like, is_hole
+from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
+from lightning_autopar.memory.fakes.fakes import fake_copy
+from lightning_autopar.memory.trace.bare_step import Rehearsal, default_dtype
+from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, python_states
+from lightning_autopar.strategies.pipeline.stages.module_state import Owned, take_stages
+from lightning_autopar.strategies.pipeline.stages.recording import Staging
+from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+#: A part of a batch: makes it anew each time, since a step may change what it gets; and its weight in the whole batch's loss.
+Part = tuple[Callable[[], Any], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage's copy of the module.
+
+    Args:
+        module: the copy; what other stages alone use are holes.
+        owned: what is here.
+        replay: the stage of it.
+        rehearsal: calls its hooks as Lightning would.
+    """
+
+    module: LightningModule
+    owned: Owned
+    replay: StageModule
+    rehearsal: Rehearsal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What steps compute in.
+
+    Args:
+        autocast: the type of automatic mixed precision; None for none.
+        true: of parameters, buffers and the batch; None leaves them.
+    """
+
+    autocast: torch.dtype | None = None
+    true: torch.dtype | None = None
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Around a forward, as Lightning's plugin has it."""
+        with ExitStack() as stack:
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast("cpu", dtype=self.autocast, cache_enabled=False))
+            if self.true is not None:
+                stack.enter_context(default_dtype(self.true))
+            yield
+
+
+class Together:
+    """The stages of a module.
+
+    Args:
+        module: built (``configure_model`` has run); it isn't changed.
+        trainer: read only; None where there is none.
+        staging: how it is cut.
+        cuts: FQNs of the blocks with which the second and each later stage begins.
+        fn: what the trainer does: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        precision: of the steps; the module is in it already.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        trainer: Trainer | None,
+        staging: Staging,
+        cuts: Sequence[str],
+        fn: str = "fit",
+        precision: Precision | None = None,
+    ) -> None:
+        #: What the last step of each hook logged, by name.
+        self.logged: dict[str, Logged] = {}
+        self._batch: Any = None
+        self._batch_idx = 0
+        self._draws: rng.RngState = {}
+        #: Python's and NumPy's generators as the batch began.
+        self._began: rng.RngState = {}
+        self._precision = precision or Precision()
+        self.stages = [self._stage(module, trainer, staging, tuple(cuts), index, fn) for index in range(len(cuts) + 1)]
+
+    def _stage(
+        self, module: LightningModule, trainer: Trainer | None, staging: Staging, cuts: tuple[str, ...], index: int, fn: str
+    ) -> Stage:
+        copy: LightningModule = fake_copy(module, None, None)
+        owned = take_stages(copy, staging, cuts, [index], torch.device("cpu"))
+        rehearsal = rehearse(copy, trainer, fn, self._precision)
+        for optimizer in rehearsal.optimizers:
+            optimizer.register_step_pre_hook(_hiding(copy))
+
+        def call(hook: str, chunk: int) -> Any:
+            with recorded_logs(copy) as logged, _only_where(copy, lambda: replay.owns_now):
+                try:
+                    with self._precision.context():
+                        return rehearsal._call(hook, self._batch, self._batch_idx)
+                finally:
+                    self.logged.update(logged)
+
+        replay = StageModule(copy, staging, cuts, index, call)
+        if index:
+            replay.on_entry.append(self._enter)
+        replay.on_exit.append(self._leave)
+        return Stage(module=copy, owned=owned, replay=replay, rehearsal=rehearsal)
+
+    def _enter(self) -> None:
+        """A stage's own code begins, all that comes before the cut having run anew, as :class:`.draws.StageDraws` has it."""
+        if in_short(python_states()) != in_short(self._draws):
+            raise RuntimeError("a block draws from Python's random or NumPy's, which later stages skip; draw with torch there")
+        rng.restore(self._draws, {})
+
+    def _leave(self) -> None:
+        """A stage's own code is over: the next one draws where it left off."""
+        self._draws = rng.capture({}, cuda=False)
+
+    def _forward(self, hook: str, chunk: int, batch: Callable[[], Any]) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """Of each stage what it received and what it gave."""
+        passed: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+        received: tuple[Tensor, ...] = ()
+        for stage in self.stages:
+            stage.replay.hook, stage.replay.chunk = hook, chunk
+            rng.restore(self._began, {})
+            self._batch = batch()
+            given = stage.replay(*received)
+            given = given if isinstance(given, tuple) else (given,)
+            passed.append((received, given))
+            received = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given)
+        return passed
+
+    def training_step(self, parts: Sequence[Part], batch_idx: int) -> Tensor | None:
+        """One training step with the optimizers': the parts' gradients add up, and the hooks are called once in each stage's copy.
+
+        Args:
+            parts: of the batch, one after the other; their weights sum to 1.
+            batch_idx: the batch's index.
+
+        Returns:
+            The parts' weighted loss; None where the step returned none.
+        """
+        self._batch_idx, self._began = batch_idx, python_states()
+        earlier = [self._taken(stage) for stage in self.stages]
+        self.logged.clear()
+        total: Tensor | None = None
+        for chunk, (batch, weight) in enumerate(parts):
+            passed = self._forward("training_step", chunk, batch)
+            output = self.stages[-1].replay.outputs.pop(chunk)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is not None:
+                total = loss.detach() * weight + (0 if total is None else total)
+            _backward(passed, weight, goes_back=loss is not None)
+        self._add_shared()
+        for stage, before in zip(self.stages, earlier, strict=True):
+            self._finish(stage, self._taken(stage), before, total, parts[0][0], batch_idx)
+        return total
+
+    def evaluation_step(self, hook: str, batch: Callable[[], Any]) -> Any:
+        """What ``hook`` returns of a batch, without gradients."""
+        self._batch_idx, self._began = 0, python_states()
+        self.logged.clear()
+        with torch.no_grad():
+            self._forward(hook, 0, batch)
+        return self.stages[-1].replay.outputs.pop(0)
+
+    def _taken(self, stage: Stage) -> dict[str, Tensor]:
+        """The gradients of a stage's parameters, which are None from now on."""
+        found = {}
+        for name, parameter in stage.module.named_parameters():
+            if parameter.grad is not None:
+                found[name], parameter.grad = parameter.grad, None
+        return found
+
+    def _add_shared(self) -> None:
+        """What several stages use gets the sum of their gradients."""
+        added: set[int] = set()  # tied parameters are there under several names
+        named = [dict(stage.module.named_parameters(remove_duplicate=False)) for stage in self.stages]
+        for name, users in self.stages[0].owned.shared.items():
+            parameters = [named[user][name] for user in users if name in named[user] and id(named[user][name]) not in added]
+            added.update(map(id, parameters))
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if gradients:
+                total = sum(gradients[1:], gradients[0])
+                for parameter in parameters:
+                    parameter.grad = total.clone()
+
+    def _finish(
+        self,
+        stage: Stage,
+        gradients: Mapping[str, Tensor],
+        earlier: Mapping[str, Tensor],
+        loss: Tensor | None,
+        batch: Callable[[], Any],
+        batch_idx: int,
+    ) -> None:
+        """All of Lightning's step but the user's own: its loss is known, and backward only takes the gradients up."""
+        parameters = dict(stage.module.named_parameters())
+        for name, gradient in earlier.items():
+            parameters[name].grad = gradient
+
+        def take_up(factor: Tensor) -> None:
+            for name, gradient in gradients.items():
+                found = parameters[name].grad
+                parameters[name].grad = gradient * factor if found is None else found + gradient * factor
+            _show(parameters)
+
+        def step(name: str, batch: Any, batch_idx: int) -> Tensor | None:
+            return None if loss is None else _TakesUp.apply(torch.zeros((), requires_grad=True), loss, take_up)  # type: ignore[no-untyped-call]
+
+        stage.rehearsal.__dict__["_call"] = step
+        try:
+            stage.rehearsal.training_step(batch(), batch_idx)
+            _hide(stage.module)
+        finally:
+            del stage.rehearsal.__dict__["_call"]
+
+
+class _TakesUp(torch.autograd.Function):
+    """A loss that is known already, whose backward hands out gradients that are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, take_up: Callable[[Tensor], None]) -> Tensor:
+        ctx.take_up = take_up
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.take_up(gradients[0])
+        return torch.zeros(()), None, None
+
+
+def rehearse(copy: LightningModule, trainer: Trainer | None, fn: str, precision: Precision) -> Rehearsal:
+    """Calls a copy's hooks, with its optimizers; clipping and gradients' scale, which are the engine's business, are left out."""
+    found = Rehearsal(copy, trainer, fn, autocast_dtype=precision.autocast, default_dtype=precision.true, enter=_nothing)
+    found._trainer.give(gradient_clip_val=None, gradient_clip_algorithm=None)
+    found.__dict__["_unscale"] = copy.__dict__["clip_gradients"] = _nothing
+    found.build()
+    return found
+
+
+def _show(parameters: Mapping[str, Tensor]) -> None:
+    """Give holes a gradient that can't be read, for the hooks to stumble over, as :meth:`.norms.StageGradients.show` does."""
+    for name, parameter in parameters.items():
+        if is_hole(parameter) and parameter.requires_grad and parameter.grad is None:
+            parameter.grad = hole_like(parameter.detach(), f"the gradient of the parameter {name!r}")
+
+
+def _hiding(module: LightningModule) -> Callable[..., Any]:
+    """Hides them when the closure, in which the hooks run, is over."""
+
+    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+        def then_hide() -> Any:
+            result = None if closure is None else closure()
+            _hide(module)
+            return result
+
+        return args[:1], {**kwargs, "closure": then_hide}
+
+    return before
+
+
+def _hide(module: LightningModule) -> None:
+    """The optimizer passes over holes."""
+    for parameter in module.parameters():
+        if is_hole(parameter):
+            parameter.grad = None
+
+
+def _backward(passed: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]], weight: float, *, goes_back: bool) -> None:
+    """From the last stage's loss to the first stage's parameters."""
+    if not goes_back:
+        return
+    gradients: list[Tensor | None] = [torch.full_like(passed[-1][1][0], weight)]
+    for received, given in reversed(passed):
+        pairs = [
+            (tensor, gradient) for tensor, gradient in zip(given, gradients, strict=True) if tensor.requires_grad and gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        gradients = [tensor.grad for tensor in received]
+
+
+@contextmanager
+def _only_where(module: LightningModule, owns: Callable[[], bool]) -> Iterator[None]:
+    """While open, what is logged by code that isn't the stage's own is dropped unread."""
+    kept = {name: module.__dict__[name] for name in ("log", "log_dict")}
+
+    def dropping(log: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **kwargs: log(*args, **kwargs) if owns() else None
+
+    module.__dict__.update({name: dropping(log) for name, log in kept.items()})
+    try:
+        yield
+    finally:
+        module.__dict__.update(kept)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None

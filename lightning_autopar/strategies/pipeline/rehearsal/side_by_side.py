@@ -1,0 +1,396 @@
+"""A module's steps in stages, cut in several ways, beside the whole module: two real steps with the user's own optimizer, in one process.
+
+Loss, logged values, every gradient and weight must come out alike: to one part in a million in single precision, and in double precision
+where rounding might explain more. Meant for a forked child. Knows Lightning modules; nothing of devices, schedules or plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch.utilities.grads as lightning_grads
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.logs.log_rules import recorded_logs
+from lightning_autopar.memory.fakes.fakes import fake_copy
+from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.first_batch import mapped
+from lightning_autopar.strategies.parity.undo import same_values
+from lightning_autopar.strategies.pipeline.rehearsal.difference import EQUAL, Outcome, Step, difference, kept_apart, tensor_distance
+from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together, rehearse
+from lightning_autopar.strategies.pipeline.stages.record import record
+from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_LOG = logging.getLogger(__name__)
+
+#: Stages of one trial at most: each runs all of the step's code up to its own end.
+_MOST_STAGES = 8
+#: In single precision, where the step can't be run in double.
+_ROUNDING = 1e-5
+
+
+class CannotTry(RuntimeError):
+    """The whole module's step fails by itself, which says nothing about stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What a hook is called with.
+
+    Args:
+        batches: makers of one batch each, for one step after the other.
+        rows: samples of the first one.
+    """
+
+    batches: tuple[Callable[[], Any], ...]
+    rows: int
+
+    def to(self, dtype: torch.dtype | None) -> Script:
+        """With floating-point tensors of that type; as they are where there is none."""
+        if dtype is None:
+            return self
+        return Script(batches=tuple(lambda make=make: _cast(make(), dtype) for make in self.batches), rows=self.rows)  # type: ignore[misc]
+
+
+class Trial:
+    """The whole module beside its stages.
+
+    Args:
+        module: built (``configure_model`` has run); it isn't changed.
+        trainer: read only; None where there is none.
+        scripts: of each hook; ``"training_step"`` first where it is among them.
+        fn: what the trainer does: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        precision: of the run.
+    """
+
+    def __init__(
+        self, module: LightningModule, trainer: Trainer | None, scripts: Mapping[str, Script], fn: str, precision: Precision
+    ) -> None:
+        self._original = module, dict(scripts)
+        self._trainer = trainer
+        self._fn = fn
+        self._precision = precision
+        self._start = rng.capture({}, cuda=False)
+        self._module: LightningModule = fake_copy(module, None, None, dtype=precision.true)
+        self._scripts = {hook: script.to(precision.true) for hook, script in scripts.items()}
+        self._staging = Staging()
+        self._theirs: dict[str, Outcome] = {}
+        self._after: LightningModule = module
+        #: Buffers that a training step changes.
+        self.counted: tuple[str, ...] = ()
+        self._double: Trial | None = None
+
+    def run_whole(self) -> str | None:
+        """Run the whole module's steps; the reason where its optimizer asks for a step more than once.
+
+        Raises:
+            CannotTry: if they fail.
+        """
+        try:
+            return self._whole()
+        except Exception as error:
+            raise CannotTry(_first_line(error)) from error
+
+    def record(self) -> dict[str, StepRecording]:
+        """Of each hook, for what follows."""
+
+        def one(hook: str, written: frozenset[str]) -> StepRecording:
+            copy: LightningModule = fake_copy(self._module, None, None)
+            rng.restore(self._start, {})
+            batch, rows = self._scripts[hook].batches[0](), self._scripts[hook].rows
+            context = self._precision.context
+            return record(copy, self._trainer, hook, batch, list(find_blocks(copy)), rows=rows, context=context, written=written)
+
+        found = recorded_together(list(self._scripts), one)
+        self._staging = Staging(hooks=found)
+        return found
+
+    def narrow(self, blocks: Sequence[str], uncuttable: dict[str, str]) -> str | None:
+        """Try cuts until all that are left work; those that don't go to ``uncuttable``. A reason where no single cut is to blame."""
+        alone = False
+        while possible := [block for block in blocks[1:] if block not in uncuttable]:
+            failed = {cuts: words for cuts in ways_to_cut(possible) if (words := self.compare(cuts)) is not None}
+            if not failed:
+                return None
+            if alone:
+                cuts, words = next(iter(failed.items()))
+                return f"{words} (cut before {', '.join(repr(cut) for cut in cuts)})"
+            for block in possible:
+                words = failed[(block,)] if (block,) in failed else self.compare((block,))
+                if words is not None:
+                    uncuttable[block] = words
+            alone = True
+        return None
+
+    def compare(self, cuts: tuple[str, ...]) -> str | None:
+        """What stages change when they are cut so, in a sentence; None where there is nothing."""
+        try:
+            ours = self._stages(cuts)
+        except Exception as error:  # the user's code on a stage, and what says that a value is missing there
+            _LOG.debug("the step fails in stages cut before %s", cuts, exc_info=True)
+            return f"in stages the step fails ({_first_line(error)})"
+        if isinstance(ours, str):
+            return ours
+        found = self._worst(ours)
+        if found is None:
+            return None
+        distance, words = found
+        if math.isfinite(distance):  # which may still be rounding
+            exact = self._compare_in_double(cuts)
+            if exact is None or (math.isinf(exact[0]) and distance <= _ROUNDING):
+                return None
+            if math.isfinite(exact[0]):
+                words = exact[1]
+        return words
+
+    def _compare_in_double(self, cuts: tuple[str, ...]) -> tuple[float, str] | None:
+        """The difference without single precision's rounding; infinite where the step insists on single precision."""
+        try:
+            if self._double is None:
+                module, scripts = self._original
+                self._double = Trial(module, self._trainer, scripts, self._fn, Precision(true=torch.float64))
+                rng.restore(self._start, {})
+                self._double._start = self._start
+                self._double._whole()
+                self._double.record()
+            ours = self._double._stages(cuts)
+            return (math.inf, ours) if isinstance(ours, str) else self._double._worst(ours)
+        except Exception as error:
+            _LOG.debug("the step can't be run in double precision", exc_info=True)
+            return math.inf, f"in double precision the step fails ({_first_line(error)})"
+
+    def _whole(self) -> str | None:
+        """What the whole module gives."""
+        copy: LightningModule = fake_copy(self._module, None, None)
+        rng.restore(self._start, {})
+        rehearsal = rehearse(copy, self._trainer, self._fn, self._precision)
+        before = _values(copy)
+        outputs: list[Any] = []
+        call = rehearsal._call
+
+        def noted(*args: Any) -> Any:
+            outputs.append(call(*args))
+            return outputs[-1]
+
+        rehearsal.__dict__["_call"] = noted
+        rng.restore(self._start, {})
+        for hook, script in self._scripts.items():
+            outcome = self._theirs[hook] = Outcome()
+            self._begin(hook, rehearsal)
+            for index, batch in enumerate(script.batches):
+                outputs.clear()
+                with recorded_logs(copy) as logged, norms_aside():
+                    if hook == "training_step":
+                        rehearsal.training_step(batch(), index)
+                    else:
+                        with torch.no_grad(), self._precision.context():
+                            noted(hook, batch(), 0)
+                step = Step(logged=logged)
+                outcome.steps.append(step)
+                if len(outputs) > 1:
+                    name = type(rehearsal.optimizers[0]).__name__
+                    return f"the optimizer {name} asks for the step {len(outputs)} times, and a pipeline runs it once"
+                if hook == "training_step":
+                    step.loss = _loss(outputs[0])
+                    step.gradients = {name: _copied(value.grad) for name, value in copy.named_parameters()}
+                else:
+                    step.returned = outputs[0]
+                _end(step, copy, rehearsal, before)
+                if hook == "training_step" and index == 0:
+                    self.counted = tuple(name for name, value in step.buffers.items() if not same_values(value, before[name]))
+            outcome.notes = tuple(rehearsal.notes)
+        self._after = copy
+        return None
+
+    def _stages(self, cuts: tuple[str, ...]) -> dict[str, Outcome] | str:
+        """What the stages give, all together; a sentence where what they keep for later hooks comes apart."""
+        rng.restore(self._start, {})
+        together = Together(self._module, self._trainer, self._staging, cuts, self._fn, self._precision)
+        before = [_values(stage.module, stage.owned.names) for stage in together.stages]
+        rng.restore(self._start, {})
+        found: dict[str, Outcome] = {}
+        for hook, script in self._scripts.items():
+            outcome = found[hook] = Outcome()
+            for stage in together.stages:
+                self._begin(hook, stage.rehearsal)
+            for index, batch in enumerate(script.batches):
+                step = Step()
+                with norms_aside():
+                    if hook == "training_step":
+                        loss = together.training_step([(batch, 1.0)], index)
+                        step.loss = None if loss is None else float(loss.double())
+                        step.gradients = _gradients(together)
+                    else:
+                        step.returned = together.evaluation_step(hook, batch)
+                step.logged = dict(together.logged)
+                self._collect(step, together, before, self._theirs[hook].steps[index])
+                outcome.steps.append(step)
+            outcome.notes = tuple(dict.fromkeys(note for stage in together.stages for note in stage.rehearsal.notes))
+        return kept_apart(self._module, self._after, [stage.module for stage in together.stages]) or found
+
+    def _collect(self, step: Step, together: Together, before: Sequence[Mapping[str, Tensor]], theirs: Step) -> None:
+        """What the stages have after a step, each its part."""
+        for index, (stage, values) in enumerate(zip(together.stages, before, strict=True)):
+            part = Step()
+            _end(part, stage.module, stage.rehearsal, values)
+            for ours, found in ((step.moved, part.moved), (step.buffers, part.buffers)):
+                # A buffer that a later stage has as well, for code of which it needs the shapes alone, stays as it was there.
+                counts = {name for name in found if stage.owned.primary[name] == index or name in stage.owned.shared}
+                ours.update({name: _further(found[name], ours.get(name), theirs.moved | theirs.buffers, name) for name in counts})
+            if not step.settings or _apart(part.settings, theirs.settings):
+                step.settings = part.settings
+        missing = ({*theirs.moved, *theirs.buffers}) - {*step.moved, *step.buffers}
+        assert not missing, f"no stage has {sorted(missing)}"
+
+    def _begin(self, hook: str, rehearsal: Rehearsal) -> None:
+        if self._fn == "fit" and hook != "training_step":
+            rehearsal.begin_evaluation()
+
+    def _worst(self, ours: Mapping[str, Outcome]) -> tuple[float, str] | None:
+        """The first hook's difference that has one."""
+        for hook, outcome in ours.items():
+            found = difference(outcome, self._theirs[hook])
+            if found is not None:
+                return found if hook == "training_step" else (found[0], f"in {hook}, {found[1]}")
+        return None
+
+
+def recorded_together(hooks: Sequence[str], record_one: Callable[[str, frozenset[str]], StepRecording]) -> dict[str, StepRecording]:
+    """Recordings of a run's hooks, each of which knows what any of them writes to.
+
+    Args:
+        hooks: in order.
+        record_one: records a hook, given what others write to.
+    """
+    found: dict[str, StepRecording] = {}
+    written: frozenset[str] = frozenset()
+    known: dict[str, frozenset[str]] = {}
+    for hook in hooks:
+        found[hook], known[hook] = record_one(hook, written), written
+        written |= found[hook].written
+    for hook in hooks:
+        if written - known[hook] - found[hook].written:
+            found[hook] = record_one(hook, written)
+    return found
+
+
+def ways_to_cut(possible: Sequence[str]) -> list[tuple[str, ...]]:
+    """Cuts to try: each block begins a stage at least once; two, three and as many stages as sensible, uneven ones among them.
+
+    Args:
+        possible: the blocks that may begin a stage, in the order in which they run.
+    """
+    rounds = -(-len(possible) // (_MOST_STAGES - 1))
+    ways = [tuple(possible[start::rounds]) for start in range(rounds)]
+    ways.append((possible[len(possible) // 3],))
+    if len(possible) > 2:
+        ways.append((possible[0], possible[-1]))
+    return list(dict.fromkeys(ways))
+
+
+@contextmanager
+def norms_aside() -> Iterator[None]:
+    """While open, nothing clips gradients and every norm of them is 1: over several stages it is the engine that takes norms.
+
+    The functions' code is exchanged, as their names may have been imported anywhere (as :mod:`.norms` does).
+    """
+    exchanged = [
+        (getattr(clip_grad, name), _one) for name in ("_get_total_norm", "clip_grad_norm_", "_clip_grads_with_norm_", "clip_grad_value_")
+    ]
+    exchanged.append((lightning_grads.grad_norm, _none))
+    functions: list[tuple[Any, Any]] = [(_unwrapped(function), code.__code__) for function, code in exchanged]
+    kept = [function.__code__ for function, _ in functions]
+    for function, code in functions:
+        function.__code__ = code
+    try:
+        yield
+    finally:
+        for (function, _), code in zip(functions, kept, strict=True):
+            function.__code__ = code
+
+
+def _one(*args: Any, **kwargs: Any) -> Any:
+    return torch.ones(())
+
+
+def _none(*args: Any, **kwargs: Any) -> Any:
+    return {}
+
+
+def _unwrapped(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def _end(step: Step, copy: LightningModule, rehearsal: Rehearsal, before: Mapping[str, Tensor]) -> None:
+    """What is to be seen after a step."""
+    parameters = {name for name, _ in copy.named_parameters(remove_duplicate=False)}
+    for name, value in _values(copy, before).items():
+        if name in parameters:
+            step.moved[name] = value.double() - before[name].double()
+        else:
+            step.buffers[name] = value
+    step.settings = [
+        {name: float(value) for name, value in group.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+        for optimizer in rehearsal.optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _values(module: LightningModule, names: Any = None) -> dict[str, Tensor]:
+    """Copies of parameters and buffers, tied ones under each name; all, or those of ``names``."""
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items() if names is None or name in names}
+
+
+def _further(value: Tensor, other: Tensor | None, theirs: Mapping[str, Tensor], name: str) -> Tensor:
+    """Of several stages' values the one that is further from what it should be."""
+    if other is None or tensor_distance(value, theirs[name], 0.0) > tensor_distance(other, theirs[name], 0.0):
+        return value
+    return other
+
+
+def _gradients(together: Together) -> dict[str, Tensor | None]:
+    """Each parameter's gradient, of the first stage that has it; those of later ones are the same sum."""
+    found: dict[str, Tensor | None] = {}
+    for stage in together.stages:
+        for name, parameter in stage.module.named_parameters():
+            if name in stage.owned.names and name not in found:
+                found[name] = _copied(parameter.grad)
+    return found
+
+
+def _apart(ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]) -> bool:
+    """Whether a stage's optimizers have other settings than the whole module's."""
+    pairs = [(one.get(name, math.inf), value) for one, other in zip(ours, theirs, strict=True) for name, value in other.items()]
+    return any(abs(mine - value) > EQUAL * abs(value) for mine, value in pairs if not math.isnan(value))
+
+
+def _loss(output: Any) -> float | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return None if loss is None else float(loss.detach().double())
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    return mapped(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

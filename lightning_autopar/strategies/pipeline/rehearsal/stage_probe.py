@@ -1,0 +1,338 @@
+"""Whether a module's steps can run in stages, and where they can be cut: found out before any worker starts, on the first batch.
+
+A step is recorded, then run for real in stages (:mod:`.trial`), or, where it is too large for that, recorded under fake tensors. What comes
+out otherwise in stages is never a candidate. Knows Lightning modules; nothing of devices, schedules or how plans are chosen.
+
+What the parity probe found out about running a module in stages. Data only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS
+
+from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar.exact.step.micro_batches import take_part
+from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.shadow_values import ShadowValues
+from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
+from lightning_autopar.strategies.parity.check import not_made
+from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision
+from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
+from lightning_autopar.strategies.pipeline.stages.record import record
+from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagingFinding:
+    """Whether and where a module's steps can be cut into stages.
+
+    Args:
+        staging: for the engine; with the reason where there are no stages.
+        uncuttable: FQNs of the blocks that no stage may begin with, with the reason in a sentence.
+        untried: why the stages weren't run beside the whole module when they were recorded; None where they were. Then a plan's own cuts
+            are tried before it is taken (:func:`.probe.confirm_stages`).
+        counted: FQNs of the buffers that a training step changes, which it would do once for each micro-batch.
+    """
+
+    staging: Staging
+    uncuttable: Mapping[str, str] = field(default_factory=dict)
+    untried: str | None = None
+    counted: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Further sentences for whoever reads of a pipeline."""
+        return () if self.untried is None else (untried_words(self.untried),)
+
+
+def untried_words(reason: str) -> str:
+    """That nothing was compared, and why."""
+    return f"whether its stages compute the same is only checked as they run: no trial was made, as {reason}"
+
+
+def refused(reason: str) -> StagingFinding:
+    """That of a module that can't run in stages."""
+    return StagingFinding(staging=Staging(refusal=reason))
+
+
+_LOG = logging.getLogger(__name__)
+
+#: Of all steps, forward and backward: some seconds on a CPU core.
+_FLOPS = 1e11
+#: Recording, and the whole module beside three ways to cut it, two steps each.
+_STEPS = 9
+#: The same where the cuts of a plan are tried that is about to be taken: recording, and one step of the whole module and of its stages.
+_CONFIRM_FLOPS = 1e12
+_CONFIRM_STEPS = 3
+#: The whole module beside its stages, each with gradients and optimizer states, may take this part of the host's free memory.
+_HOST_SHARE = 0.5
+_COPIES = 10
+_TIMEOUT_SECONDS = 120.0
+
+
+def probe_stages(
+    module: LightningModule,
+    trainer: Trainer | None,
+    batches: Mapping[str, FirstBatch],
+    fn: str = "fit",
+    *,
+    precision: Precision | None = None,
+    flops: int = 0,
+) -> StagingFinding:
+    """Record the steps that a run will call, and compare them in stages with the whole ones.
+
+    Args:
+        module: the user's module, set up; it stays as it is.
+        trainer: the trainer that it was passed to, read only.
+        batches: the first batch of each hook that the run calls: ``"training_step"``, ``"validation_step"``, …
+        fn: what the trainer does: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        precision: of the run; single unless given.
+        flops: of a step on the whole batch, forward and backward.
+    """
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            return refused(f"the parameter {name!r} gets its shape in the first step, and a pipeline is cut before")
+    if fn == "fit" and not module.automatic_optimization:
+        return refused("a pipeline's schedule runs backward by itself, and the module does so by hand")
+    found = len(find_blocks(module))
+    if found < 2 and not is_overridden("configure_model", module):
+        return refused(f"a pipeline is cut between repeated blocks that share no parameters, and the module has {found}")
+    precision = precision or Precision()
+    why = _too_large(module, batches, flops)
+    began = time.monotonic()
+    if why is None:
+        try:
+            finding = run_forked(_try, module, trainer, batches, fn, precision, flops, timeout_seconds=_TIMEOUT_SECONDS)
+        except ChildFailed as error:
+            _LOG.debug("the stages can't be tried", exc_info=True)
+            if time.monotonic() - began < _TIMEOUT_SECONDS:
+                return refused(f"the step can't be tried in stages ({error.reason})")
+            finding = f"trying them takes more than {_TIMEOUT_SECONDS:.0f} s"
+        if isinstance(finding, StagingFinding):
+            return finding
+        why = finding
+    try:
+        return run_forked(_structure, module, trainer, batches, precision, why, timeout_seconds=_TIMEOUT_SECONDS)
+    except ChildFailed as error:
+        _LOG.debug("the step can't be recorded", exc_info=True)
+        return refused(f"it can't be told where the step can be cut into stages ({error.reason})")
+
+
+def confirm_stages(
+    module: LightningModule,
+    trainer: Trainer | None,
+    batches: Mapping[str, FirstBatch],
+    fn: str,
+    cuts: Sequence[str],
+    *,
+    precision: Precision | None = None,
+    flops: int = 0,
+) -> StagingFinding:
+    """Try one plan's cuts where :func:`probe_stages` has only recorded, with a step or two of few samples; in this process.
+
+    Args:
+        module: the user's module, set up; meant for a forked child.
+        trainer: the trainer that it was passed to, read only.
+        batches: as for :func:`probe_stages`.
+        fn: what the trainer does.
+        cuts: FQNs of the blocks with which the second and each later stage begins.
+        precision: of the run; single unless given.
+        flops: of a step on the whole batch, forward and backward.
+
+    Returns:
+        With a refusal where the stages compute something else, or where the whole step can't be run; with ``untried`` where it is
+        too large.
+    """
+    why = _too_large(module, batches, flops, steps=_CONFIRM_STEPS, most=_CONFIRM_FLOPS)
+    if why is not None:
+        return StagingFinding(staging=Staging(), untried=why)
+    count = _samples(batches, flops, _CONFIRM_STEPS, _CONFIRM_FLOPS)
+    trial, several = _trial(module, trainer, batches, fn, precision or Precision(), count, steps=1)
+    if isinstance(trial, str):
+        return refused(not_made(trial).reason)
+    if several is not None:
+        return refused(several)
+    recordings = trial.record()
+    words = trial.compare(tuple(cuts))
+    return StagingFinding(staging=Staging(hooks=recordings, refusal=words))
+
+
+def _too_large(
+    module: LightningModule, batches: Mapping[str, FirstBatch], flops: int, *, steps: int = _STEPS, most: float = _FLOPS
+) -> str | None:
+    """Why a trial is out of the question."""
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    if size_bytes * _COPIES > psutil.virtual_memory().available * _HOST_SHARE:
+        return f"{_COPIES} copies of the module, which a trial may need, don't fit into the host's memory"
+    if not _samples(batches, flops, steps, most):
+        return f"a step of {flops:.1e} floating-point operations is too long to try on the CPU"
+    return None
+
+
+def _samples(batches: Mapping[str, FirstBatch], flops: int, steps: int = _STEPS, most: float = _FLOPS) -> int:
+    """How many samples to try: all, or two of them where a step is long; 0 for none."""
+    whole = max(1, next(iter(batches.values())).batch_size)
+    if flops * steps <= most:
+        return whole
+    return 2 if whole > 2 and flops * steps * 2 / whole <= most else 0
+
+
+# -- in the forked child ---------------------------------------------------------------------------------------------------------------
+
+
+def _try(
+    module: LightningModule, trainer: Trainer | None, batches: Mapping[str, FirstBatch], fn: str, precision: Precision, flops: int
+) -> StagingFinding | str:
+    """Record for real, and compare; a reason where the whole step can't be run, so that nothing can be said of its stages."""
+    trial, several = _trial(module, trainer, batches, fn, precision, _samples(batches, flops))
+    if isinstance(trial, str):
+        return trial
+    if several is not None:
+        return refused(several)
+    recordings = trial.record()
+    uncuttable = merged(recordings)
+    refusal = nowhere(recordings, uncuttable) or trial.narrow(next(iter(recordings.values())).blocks, uncuttable)
+    refusal = refusal or nowhere(recordings, uncuttable)
+    return StagingFinding(staging=Staging(hooks=recordings, refusal=refusal), uncuttable=uncuttable, counted=trial.counted)
+
+
+def _trial(
+    module: LightningModule,
+    trainer: Trainer | None,
+    batches: Mapping[str, FirstBatch],
+    fn: str,
+    precision: Precision,
+    count: int,
+    steps: int = 2,
+) -> tuple[Trial | str, str | None]:
+    """The whole module's steps, run, or the reason why they can't be; and the reason where its optimizer asks for more than one."""
+    if is_overridden("configure_model", module):
+        module.configure_model()
+        module.__dict__["configure_model"] = lambda: None
+    scripts = {hook: _script(module, trainer, first, count, steps) for hook, first in batches.items()}
+    trial = Trial(module, trainer, scripts, fn, precision)
+    try:
+        return trial, trial.run_whole()
+    except CannotTry as error:
+        return f"the step can't be run on the CPU ({error})", None
+
+
+def _structure(
+    module: LightningModule, trainer: Trainer | None, batches: Mapping[str, FirstBatch], precision: Precision, why: str
+) -> StagingFinding:
+    """Record under fake tensors."""
+
+    def one(hook: str, written: frozenset[str]) -> StepRecording:
+        mode, shadow, first = fake_mode(), ShadowValues(), batches[hook]
+        copy: LightningModule = fake_copy(module, mode, shadow, dtype=precision.true)
+        batch = fake_copy(first.batch, mode, shadow, dtype=precision.true)
+        with drawing_nothing(), as_if_real(shadow, "cpu"), mode, shadow:
+            if is_overridden("configure_model", copy):
+                copy.configure_model()
+                copy.__dict__["configure_model"] = lambda: None
+            blocks, rows, context = list(find_blocks(copy)), first.batch_size, precision.context
+            return record(copy, trainer, hook, batch, blocks, rows=rows, context=context, written=written)
+
+    if "training_step" in batches and _lbfgs(module):
+        return refused("LBFGS takes products over all parameters together, and no stage has them all")
+    recordings = recorded_together(list(batches), one)
+    uncuttable = merged(recordings)
+    written = recordings["training_step"].written if "training_step" in recordings else ()
+    return StagingFinding(
+        staging=Staging(hooks=recordings, refusal=nowhere(recordings, uncuttable)),
+        uncuttable=uncuttable,
+        untried=why,
+        counted=tuple(sorted(name for name, _ in module.named_buffers() if name in written)),
+    )
+
+
+def _lbfgs(module: LightningModule) -> bool:
+    """Whether it is the optimizer, as far as can be told without a trainer."""
+    if not is_overridden("configure_optimizers", module) or is_overridden("configure_model", module):
+        return False
+    try:
+        return isinstance(module.configure_optimizers(), LBFGS)  # of a copy, in a forked child
+    except Exception:  # one that asks its trainer, say; the run will tell
+        _LOG.debug("the optimizer can't be made", exc_info=True)
+        return False
+
+
+def merged(recordings: Mapping[str, StepRecording]) -> dict[str, str]:
+    """Blocks that can't begin a stage in one of the hooks, or that come in another order there, with the reason."""
+    first = next(iter(recordings.values()))
+    found: dict[str, str] = {}
+    for hook, recording in recordings.items():
+        prefix = "" if hook == "training_step" else f"in {hook}, "
+        for block, reason in recording.uncuttable.items():
+            found.setdefault(block, prefix + reason)
+        for block in {*first.blocks, *recording.blocks}:
+            if block not in recording.blocks or block not in first.blocks:
+                found.setdefault(block, f"{block!r} doesn't run in {hook if block in first.blocks else first.hook}")
+            elif set(_before(recording, block)) != set(_before(first, block)):
+                found.setdefault(block, f"{block!r} comes at another place in {hook} than in {first.hook}")
+    return found
+
+
+def _before(recording: StepRecording, block: str) -> tuple[str, ...]:
+    return recording.blocks[: recording.blocks.index(block)]
+
+
+def nowhere(recordings: Mapping[str, StepRecording], uncuttable: Mapping[str, str]) -> str | None:
+    """Why there is no place for a cut; None where there is."""
+    blocks = next(iter(recordings.values())).blocks
+    if len(blocks) < 2:
+        reasons = Counter(uncuttable.values())
+        common = f": {reasons.most_common(1)[0][0]}" if reasons else ""
+        return f"a pipeline is cut between blocks that run once each, and the step has {len(blocks)}{common}"
+    if all(block in uncuttable for block in blocks[1:]):
+        return f"the step can't be cut before any of its blocks: {Counter(uncuttable[block] for block in blocks[1:]).most_common(1)[0][0]}"
+    return None
+
+
+def _script(module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int, steps: int) -> Script:
+    """The first batch, or a few of its samples, and for a second step a part of that: stages get parts of all sizes."""
+    several = first.kind == "combined"
+
+    def whole() -> Any:
+        """The batch anew each time, since a step may change what it gets."""
+        if 0 < count < first.batch_size:
+            if first.samples is not None and first.collate is not None:
+                batch = first.collate(first.samples[:count])
+                return batch if trainer is None else transfer_batch(module, batch)
+            return take_part(first.batch, 0, first.batch_size // count, several=several)
+        return copied(first.batch)
+
+    def half() -> Any:
+        return take_part(whole(), 0, 2, several=several)
+
+    rows = min(count, first.batch_size)
+    try:
+        half()
+    except ValueError:  # it can't be taken apart, and no plan will do so
+        return Script(batches=(whole, whole)[:steps], rows=rows)
+    return Script(batches=(whole, half if rows > 3 else whole)[:steps], rows=rows)
+
+
+def precision_of(name: str) -> Precision:
+    """Of Lightning's name of a precision."""
+    types = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
+    kind = next((found for word, found in types.items() if name.startswith(word)), None)
+    if name in ("transformer-engine", "transformer-engine-float16"):
+        kind = torch.bfloat16 if name == "transformer-engine" else torch.float16
+        return Precision(true=kind)
+    return Precision(autocast=kind) if name in ("16", "bf16") or name.endswith("-mixed") else Precision(true=kind)

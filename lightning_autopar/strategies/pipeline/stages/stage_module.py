@@ -1,0 +1,376 @@
+"""One stage of a step: the user's own hook, run from its beginning to the stage's end.
+
+What other stages compute gives holes; where the stage's own code begins they are filled with the tensors that were received; where it ends,
+a private exception carries the tensors out that the next stage needs. Knows recordings; nothing of schedules, processes or Lightning.
+
+What a stage runs of a step, and what it has to look at meanwhile. Data only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_autopar.exact.absent.rules import hollowing, set_strict
+from lightning_autopar.exact.absent.tensor import AsHoles, Hole, Hollowed, fill, filled, is_hole, make_hole, name_of, resolved
+from lightning_autopar.strategies.pipeline.stages.block_router import Router
+from lightning_autopar.strategies.pipeline.stages.recording import EXTRA, Carried, Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.skipped_blocks import BlockResults
+from lightning_autopar.strategies.pipeline.stages.taint import Watch, mark, results_of, written_by
+
+
+class Span:
+    """What a stage runs of a hook.
+
+    Attributes:
+        low, high: its first block, and the one that isn't its own any more.
+        entering, leaving: what crosses the cuts at its ends.
+    """
+
+    def __init__(self, recording: StepRecording, cuts: Sequence[str], stage: int) -> None:
+        bounds = recording.bounds(cuts)
+        self.recording = recording
+        self.stage = stage
+        self.first, self.last = stage == 0, stage == len(cuts)
+        self.low, self.high = bounds[stage], bounds[stage + 1]
+        self.entering: tuple[Carried, ...] = () if self.first else recording.crossings[recording.blocks[self.low]]
+        self.leaving: tuple[Carried, ...] = () if self.last else recording.crossings[recording.blocks[self.high]]
+        #: Numbers whose tensors are needed, at the stage's entry or at its exit.
+        self.wanted = frozenset(index for each in (*self.entering, *self.leaving) for index in (each.index, *each.aliases))
+        #: Blocks that give some of them.
+        self.looked_at = frozenset(
+            index
+            for index, fqn in enumerate(recording.blocks)
+            if any(leaf.index in self.wanted for output in recording.outputs.get(fqn, ()) for leaf in output.leaves)
+        )
+        #: Parts outside of blocks where one of them is made: there the step has to run as recorded.
+        firsts = (*recording.firsts, EXTRA)
+        self.checked = frozenset(
+            part for part in range(len(recording.firsts)) if any(firsts[part] <= index < firsts[part + 1] for index in self.wanted)
+        )
+
+
+class StageExit(BaseException):
+    """Ends the user's hook where the stage ends; no ``except Exception`` of the user's catches it."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        super().__init__("the stage ends here")
+        self.tensors = tensors
+
+
+class StageModule(nn.Module):
+    """One stage, as ``torch.distributed.pipelining`` takes it.
+
+    Args:
+        module: the user's, its blocks' ``forward`` is replaced on the instance; stages of one module share it.
+        staging: the recordings of its hooks.
+        cuts: FQNs of the blocks with which the second and every later stage begins.
+        stage: which one this is.
+        call: runs the user's hook of that name on that micro-batch, and gives what it returns.
+
+    Raises:
+        ValueError: if a hook can't be cut there.
+    """
+
+    def __init__(self, module: nn.Module, staging: Staging, cuts: Sequence[str], stage: int, call: Callable[[str, int], Any]) -> None:
+        super().__init__()
+        self.__dict__["_module"] = module  # no submodule: its parameters aren't this module's
+        self.stage = stage
+        self.stages = len(cuts) + 1
+        self.hook = "training_step"
+        self.chunk = 0
+        self.on_entry: list[Callable[[], None]] = []
+        self.on_exit: list[Callable[[], None]] = []
+        self.outputs: dict[int, Any] = {}
+        self._call = call
+        self._router = Router.of(module)
+        self._hooks = {name: Span(recording, cuts, stage) for name, recording in staging.hooks.items()}
+        self._router.add(stage, staging.hooks.values())
+        self._run: _Run | None = None
+
+    @property
+    def owns_now(self) -> bool:
+        """Whether the code that runs now is this stage's own."""
+        return self._run is not None and self._run.owns
+
+    def forward(self, *received: Tensor) -> Any:
+        """Run the stage.
+
+        Args:
+            received: what crosses its first cut, in the order of the recording.
+
+        Returns:
+            What crosses the next cut; of the last stage the loss, zero where the hook has none.
+
+        Raises:
+            RuntimeError: if the step runs otherwise than it was recorded.
+        """
+        span = self._hooks.get(self.hook)
+        if span is None:
+            raise RuntimeError(f"no {self.hook} was recorded, so that none can run in stages")
+        run = _Run(span, received, self._router, self.on_entry, self.on_exit)
+        self._run = run
+        try:
+            with self._router.counting(span.recording, self.stage, self.chunk):
+                result = run(lambda: self._call(self.hook, self.chunk))
+        finally:
+            self._run = None
+        if not span.last:
+            return result[0] if len(result) == 1 else result
+        self.outputs[self.chunk] = result
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        return loss if isinstance(loss, Tensor) and loss.numel() == 1 else torch.zeros((), device=_device(self.__dict__["_module"]))
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+class _Run:
+    """One run of a stage."""
+
+    def __init__(
+        self,
+        span: Span,
+        received: tuple[Tensor, ...],
+        router: Router,
+        on_entry: Sequence[Callable[[], None]],
+        on_exit: Sequence[Callable[[], None]],
+    ) -> None:
+        self._span = span
+        self._recording = span.recording
+        self._received = received
+        self._router = router
+        self._on_entry, self._on_exit = on_entry, on_exit
+        self.owns = False
+        self._written = router.named(span.recording.written)
+        self._watch = Watch(frozenset(id(buffer) for _, _, buffer in self._written), self._outer_call)
+        self._next_block = 0
+        self._part = 0
+        self._index = 0
+        self._inside = False
+        self._ran: set[str] = set()
+        self._found: dict[int, Tensor] = {}
+        self._exited: tuple[Tensor, ...] | None = None
+
+    def __call__(self, step: Callable[[], Any]) -> Any:
+        """The hook's result in the last stage, else what the next stage needs."""
+        assert self._router.run is None, "a stage runs within another one"
+        if len(self._received) != len(self._span.entering):
+            raise RuntimeError(
+                f"stage {self._span.stage} gets {len(self._received)} tensors, but {len(self._span.entering)} cross its cut as recorded"
+            )
+        self._router.run = self
+        before = set_strict(False)
+        try:
+            with hollowing(self._router.ids), ExitStack() as stack:
+                if self._span.first:
+                    self._enter()
+                stack.enter_context(self._router.around(self._recording.hook, self._hook))
+                result = step()
+        except StageExit as exit:
+            if self._exited is None:
+                raise
+            return exit.tensors
+        finally:
+            self._router.run = None
+            self.owns = False
+            set_strict(before)
+            self._put_buffers_back()
+            # Nothing of the run stays until Python's garbage collector comes by.
+            self._watch.forget()
+            self._found.clear()
+            self._received, self._exited = (), None
+        if not self._span.last:
+            raise RuntimeError(
+                f"the {self._recording.hook} ended before the block {self._recording.blocks[self._span.high]!r} ran, with which the next "
+                "stage begins; it ran when the step was recorded"
+            )
+        if self._next_block < self._span.low or (self._span.low > 0 and self._next_block == self._span.low):
+            raise RuntimeError(
+                f"the {self._recording.hook} ended before the block {self._recording.blocks[self._span.low]!r} ran, with which the stage "
+                "begins; it ran when the step was recorded"
+            )
+        result = _returned(result)
+        for hook in self._on_exit:
+            hook()
+        return result
+
+    def _hook(self, hook: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The user's hook: from here on, what runs is watched. How a batch is made isn't."""
+        with self._watch.watching(self._router.opaque):
+            return hook(*args, **kwargs)
+
+    def _put_buffers_back(self) -> None:
+        """A buffer that code of another stage replaced stays the one that is here."""
+        for owner, name, buffer in self._written:
+            if is_hole(owner._buffers[name]) and not is_hole(buffer):
+                owner._buffers[name] = buffer
+
+    # -- code outside of blocks ----------------------------------------------------------------------------------------------------------
+
+    def _outer_call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A tainted call: for its result's shapes alone where another stage makes it."""
+        target = written_by(name, args, kwargs)
+        if self.owns:
+            result = func(*args, **kwargs)
+        else:
+            with AsHoles():
+                result = func(*args, **kwargs)
+            if target is not None:  # __setitem__ writes to a view of it
+                make_hole(target, f"what {name!r} writes {self._where()}")
+        self._number(name, results_of(result, target, args, self._watch.tainted), target)
+        return result
+
+    def _number(self, name: str, results: list[Tensor], target: Tensor | None) -> None:
+        operations = self._recording.operations[self._part]
+        first = self._recording.firsts[self._part]
+        for tensor in results:
+            place = self._index - first
+            if self._part in self._span.checked and (place >= len(operations) or operations[place] != name):
+                recorded = operations[place] if place < len(operations) else "nothing more"
+                raise RuntimeError(
+                    f"{self._where()} the step calls {name!r} where it called {recorded!r} when it was recorded, so that it can't be told "
+                    "which of its tensors another stage needs; the code must not depend on the data there"
+                )
+            self._keep(self._index, tensor)
+            self._index += 1
+        if target is not None and target._base is not None:
+            mark(target._base)
+
+    def _keep(self, index: int, tensor: Tensor) -> None:
+        mark(tensor)
+        if index in self._span.wanted:
+            self._found[index] = tensor
+
+    def _where(self) -> str:
+        blocks = self._recording.blocks
+        after = self._part // 2
+        return f"before the block {blocks[after]!r}" if after < len(blocks) else "after the last block"
+
+    # -- blocks --------------------------------------------------------------------------------------------------------------------------
+
+    def block(self, fqn: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A block is called."""
+        if self._inside or fqn in self._ran:  # within another one, or again: as code outside of blocks
+            return forward(*args, **kwargs)
+        blocks = self._recording.blocks
+        index = self._next_block
+        if index >= len(blocks) or blocks[index] != fqn:
+            expected = blocks[index] if index < len(blocks) else "no other block"
+            raise RuntimeError(f"the {self._recording.hook} runs the block {fqn!r} where {expected!r} ran when it was recorded")
+        self._ran.add(fqn)
+        self._check_part()
+        self._next_block += 1
+        self._begin_part(2 * index + 1)
+        span = self._span
+        if index == span.high and not span.last:
+            self._exit()
+        if index == span.low and not span.first:
+            self._enter()
+        results = BlockResults.of(block, fqn, self._recording)
+        if self.owns:
+            args, kwargs = resolved(args), resolved(kwargs)
+        self._inside = True
+        try:
+            with self._watch.paused():
+                if self.owns:
+                    with results.catching():
+                        result = forward(*args, **kwargs)
+                else:
+                    result = results.left_out(forward, args, kwargs)
+        finally:
+            self._inside = False
+        if index in span.looked_at if not self.owns else not span.last:
+            for number, tensor in results.numbered(result, args, kwargs):
+                self._keep(number, tensor)
+        self._begin_part(2 * index + 2)
+        return result
+
+    def _begin_part(self, part: int) -> None:
+        self._part = part
+        self._index = self._recording.firsts[part]
+
+    def _check_part(self) -> None:
+        """At the end of a part outside of blocks: all that is needed was made."""
+        if self._part in self._span.checked and not (self.owns and self._span.last):
+            made, recorded = self._index - self._recording.firsts[self._part], len(self._recording.operations[self._part])
+            if made != recorded:
+                raise RuntimeError(
+                    f"{self._where()} the step makes {made} tensors of the model's where it made {recorded} when it was recorded; the code "
+                    "must not depend on the data there"
+                )
+
+    def _enter(self) -> None:
+        """The stage's own code begins: holes are filled with what was received."""
+        for carried, tensor in zip(self._span.entering, self._received, strict=True):
+            self._fill(carried, tensor)
+        self.owns = True
+        set_strict(True)
+        if self._span.last:
+            self._watch.stop()  # nothing more is to be told apart
+        for hook in self._on_entry:
+            hook()
+
+    def _fill(self, carried: Carried, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(_contiguous)
+        if carried.written:  # what is received stays as it is: autograd allows no writing to it, and another buffer may share it
+            tensor = tensor.clone()
+        for index in carried.aliases or (carried.index,):
+            hole = self._found.get(index)
+            if hole is None:
+                raise RuntimeError(f"the tensor {index} that crosses the stage's cut wasn't made {self._where()}")
+            if not isinstance(hole, (Hole, Hollowed)):
+                raise RuntimeError(
+                    f"the tensor {index} that crosses the stage's cut doesn't depend on the model here, but did when recorded"
+                )
+            if tuple(hole.shape) != tuple(tensor.shape) or hole.dtype.is_floating_point != tensor.dtype.is_floating_point:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, was received for {name_of(hole)}, which has shape "
+                    f"{tuple(hole.shape)}, {hole.dtype}, in this stage"
+                )
+            fill(hole, tensor)
+
+    def _exit(self) -> None:
+        """The stage's own code ends: the next stage's tensors are carried out."""
+        tensors = []
+        for carried in self._span.leaving:
+            tensor = self._found.get(carried.index)
+            if tensor is None:
+                raise RuntimeError(f"the tensor {carried.index} that the next stage needs wasn't made")
+            tensor = filled(tensor)
+            if is_hole(tensor):
+                raise RuntimeError(f"the next stage needs {name_of(tensor)}, which isn't here")
+            tensor = tensor.contiguous()
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(_contiguous)
+            tensors.append(tensor)
+        self.owns = False
+        set_strict(False)
+        for hook in self._on_exit:
+            hook()
+        self._exited = tuple(tensors)
+        raise StageExit(self._exited)
+
+
+def _contiguous(gradient: Tensor) -> Tensor:
+    """Gradients travel as they lie in memory, without gaps."""
+    return gradient.contiguous()
+
+
+def _returned(value: Any) -> Any:
+    """What the hook returns, without holes."""
+
+    def check(leaf: Any) -> Any:
+        leaf = filled(leaf)
+        if is_hole(leaf):
+            raise RuntimeError(f"the step returns {name_of(leaf)}, which another stage has")
+        return leaf
+
+    return tree_map(check, value)

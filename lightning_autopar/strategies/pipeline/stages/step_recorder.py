@@ -1,0 +1,407 @@
+"""What is seen of a step while it runs once: numbers of tainted tensors, their uses, blocks' results; and what follows for each cut."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_autopar.exact.absent.rules import READING
+from lightning_autopar.exact.absent.tensor import AsHoles, MissingValue, hole_like
+from lightning_autopar.strategies.pipeline.stages.block_router import find_block, opaque_methods
+from lightning_autopar.strategies.pipeline.stages.module_state import Sources, host_generators
+from lightning_autopar.strategies.pipeline.stages.outputs import Caught, describe, flattened, places
+from lightning_autopar.strategies.pipeline.stages.recording import EXTRA, Carried, Output, StepRecording
+from lightning_autopar.strategies.pipeline.stages.skipped_blocks import computed_from_shapes
+from lightning_autopar.strategies.pipeline.stages.taint import (
+    Inside,
+    Watch,
+    is_marked,
+    mark,
+    replaced_forward,
+    results_of,
+    tensors,
+    written_by,
+)
+
+_DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+_END = 1 << 30
+
+
+@dataclass
+class _Number:
+    """A tainted tensor that code outside of blocks got.
+
+    Args:
+        part: where it was made.
+        tensor: itself.
+        first: the first number of the very same tensor.
+        state: whether it is a parameter or a buffer, which stages have and don't send.
+        last_use: the last part that uses it.
+    """
+
+    part: int
+    tensor: Tensor
+    first: int
+    state: bool
+    last_use: int = -1
+
+
+class Recorder:
+    """Watches one run of a step.
+
+    Args:
+        module: the root.
+        hook: the step's name.
+        blocks: FQNs.
+        sources: the module's state.
+
+    Raises:
+        ValueError: if there is no block of a name.
+    """
+
+    def __init__(self, module: nn.Module, hook: str, blocks: Sequence[str], sources: Sources) -> None:
+        self._module = module
+        self._hook = hook
+        self._sources = sources
+        self._blocks = {fqn: find_block(module, fqn) for fqn in blocks}
+        self._watch = Watch(sources.ids, self._outer_call, self.use)
+        self._part = 0
+        self._order: list[str] = []
+        self._numbers: list[_Number] = []
+        self._firsts = [0]
+        self._operations: list[list[str]] = [[]]
+        self._outputs: dict[str, tuple[Output, ...]] = {}
+        self._users: dict[str, set[int]] = defaultdict(set)
+        #: Memory that is written to in place, and in which part.
+        self._writes: list[tuple[int, int]] = []
+        #: No stage begins with a block whose part is above the first and at most the second, for a reason.
+        self._joined: list[tuple[int, int, str]] = []
+        self._running: str | None = None
+        #: Attributes with a tensor of the step before that this one uses.
+        self.kept: set[str] = set()
+        #: What leaves a block otherwise than by being returned: what hooks within it catch, and attributes.
+        self._caught: dict[str, list[Caught]] = {}
+        self._extras: dict[int, _Number] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While open, what runs is recorded."""
+        with ExitStack() as stack:
+            for fqn, block in self._blocks.items():
+                stack.enter_context(replaced_forward(block, self._block(fqn, block.forward)))
+            stack.enter_context(self._watch.watching(opaque_methods(self._module)))
+            yield
+
+    def finish(self, result: Any) -> None:
+        """The step is over: what it returns is used by its last part."""
+        self.use(tree_leaves(result))
+        for index, fqn in enumerate(self._order):
+            block = self._blocks[fqn]
+            for tensor in (*block.parameters(), *block.buffers()):
+                for name in self._sources.names(tensor):
+                    self._users[name].add(2 * index + 1)
+
+    def use(self, value: Any) -> None:
+        """Tensors are used in the part that runs."""
+        for tensor in tensors(value):
+            number = self._number_of(tensor)
+            if number is not None:
+                number.last_use = max(number.last_use, self._part)
+                continue
+            for fqn in self._sources.names(tensor):
+                self._users[fqn].add(self._part)
+            if (name := getattr(tensor, "_autopar_kept", None)) is not None:
+                self.kept.add(name)
+                continue
+            made: int | None = getattr(tensor, "_autopar_block", None)
+            if made is not None and made < self._part:
+                self._use_extra(tensor, made)
+            elif made is None and self._running is None and tensor.requires_grad and not tensor.is_leaf and not is_marked(tensor):
+                self.refuse("the step computes with parameters by means that torch doesn't show (scripted code, perhaps)")
+
+    def _use_extra(self, tensor: Tensor, made: int) -> None:
+        """A tensor is used that a block made and didn't return: it crosses cuts where a hook or an attribute brought it out."""
+        fqn = self._order[made // 2]
+        place = next(
+            ((caught, leaf) for caught in self._caught[fqn] for leaf, each in enumerate(caught.flat) if each is tensor),
+            None,
+        )
+        mark(tensor)
+        if place is None:
+            self._join(made, _END, f"a tensor that {fqn!r} makes is used after it without having been returned by it")
+            return
+        caught, leaf = place
+        index = caught.numbers.get(leaf)
+        if index is None:
+            index = caught.numbers[leaf] = EXTRA + len(self._extras)
+            self._extras[index] = _Number(made, tensor, index, state=False)
+        self._extras[index].last_use = max(self._extras[index].last_use, self._part)
+
+    # -- code outside of blocks ----------------------------------------------------------------------------------------------------------
+
+    def _outer_call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A tainted call."""
+        if func in _DIFFERENTIATING:
+            self.refuse(f"the {self._hook} differentiates by itself ({name})")
+            return func(*args, **kwargs)
+        self.use((args, kwargs))
+        if func in READING:
+            self._join(self._part, _END, f"code before it reads a value of the model's ({name}), which every later stage would need")
+            return func(*args, **kwargs)
+        target = written_by(name, args, kwargs)
+        shapes = self._without_values(func, name, args, kwargs)
+        result = func(*args, **kwargs)
+        if shapes is not None and shapes != _shapes(result):
+            self._join(self._part, _END, f"code before it gives tensors whose shapes depend on values ({name})")
+        self._number(name, results_of(result, target, args, self._watch.tainted), target)
+        return result
+
+    def _without_values(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Any] | None:
+        """The shapes of a call's results as a stage has them that lacks the values; None where it can't run so, which is noted."""
+        try:
+            with AsHoles(simulated=True), torch.no_grad():
+                return _shapes(func(*self._holes(args), **self._holes(kwargs)))
+        except Exception as error:  # whatever a function of the user's does without values
+            reason = str(error) if isinstance(error, MissingValue) else f"{type(error).__name__}: {error}"
+            self._join(self._part, _END, f"code before it can't run for shapes alone: {name} ({reason.strip().splitlines()[0]})")
+            return None
+
+    def _holes(self, value: Any) -> Any:
+        """Arguments with tainted tensors as holes."""
+        if isinstance(value, Tensor):
+            return hole_like(value, "a tensor") if self._watch.tainted(value) else value
+        if type(value) in (tuple, list):
+            return type(value)(self._holes(item) for item in value)
+        if type(value) is dict:
+            return {key: self._holes(item) for key, item in value.items()}
+        return value
+
+    def _number(self, name: str, results: list[Tensor], target: Tensor | None) -> None:
+        """Tainted results get their numbers."""
+        for tensor in results:
+            self._operations[-1].append(name)
+            self._add(tensor)
+        if target is not None:
+            if target._base is not None:
+                mark(target._base)
+            self._writes.append((_memory(target), self._part))
+
+    def _add(self, tensor: Tensor) -> int:
+        """Its number: the next one."""
+        index = len(self._numbers)
+        known = self._number_of(tensor)
+        state = self._sources.is_state(tensor)
+        if known is None and not state:
+            tensor._autopar_number = index  # type: ignore[attr-defined]
+            mark(tensor)
+        self._numbers.append(_Number(self._part, tensor, index if known is None else known.first, state))
+        return index
+
+    def _number_of(self, tensor: Tensor) -> _Number | None:
+        """What is known of a tensor under its first number; None where it has none."""
+        index: int | None = getattr(tensor, "_autopar_number", None)
+        if index is None or index >= len(self._numbers) or self._numbers[index].tensor is not tensor:
+            return None
+        return self._numbers[index]
+
+    # -- blocks --------------------------------------------------------------------------------------------------------------------------
+
+    def _block(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Its forward, recorded."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._current_graph_task_id() != -1:  # recomputation
+                return forward(*args, **kwargs)
+            if self._running is not None:
+                self._join(self._part - 1, self._part, f"it runs while {self._running!r} does")
+                return forward(*args, **kwargs)
+            if fqn in self._order:
+                self._join(2 * self._order.index(fqn) + 1, self._part, f"{fqn!r} runs before it and again after it")
+                self.use(list(self._blocks[fqn].parameters()))
+                return forward(*args, **kwargs)
+            self._begin(fqn)
+            given = list(places((args, kwargs)))
+            versions = [(leaf, leaf._version) for _, leaf in given if isinstance(leaf, Tensor)]
+            self.use((args, kwargs))
+            generators = host_generators()
+            with self._watch.paused(), Inside(self.use, self._made_inside), self._catching(fqn, given):
+                result = forward(*args, **kwargs)
+            if host_generators() != generators:
+                self._join(self._part, _END, f"{fqn!r} draws random numbers from Python's or NumPy's generator")
+            described = describe(result, given)
+            if isinstance(described, Output) and any(leaf.computed for leaf in described.leaves):
+                with self._watch.paused():
+                    described = computed_from_shapes(forward, args, kwargs, described)
+            self._end(fqn, result, given, described, [place for place, _ in places((args, kwargs))], versions)
+            return result
+
+        return run
+
+    @contextmanager
+    def _catching(self, fqn: str, given: list[tuple[Any, Any]]) -> Iterator[None]:
+        """Around a block: what hooks on modules within it may catch, and the tensors that it leaves in attributes."""
+        block, caught = self._blocks[fqn], self._caught.setdefault(fqn, [])
+
+        def hook(name: str) -> Callable[..., None]:
+            return lambda _, __, output: caught.append(Caught.of(output, given, module=name))
+
+        with ExitStack() as stack:
+            for name, child in block.named_modules():
+                if name and child._forward_hooks:
+                    stack.callback(child.register_forward_hook(hook(name)).remove)
+            yield
+        for name, child in block.named_modules():
+            for attribute, value in list(vars(child).items()):
+                if isinstance(value, Tensor) and getattr(value, "_autopar_block", None) == self._part:
+                    caught.append(Caught.of(value, given, module=name, attribute=attribute))
+
+    def _begin(self, fqn: str) -> None:
+        self._order.append(fqn)
+        self._running = fqn
+        self._next_part()
+
+    def _next_part(self) -> None:
+        self._part += 1
+        self._firsts.append(len(self._numbers))
+        self._operations.append([])
+
+    def _end(
+        self,
+        fqn: str,
+        result: Any,
+        given: list[tuple[Any, Any]],
+        described: Output | str,
+        after: list[Any],
+        versions: list[tuple[Tensor, int]],
+    ) -> None:
+        """A block has run: its results are numbered, and what else it did to its arguments is noted."""
+        for tensor, version in versions:
+            if tensor._version == version:
+                continue
+            if self._watch.tainted(tensor):
+                self._writes.append((_memory(tensor), self._part))
+            elif not self._sources.is_state(tensor):
+                self._join(self._part, _END, f"{fqn!r} writes to a tensor that it is given")
+                mark(tensor)
+        if after != [place for place, _ in given]:
+            self._join(self._part, _END, f"{fqn!r} changes a list or dictionary that it is given")
+        if isinstance(described, str):
+            self._join(self._part, _END, f"{fqn!r} can't be left out: {described}")
+            for tensor in tensors(result):
+                self._add(tensor)
+        else:
+            leaves = []
+            for leaf, value in zip(described.leaves, flattened(result, given)[0], strict=True):
+                made = isinstance(value, Tensor) and leaf.same_as is None
+                leaves.append(replace(leaf, index=self._add(value)) if made else leaf)
+            self._outputs[fqn] = (replace(described, leaves=tuple(leaves)),)
+        self._running = None
+        self._next_part()
+
+    def _made_inside(self, result: Any, args: Any) -> None:
+        """A function gave these tensors within a block; an argument may come back as it is."""
+        given = {id(tensor) for tensor in tensors(args)}
+        for tensor in tensors(result):
+            if id(tensor) not in given and not self._sources.is_state(tensor) and self._number_of(tensor) is None:
+                tensor._autopar_block = self._part  # type: ignore[attr-defined]
+                mark(tensor)
+
+    # -- what follows --------------------------------------------------------------------------------------------------------------------
+
+    def refuse(self, reason: str) -> None:
+        """No cut is possible anywhere."""
+        self._join(-1, _END, reason)
+
+    def _join(self, above: int, until: int, reason: str) -> None:
+        """No stage begins with a block whose part is above one and at most another."""
+        self._joined.append((above, until, reason))
+
+    def recorded(
+        self, *, rows: int, autocast: torch.dtype | None, changes_batch: bool, counters: tuple[tuple[str, str], ...]
+    ) -> StepRecording:
+        """The record."""
+        crossings, uncuttable = {}, {}
+        outputs = dict(self._outputs)
+        if self._extras:
+            for fqn, main in self._outputs.items():
+                caught = self._caught[fqn]
+                outputs[fqn] = (*main, *(each.numbered() for each in caught if each.is_needed(caught)))
+        for index, fqn in enumerate(self._order):
+            part = 2 * index + 1
+            crossings[fqn] = self._crossing(part)
+            reason = next((reason for above, until, reason in self._joined if above < part <= until), None) or self._entangled(part)
+            if reason is not None:
+                uncuttable[fqn] = reason
+        parameters = {name: frozenset(self._users.get(name, ())) for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        buffers = {name: frozenset(self._users.get(name, ())) for name, _ in self._module.named_buffers(remove_duplicate=False)}
+        return StepRecording(
+            hook=self._hook,
+            blocks=tuple(self._order),
+            crossings=crossings,
+            uncuttable=uncuttable,
+            parameters=parameters,
+            buffers=buffers,
+            rows=rows,
+            outputs=outputs,
+            operations=tuple(map(tuple, self._operations)),
+            firsts=tuple(self._firsts),
+            written=self._sources.written,
+            counters=counters,
+            autocast=autocast,
+            changes_batch=changes_batch,
+        )
+
+    def _alive(self, part: int) -> list[tuple[int, _Number]]:
+        """The tensors that were made before a part and are used in it or after, with their first numbers."""
+        return [
+            (index, number)
+            for index, number in (*enumerate(self._numbers), *self._extras.items())
+            if number.first == index and not number.state and number.part < part <= number.last_use
+        ]
+
+    def _crossing(self, part: int) -> tuple[Carried, ...]:
+        aliases = defaultdict(list)
+        for index, number in enumerate(self._numbers):
+            if number.part < part:
+                aliases[number.first].append(index)
+        return tuple(
+            Carried(
+                index=index,
+                shape=tuple(number.tensor.shape),
+                dtype=number.tensor.dtype,
+                requires_grad=number.tensor.requires_grad,
+                written=any(memory == _memory(number.tensor) and written >= part for memory, written in self._writes),
+                aliases=tuple(aliases.get(index, (index,))),
+            )
+            for index, number in self._alive(part)
+        )
+
+    def _entangled(self, part: int) -> str | None:
+        """Why a cut would tear apart what is one in memory."""
+        memory: dict[int, int] = defaultdict(int)
+        for _, number in self._alive(part):
+            memory[_memory(number.tensor)] += 1
+        for storage, written in self._writes:
+            if written >= part and memory[storage] > 1:
+                return "two tensors that cross the cut share memory, which is written to after it"
+        for name in sorted(self._sources.written):
+            users = self._users.get(name, set())
+            if any(user < part for user in users) and any(user >= part for user in users):
+                return f"{name!r} is written to, and used before it and after it"
+        return None
+
+
+def _shapes(result: Any) -> list[Any]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors(result)]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Which memory a tensor is a view of."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

@@ -1,0 +1,385 @@
+"""A pipeline: the module in stages, one after the other, each on a device of its own, under a schedule of ``torch.distributed.pipelining``.
+
+A Lightning strategy for a module whose author never thought of one. A rank holds its stages' parameters and no others; every rank of a
+pipeline is given the same batch, runs the user's own steps on it for its stages (:mod:`.staged.replay`), and sees what the last stage's
+step returned. Forward and backward of all micro-batches run in the place of Lightning's ``training_step``; its ``backward`` brings their
+gradients to light. Knows Lightning's order of a run, and puts together what :mod:`.staged` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
+from lightning_autopar.exact.data.fingerprint import fingerprint
+from lightning_autopar.exact.data.share import BatchShare
+from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.step.device_draws import drawn_on
+from lightning_autopar.exact.step.draws import GlobalDraws
+from lightning_autopar.exact.step.micro_batches import PartGradients, several_loaders, uncut, whole_share
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.pipeline.run.agreement import agree_on_overflow
+from lightning_autopar.strategies.pipeline.run.replicas import Replicas
+from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
+from lightning_autopar.strategies.pipeline.run.staged_step import StagedStep
+from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage
+from lightning_autopar.strategies.pipeline.stages.module_state import Owned, assign, take_stages
+from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
+from lightning_autopar.strategies.pipeline.weights.checkpoint_files import StagedState
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch.nn import Module, Parameter
+
+T = TypeVar("T")
+
+
+class _StagedStrategy(StagedState, ParallelStrategy):
+    """Lightning's side of it: processes, groups, and its steps through the stages."""
+
+    assignment: Assignment
+    _staged: StagedStep
+    _share: BatchShare | None
+    _samples: int | None
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        super().__init__(parallel_devices=devices)
+        self.num_nodes = 1
+        self._timeout = default_pg_timeout
+        self._process_group_backend: str | None = None
+
+    # -- processes ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """On this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks of a pipeline all have the same samples."""
+        plan = self.assignment.plan
+        return {"num_replicas": plan.data_ranks, "rank": plan.data_rank(self.global_rank)}
+
+    def _configure_launcher(self) -> None:
+        """The processes are there already."""
+
+    def set_world_ranks(self) -> None:
+        """As Lightning's other strategies of several processes."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # Lightning hangs it on the function
+
+    def setup_environment(self) -> None:
+        """Join the group, without re-seeding: every rank goes on from the parent's RNG state, as one device would."""
+        super().setup_environment()
+        self.set_world_ranks()
+        self._process_group_backend = default_backend(self.root_device)
+        join_group(self, self._process_group_backend)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where ``configure_model`` builds the module: in host memory, by the device's draws, as stages are taken before it moves."""
+        with torch.device("cpu"), self.build_context(), drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_to_device(self) -> None:
+        """What is here; holes say that they are there."""
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            on_gpu = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """One rank's object on all of them."""
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Over all ranks."""
+        return reduce_over_ranks(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    def teardown(self) -> None:
+        """Leave module and optimizers where they are. Lightning would move them to the CPU, where NCCL can't gather what is sharded."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps -------------------------------------------------------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._evaluation("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._evaluation("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._evaluation("predict_step", args, kwargs)
+
+    def _evaluation(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._staged.evaluate(hook, args, kwargs, self.whole_or_share(args[0]))
+
+    def whole_or_share(self, batch: Any) -> BatchShare:
+        """The replica's share of the batch that is worked on; of a batch without samples to count, one."""
+        if self._share is not None:
+            return self._share
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        several = trainer.training and several_loaders(trainer)
+        try:
+            return whole_share(batch, self._samples, several=several)
+        except ValueError as error:
+            if trainer.training and self.assignment.plan.micro_batches > 1:
+                raise uncut(self.assignment.plan, error) from error
+            return BatchShare(rows=1, of=1, rank=0, world_size=1)
+
+
+class PipelineEngine(EngineMixin, _StagedStrategy):
+    """Executes a pipeline plan."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        super().__init__(assignment.torch_devices)
+        self.attach(assignment)
+
+    def attach(self, assignment: Assignment) -> None:
+        """See :class:`.engine.EngineMixin`."""
+        super().attach(assignment)
+        self._owned: Owned | None = None
+        #: Whether a step's gradients wait for Lightning's backward.
+        self._laid_aside = False
+        self._users: dict[str, tuple[int, ...]] = {}
+        self._part_gradients: PartGradients | None = None
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same stages."""
+        return self._replicas.data
+
+    @property
+    def in_parts(self) -> bool:
+        """Whatever the number of micro-batches, a step is brought together from what stages saw of it."""
+        return True
+
+    # -- setup -------------------------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Let go of what other stages have, then let Lightning set the rest up.
+
+        Raises:
+            ValueError: if the module's step can't be run in these stages.
+        """
+        plan, staging, module = self.assignment.plan, self.assignment.staging, self.lightning_module
+        assert module is not None
+        if staging is None or staging.refusal is not None:
+            reason = "nothing is known of how its step can be cut" if staging is None else staging.refusal
+            raise ValueError(
+                f"{plan.title()!r} can't run {type(module).__name__}: {reason}; choose another engine, as allow=['single', 'ddp']"
+            )
+        if not module.automatic_optimization:
+            raise ValueError(f"{plan.title()!r} runs forward and backward by itself; use automatic optimization, or another engine")
+        self._replicas = Replicas(plan, self.root_device)
+        originals = self.originals()
+        self._users = assign(module, staging, plan.cuts)
+        self._owned = take_stages(module, staging, plan.cuts, self.stages_here, self.root_device)
+        self.spread(originals)
+        super().setup(trainer)
+        self.join_stages(self._replicas.pipeline, self._pipelines)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self._exit.callback(agree_on_overflow(scaler, self.root_device, hidden=self.gradients_hidden))
+
+    def prepare_steps(self, trainer: Trainer) -> None:
+        """As every engine, for stages."""
+        plan, assignment = self.assignment.plan, self.assignment
+        assert assignment.staging is not None
+        self._logging = GlobalLogging(
+            trainer,
+            self.share,
+            device=self.root_device,
+            rules=assignment.log_rules,
+            parts=True,
+            ranks_per_replica=plan.devices_per_replica,
+        )
+        self._logging.install()
+        self._exit.callback(self._logging.uninstall)
+        draws = None
+        if assignment.draws is not None:
+            draws = self._exit.enter_context(GlobalDraws(lambda: self._stage_draws.share, assignment.draws))
+        mine = self._pipelines[plan.data_rank(self.global_rank)]
+        self._stage_draws = StageDraws(
+            draws,
+            ranks=[mine[stage % len(mine)] for stage in range(plan.stages)],
+            device=self.root_device,
+            group=None if self.root_device.type == "cpu" else self._logging.host_group,
+        )
+        self._staged = StagedStep(
+            trainer,
+            plan,
+            self._logging,
+            self._stage_draws,
+            changing=[hook for hook, recording in assignment.staging.hooks.items() if recording.changes_batch],
+            contexts=self._precision_context,
+            around=self._replicas.step,
+            scale=self._scaled,
+            note=partial(self.meter.note, self),
+        )
+        self._part_gradients = PartGradients(trainer)
+        self._exit.callback(let_steps_be_skipped(trainer))
+
+    def _setup_model(self, model: Module) -> Module:
+        """The stages, as soon as what is here is on the device."""
+        plan, staging = self.assignment.plan, self.assignment.staging
+        assert staging is not None
+        modules = {index: StageModule(model, staging, plan.cuts, index, partial(self._staged.call, index)) for index in self.stages_here}
+        for index, module in modules.items():
+            self._stage_draws.adopt(module, index)
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        names = [{name for name in parameters if index in self._users[name]} for index in modules]
+        parts = self._replicas.prepare(list(modules.values()), model, names)
+        host_groups = [dist.new_group(ranks, backend="gloo") for ranks in self._pipelines]
+        host_group = host_groups[plan.data_rank(self.global_rank)]
+        stages = [
+            Stage(
+                part,
+                index,
+                plan.stages,
+                self.root_device,
+                group=self._replicas.pipeline,
+                host_group=host_group,
+                around=self._staged.around,
+                reduce=partial(self._replicas.reduce, part),
+            )
+            for part, index in zip(parts, modules, strict=True)
+        ]
+        self._staged.install(modules, stages, host_group)
+        return model
+
+    @property
+    def stages_here(self) -> list[int]:
+        """This rank's stages."""
+        plan = self.assignment.plan
+        return list(range(self.global_rank % plan.devices_per_replica, plan.stages, plan.devices_per_replica))
+
+    @property
+    def _pipelines(self) -> list[list[int]]:
+        """Every replica's ranks, in the order of its pipeline."""
+        plan = self.assignment.plan
+        each = plan.devices_per_replica
+        return [list(range(replica * each, (replica + 1) * each)) for replica in range(plan.replicas)]
+
+    def _precision_context(self, hook: str) -> AbstractContextManager[Any]:
+        names = {"training_step": "train_step_context", "validation_step": "val_step_context"}
+        make: Callable[[], AbstractContextManager[Any]] = getattr(self.precision_plugin, names.get(hook, f"{hook}_context"))
+        return make()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """What Lightning's precision plugin does to a loss before its backward (``MixedPrecision.pre_backward``)."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scaled: Tensor = loss if scaler is None else scaler.scale(loss)
+        return scaled
+
+    # -- steps -------------------------------------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Every rank of a pipeline has the same batch, if all is well."""
+        self._staged.fingerprint = fingerprint(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def batch_arrives(self) -> None:
+        """What the transfer's hooks draw is drawn for the replica's part of the batch."""
+        self._stage_draws.arrive(self._share)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step on all micro-batches, with their backward passes; the loss is the whole batch's."""
+        gradients = self._part_gradients
+        assert gradients is not None
+        self._share = self.whole_or_share(args[0])
+        goes_back = not self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
+        if goes_back:
+            gradients.begin(apart=self._shared_parameters())
+        output = self._staged.train(args, kwargs, self._share, goes_back=goes_back)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if loss is None and goes_back:
+            self.sum_shared({})
+            gradients.forget()
+        if loss is None or not goes_back:
+            return NoLoss() if output is None else output
+        gradients.lay_aside(self.sum_shared)
+        self._laid_aside = True
+        self.meter.note(self, "forward")
+        whole = _Ready.apply(torch.zeros((), device=loss.device, requires_grad=True), loss, self._take_up)  # type: ignore[no-untyped-call]
+        return {**output, "loss": whole} if isinstance(output, dict) else whole
+
+    def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._share = self.whole_or_share(args[0])
+        return super()._evaluate(step, args, kwargs)
+
+    def _shared_parameters(self) -> list[Parameter]:
+        """Those of this rank that another rank's stages use as well."""
+        module, owned = self.lightning_module, self._owned
+        assert module is not None
+        assert owned is not None
+        if not owned.shared:
+            return []
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        return [parameters[name] for name in owned.shared if name in owned.names and name in parameters]
+
+    def _take_up(self) -> None:
+        if self._laid_aside:
+            self._laid_aside = False
+            assert self._part_gradients is not None
+            self._part_gradients.take_up()
+            self.gradients_there()
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """The backward passes are over: bring their gradients to light, where hooks look for them."""
+        assert self._part_gradients is not None
+        if not self._part_gradients.watched:
+            self._take_up()
+        super().pre_backward(closure_loss)
+
+
+class _Ready(torch.autograd.Function):
+    """A loss whose backward has run already, and only has to be told."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, begin: Callable[[], None]) -> Tensor:
+        ctx.begin = begin
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.begin()
+        return None, None, None

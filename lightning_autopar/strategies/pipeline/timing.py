@@ -1,0 +1,327 @@
+"""One step of a pipeline: its stages' own work, what they send, and what their replicas say to each other at the end. It finds no plans.
+
+A pipeline's schedule, played action by action over stages that need not be even. Arithmetic on seconds: it knows no device or link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from lightning_autopar.plans import Schedule
+from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
+from lightning_autopar.timing.rank import Run, run_of
+from lightning_autopar.timing.step import Seconds, Step
+
+#: Actions beyond which a schedule is played for fewer micro-batches and carried on at the pace that it has reached by then.
+_MOST_ACTIONS = 3000
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a pipeline's stages take, for one micro-batch.
+
+    Args:
+        schedule: their order.
+        ranks: of the pipeline; stage ``s`` runs on rank ``s mod ranks``.
+        micro_batches: of a step.
+        forward: seconds of each stage's forward.
+        backward: of its backward, a second forward included.
+        sends: of handing on what it made, stage to stage: one less than there are stages. Gradients take as long.
+        held: how long each of ``sends`` keeps its sender from computing, and its receiver as long, which is part of its seconds; not at all
+            unless given.
+    """
+
+    schedule: Schedule
+    ranks: int
+    micro_batches: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    sends: tuple[float, ...]
+    held: tuple[float, ...] = ()
+
+
+class Done(NamedTuple):
+    """An action of a rank, and when it ran."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def pipeline_ends(stages: Stages) -> tuple[float, ...]:
+    """When each rank has done its last action.
+
+    Schedules of many micro-batches settle into a rhythm (a max-plus recurrence is periodic after its beginning): those are played at a
+    smaller number, and carried on at its pace.
+    """
+    few = _few(stages)
+    if few is None:
+        return _ends(stages)
+    number, period = few
+    last = _ends(_with(stages, number))
+    if stages.schedule in ("gpipe", "1f1b"):
+        pace = _pace(stages)
+    else:
+        before = _ends(_with(stages, number - period))
+        pace = max(a - b for a, b in zip(last, before, strict=True)) / period
+    return tuple(end + (stages.micro_batches - number) * pace for end in last)
+
+
+def _pace(stages: Stages) -> float:
+    """Seconds from one micro-batch to the next, once a schedule has found its rhythm.
+
+    Under GPipe the slowest forward and the slowest backward. Under 1F1B a micro-batch goes from any stage to any later one and back while
+    as many others as there are stages between them, and itself, are under way: the longest such round by their number.
+    """
+    both = [forward + backward for forward, backward in zip(stages.forward, stages.backward, strict=True)]
+    held = [0.0, *(stages.held or (0.0,) * len(stages.sends)), 0.0]  # by what is before each stage, and behind it
+    if stages.schedule == "gpipe":
+        each = [before + behind for before, behind in pairwise(held)]
+        slowest = (max(map(sum, zip(seconds, each, strict=True))) for seconds in (stages.forward, stages.backward))
+        return sum(slowest)
+    pace = 0.0
+    for first in range(len(both)):
+        round_trip = 0.0
+        for last in range(first, len(both)):
+            round_trip += both[last] + (2 * stages.sends[last - 1] if last > first else 0.0)
+            pace = max(pace, (round_trip + 2 * held[first] + 2 * held[last + 1]) / (last - first + 1))
+    return pace
+
+
+def _with(stages: Stages, micro_batches: int) -> Stages:
+    return replace(stages, micro_batches=micro_batches)
+
+
+def _few(stages: Stages) -> tuple[int, int] | None:
+    """A number of micro-batches that shows the rhythm, and the rhythm's period; None where all can be played."""
+    count, total = len(stages.forward), stages.micro_batches
+    if 2 * count * total <= _MOST_ACTIONS:
+        return None
+    # The rhythm's period may be as long as the pipeline, where sending takes time.
+    number = total % stages.ranks + 2 * stages.ranks
+    return (number, stages.ranks) if number + stages.ranks <= total else None
+
+
+@lru_cache(maxsize=4096)
+def _ends(stages: Stages) -> tuple[float, ...]:
+    ends = [0.0] * stages.ranks
+    for done in _played(stages):
+        ends[done[0]] = done[3]
+    return tuple(ends)
+
+
+def play(stages: Stages) -> list[Done]:
+    """All actions of a step with their times."""
+    return [Done(*done) for done in _played(stages)]
+
+
+def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
+    """Each rank does its actions in order, each as soon as what it needs is there."""
+    count, ranks = len(stages.forward), stages.ranks
+    forward, backward, sends = stages.forward, stages.backward, stages.sends
+    last = count - 1
+    held = stages.held or (0.0,) * len(sends)
+    crosses = [index % ranks != (index + 1) % ranks for index in range(last)]
+    queues = [rank_actions(stages.schedule, rank, ranks, count, stages.micro_batches) for rank in range(ranks)]
+    places, clocks = [0] * ranks, [0.0] * ranks
+    arrived: dict[tuple[bool, int, int], float] = {(False, 0, index): 0.0 for index in range(stages.micro_batches)}
+    waiting: dict[tuple[bool, int, int], int] = {}
+    ready = list(range(ranks))
+    out: list[tuple[int, Action, float, float]] = []
+    while ready:
+        rank = ready.pop()
+        queue, place, clock = queues[rank], places[rank], clocks[rank]
+        while place < len(queue):
+            action = queue[place]
+            work, stage, index = action
+            need = work != "forward", stage, index
+            there = arrived.get(need)
+            if there is None:
+                waiting[need] = rank
+                break
+            edge = stage - 1 if work == "forward" else stage
+            start = max(clock + held[edge] if 0 <= edge < last and crosses[edge] else clock, there)
+            clock = start + (forward[stage] if work == "forward" else backward[stage])
+            place += 1
+            out.append((rank, action, start, clock))
+            made: tuple[bool, int, int] | None = None
+            edge = stage if work == "forward" else stage - 1
+            if work == "forward":
+                made = (False, stage + 1, index) if stage < last else (True, stage, index)
+            elif stage:
+                made = True, stage - 1, index
+            if made is not None:
+                sent = 0 <= edge < last and crosses[edge]
+                arrived[made] = clock + (sends[edge] if sent else 0.0)
+                clock += held[edge] if sent else 0.0
+                if made in waiting:
+                    ready.append(waiting.pop(made))
+        places[rank], clocks[rank] = place, clock
+    assert all(place == len(queue) for place, queue in zip(places, queues, strict=True)), "a schedule waits for itself"
+    return out
+
+
+#: torch interprets some schedules action by action (``_PipelineScheduleRuntime``): 1.33 ms an action where 1F1B took 0.89 (a module of next
+#: to no operations on two CPU devices, two and four stages).
+_INTERPRETED = {"interleaved_1f1b": 1.5}
+
+
+class PipelineStep(Step):
+    """A step of a pipeline."""
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a step: one where there are no gradients, whatever the plan does in training."""
+        return self.plan.micro_batches if self.training else 1
+
+    def stage_layers(self) -> list[range]:
+        """The layers of each stage."""
+        places = {layer.fqn: number for number, layer in enumerate(self.layout.layers) if layer.fqn is not None}
+        for fqn in self.plan.cuts:
+            if fqn not in places:
+                raise ValueError(
+                    f"the plan names the block {fqn!r}, but the footprint has {', '.join(map(str, places)) or 'no blocks'}; "
+                    "plan again for this module"
+                )
+        starts = [0, *(places[fqn] for fqn in self.plan.cuts), len(self.layout.layers)]
+        return [range(begin, end) for begin, end in pairwise(starts)]
+
+    def stage_runs(self) -> list[Run]:
+        """Each stage on the slowest of the devices that run it in some replica."""
+        plan = self.plan
+        count = plan.devices_per_replica
+        held = 1 / plan.replicas if plan.shard else 1.0
+        whole = sum(sum(layer.gradients) for layer in self.layout.layers)
+        runs = []
+        for stage, layers in enumerate(self.stage_layers()):
+            own = sum(sum(self.layout.layers[number].gradients) for number in layers)
+            found: dict[tuple[Hashable, ...], Run] = {}
+            for rank in range(stage % count, plan.world_size, count):
+                device = self.devices[rank]
+                key = self.rates.device_class(device), device.utilization, self.rows[rank]
+                if key not in found:
+                    found[key] = run_of(
+                        self.footprint,
+                        self.layout,
+                        plan,
+                        device,
+                        self.rates,
+                        share=self.rows[rank] / self.batch,
+                        parts=self.parts,
+                        held=held * own / whole if whole else held,
+                        layers=layers,
+                    )
+            runs.append(max(found.values(), key=lambda run: run.alone))
+        return runs
+
+    def sends(self, runs: Sequence[Run]) -> tuple[float, ...]:
+        """Seconds from each stage to the next, of what enters the next one's first block."""
+        out = []
+        for run, following, layers in zip(runs, runs[1:], self.stage_layers()[1:], strict=False):
+            share = max(self.rows) / self.batch / self.parts
+            size = round(self.layout.layers[layers.start].received * share)
+            same = run.device.id == following.device.id
+            out.append(0.0 if same else self.rates.collective_seconds("send", size, (run.device, following.device), self.inventory))
+        return tuple(out)
+
+    def stages(self, runs: Sequence[Run]) -> Stages:
+        """The schedule with its seconds."""
+        plan = self.plan
+        assert plan.schedule is not None
+        besides = [self.action(run) for run in runs]
+        sends = self.sends(runs)
+        # There and back was measured, of which each end does a half; what the same cores do, as gloo's, isn't hidden by computing.
+        held = tuple((1 - self.rates.overlap(run.device)) * seconds / 2 for run, seconds in zip(runs, sends, strict=False))
+        return Stages(
+            plan.schedule,
+            plan.devices_per_replica,
+            self.parts,
+            tuple(sum(run.forward) + action for run, action in zip(runs, besides, strict=True)),
+            tuple(sum(run.backwards()) + action for run, action in zip(runs, besides, strict=True)),
+            sends,
+            held,
+        )
+
+    def action(self, run: Run) -> float:
+        """What a stage's forward or backward of a micro-batch takes beside its operations."""
+        assert self.plan.schedule is not None
+        return self.rates.action_seconds(run.device) * _INTERPRETED.get(self.plan.schedule, 1.0)
+
+    def synced(self, position: int, runs: Sequence[Run]) -> float:
+        """What a rank's gradients take beyond its last backward: among replicas, and of a parameter that another stage uses, too.
+
+        Nothing of it is hidden by the rank's own work. The later a stage, the earlier it is done, and has averaged its gradients when the
+        first stage is.
+        """
+        plan = self.plan
+        count = plan.devices_per_replica
+        layers = self.stage_layers()
+        own = [layers[stage] for stage in range(position, plan.stages, count)]
+        gradients = sum(sum(self.layout.layers[number].gradients) for part in own for number in part)
+        seconds = 0.0
+        if plan.replicas > 1 and gradients:
+            group = self.devices[position::count]
+            if plan.shard:
+                parameters = sum(self.layout.layers[number].parameters for part in own for number in part)
+                seconds += self.rates.collective_seconds("all_gather", parameters, group, self.inventory)
+                seconds += self.rates.collective_seconds("reduce_scatter", gradients, group, self.inventory)
+            else:
+                seconds += self.rates.collective_seconds("all_reduce", gradients, group, self.inventory)
+        pairs: dict[tuple[str, int, int], int] = {}
+        for index, name, _, size_bytes, _ in self.footprint.also_uses:
+            holder, user = (self._stage_of(part, layers) % count for part in (self.footprint.holders.get(name, 0), 2 * index))
+            pairs[name, holder, user] = size_bytes
+        for (_, holder, user), size_bytes in pairs.items():
+            if size_bytes and user != holder and position in (holder, user):
+                ends = self.devices[holder], self.devices[user]
+                seconds += self.rates.collective_seconds("all_reduce", size_bytes, ends, self.inventory)
+        return seconds
+
+    @staticmethod
+    def _stage_of(number: int, layers: Sequence[range]) -> int:
+        return next((stage for stage, part in enumerate(layers) if number in part), len(layers) - 1)
+
+    def seconds(self) -> Seconds:
+        """The rank that is done last decides; what it doesn't compute or send it waits."""
+        plan = self.plan
+        count = plan.devices_per_replica
+        runs = self.stage_runs()
+        stages = self.stages(runs)
+        unsent = self._ends(replace(stages, sends=(0.0,) * len(stages.sends), held=()))
+        ends = self._ends(stages)
+        mine = [runs[position::count] for position in range(count)]
+        updates = [sum(run.update for run in own) for own in mine]
+        synced = [self.synced(position, runs) for position in range(count)]
+        busy = [sum(parts) for parts in zip(ends, updates, synced, strict=True)]
+        waits = [self._overhead(own, total) for own, total in zip(mine, busy, strict=True)]
+        last = max(range(count), key=lambda position: busy[position] + waits[position])
+        compute, recompute = (sum(getattr(run, part) for run in mine[last]) for part in ("compute", "recompute"))
+        actions = (2 if self.training else 1) * self.parts * sum(self.action(run) for run in mine[last])
+        return Seconds(
+            compute=compute,
+            recompute=recompute,
+            optimizer=updates[last],
+            communication=synced[last] + ends[last] - unsent[last],
+            bubble=unsent[last] - compute - recompute - actions,
+            input=runs[0].copied,
+            overhead=waits[last] + actions,
+        )
+
+    def _ends(self, stages: Stages) -> tuple[float, ...]:
+        """When each rank is done. Without gradients all are so at once, as each is told what the last stage makes of the batch."""
+        if self.training:
+            return pipeline_ends(stages)
+        return (sum(stages.forward) + sum(stages.sends),) * stages.ranks
+
+    @staticmethod
+    def _overhead(own: Sequence[Run], busy: float) -> float:
+        """What the host of a rank adds, which issues the work of all its stages and runs one loop."""
+        loop = max(run.beside for run in own)
+        if own[0].device.kind == "cpu":
+            return loop
+        return max(0.0, sum(run.issued + run.issued_update for run in own) + loop - busy)

@@ -1,0 +1,149 @@
+"""What a Lightning strategy has to do about weights, gradients and files where the module's stages lie on several ranks.
+
+A mixin that comes after :class:`..engine.EngineMixin` in an engine's bases. It joins what its neighbours do (:mod:`.weights`, :mod:`.tied`,
+:mod:`.norms`, :mod:`.building`) to Lightning's interface. Knows the trainer, ranks and holes; not how stages run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_autopar._lightning_compat import bare_optimizer, optimizers_to_device
+from lightning_autopar.state import scratch_files as scratch
+from lightning_autopar.state.checkpoint import OneFile
+from lightning_autopar.state.pretrained import shapes_only
+from lightning_autopar.strategies.pipeline.weights import building
+from lightning_autopar.strategies.pipeline.weights import gathered as weights
+from lightning_autopar.strategies.pipeline.weights.gradient_norms import SharedParameters, StageGradients
+from lightning_autopar.strategies.pipeline.weights.transfers import Group, Pipeline
+
+
+class StagedState(OneFile):
+    """Weights, gradients and files of a module in stages."""
+
+    #: Whether a rank has the weights and the optimizers' states of its stages alone.
+    in_stages = True
+    assignment: Any
+    _exit: ExitStack
+    _pipeline: Pipeline | None = None
+    _replica: int = 0
+    _shared: SharedParameters | None = None
+    _gradients: StageGradients | None = None
+    _built_in: scratch.Scratch | None = None
+
+    # -- what the engine calls ---------------------------------------------------------------------------------------------------------
+
+    def join_stages(self, group: Group, replicas: Sequence[Sequence[int]]) -> None:
+        """The module has its holes and its optimizers; every rank calls it at the same time.
+
+        Args:
+            group: of this rank's pipeline; None stands for all ranks.
+            replicas: every pipeline's global ranks, in the order of their first stages.
+        """
+        module = self.lightning_module
+        assert module is not None
+        self._pipeline = Pipeline.of(group, self.root_device)
+        self._replica = [tuple(ranks) for ranks in replicas].index(self._pipeline.ranks)
+        self._shared = SharedParameters(module, self._pipeline, replicas)
+        self._exit.callback(self._shared.close)
+        self._gradients = StageGradients(module, self._pipeline, [bare_optimizer(optimizer) for optimizer in self.optimizers])
+        self._exit.callback(self._gradients.close)
+
+    def sum_shared(self, gradients: MutableMapping[Any, Tensor]) -> None:
+        """Add up tied parameters' gradients over the stages; every rank calls it once a backward, with what that gave alone."""
+        assert self._shared is not None
+        self._shared.sum_gradients(gradients)
+
+    def gradients_there(self) -> None:
+        """A backward is over, and its gradients are where hooks look for them."""
+        assert self._gradients is not None
+        self._gradients.show()
+
+    def gradients_hidden(self) -> AbstractContextManager[None]:
+        """Around what takes all gradients that there are: holes have none there."""
+        assert self._gradients is not None
+        return self._gradients.hidden()
+
+    # -- a module that no rank should build whole --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def build_context(self) -> Iterator[None]:
+        """Where ``configure_model`` builds a large module: the first rank builds it on disk, the others get its shapes."""
+        if not self.assignment.large:
+            yield
+            return
+        if self._is_first:
+            self._built_in = scratch.Scratch(self._scratch_folder)
+            with scratch.parameters_in(self._built_in):
+                yield
+        else:
+            with shapes_only():
+                yield
+
+    def originals(self) -> dict[str, Tensor]:
+        """What the first rank has built, before it gives away what isn't its own; nothing elsewhere."""
+        module = self.lightning_module
+        assert module is not None
+        return building.tensors_of(module) if self.assignment.large and self._is_first else {}
+
+    def spread(self, originals: Mapping[str, Tensor]) -> None:
+        """The module has its holes: give each rank its part of what the first one has built; every rank calls it."""
+        module = self.lightning_module
+        assert module is not None
+        everyone = Pipeline.of(None, self.root_device)
+        # Also where it was built before the fork, in which case nobody has shapes only, and there is nothing to give.
+        if self.assignment.large and any(everyone.tell(any(tensor.is_meta for tensor in building.tensors_of(module).values()))):
+            building.spread(module, originals, everyone)
+        if self._built_in is not None:
+            self._built_in.close()
+            self._built_in = None
+
+    @property
+    def _is_first(self) -> bool:
+        return int(getattr(self, "global_rank", 0)) == 0
+
+    @property
+    def _scratch_folder(self) -> str:
+        module = self.lightning_module
+        assert module is not None
+        return str(module.trainer.default_root_dir)
+
+    # -- files -------------------------------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0, the rank's own part with holes elsewhere; a collective."""
+        module, pipeline = self.lightning_module, self._pipeline
+        assert module is not None
+        assert pipeline is not None
+        with scratch.Scratch(self._scratch_folder) as room:
+            return weights.whole_state_dict(module, pipeline, keep=self._replica == 0, scratch=room)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The optimizer's whole state on rank 0, the rank's own part elsewhere; a collective."""
+        assert self._pipeline is not None
+        with scratch.Scratch(self._scratch_folder) as room:
+            return weights.whole_optimizer_state(bare_optimizer(optimizer), self._pipeline, keep=self._replica == 0, scratch=room)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's part of the checkpoint's weights."""
+        assert self.lightning_module is not None
+        weights.load_whole_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's part of the checkpoint's optimizer states."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            weights.load_whole_optimizer_state(optimizer, state)
+
+    # -- afterwards --------------------------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Make the module whole and plain again on every rank, for what comes after the run in this process; a collective."""
+        assert self.lightning_module is not None
+        assert self._pipeline is not None
+        building.make_whole(self.lightning_module, self._pipeline)
+        optimizers_to_device(self.optimizers, torch.device("cpu"))

@@ -1,0 +1,526 @@
+"""Norms of gradients over all stages, where Lightning or a hook asks for one; and an error where a hook reads a gradient that isn't here.
+
+``Trainer(gradient_clip_val=…)``, ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and Lightning's ``grad_norm`` become collectives:
+each rank works out the norms of the gradients that it has, and all of them take all of these together as one device would. For all other
+code a parameter of another stage has a hole for its gradient, whose values can't be read: a norm of part of the gradients never looks like
+one of all of them. Knows gradients, holes and ranks; no plan, no trainer.
+
+Parameters that several stages use: their gradients are added up over the stages, so that their copies stay one.
+
+A tied embedding, say, which the first stage looks tokens up in and the last one multiplies by: each stage has a gradient of its own use,
+and one device would have the sum. Every copy then takes the same step from the same values, and stays equal to the others bit by bit.
+Knows ranks, holes and gradients; no plan, no trainer.
+
+When: once a backward, what this backward gave alone. Not on what gradients have come to when the optimizer steps: a sum that lies in
+``.grad`` already would be added up again by the next one wherever gradients aren't set to zero in between, which is the user's to say
+(accumulation, ``optimizer_zero_grad``, a step left out). And ``on_after_backward`` finds what it would find on one device.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+
+import lightning.pytorch.utilities.grads as lightning_grads
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from lightning_autopar.exact.absent.tensor import MissingValue, hole_like, is_hole
+from lightning_autopar.exact.data.share import index_of
+from lightning_autopar.strategies.pipeline.weights.transfers import Group, Pipeline
+
+
+class StageGradients:
+    """The gradients of a module in stages, as hooks and optimizers see them.
+
+    Args:
+        module: with holes.
+        pipeline: the ranks that it is spread over; every rank makes one at the same time.
+        optimizers: those that step on its parameters. They pass over what has no gradient, so holes have none in their steps.
+    """
+
+    def __init__(self, module: nn.Module, pipeline: Pipeline, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._depth = 0
+        holders = pipeline.tell({name for name, parameter in module.named_parameters() if not is_hole(parameter)})
+        self._numbers = {name: number for number, (name, _) in enumerate(module.named_parameters())}
+        #: The first place in the pipeline that has a parameter: there its gradient counts.
+        self._homes = {name: next(place for place, names in enumerate(holders) if name in names) for name in self._numbers}
+        #: The sets of parameters whose norm all ranks have asked for at once.
+        self._asked: set[tuple[str, ...]] = set()
+        self._exit = ExitStack()
+        for optimizer in optimizers:
+            self._exit.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._exit.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        self._exit.enter_context(_rerouted(self))
+
+    def close(self) -> None:
+        """Leave torch, Lightning, the optimizers and the holes as they were found.
+
+        A hole that had a gradient couldn't be moved to another device: torch looks for the gradient after it has set the hole's data
+        (``Module._apply``), by which a hole becomes another one.
+        """
+        self._exit.close()
+        with _past_holes():
+            for hole, _ in self._holes:
+                hole.grad = None
+        self._hidden.clear()
+
+    # -- holes' gradients --------------------------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Gradients are there: give each hole that takes part one, which can't be read."""
+        self._hidden.clear()
+        with _past_holes():
+            for parameter, gradient in self._holes:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = gradient
+
+    @cached_property
+    def _holes(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that aren't here, each with what stands for its gradient: made once, as it costs a step's time."""
+        return [
+            (parameter, hole_like(parameter.detach(), f"the gradient of the parameter {name!r}"))
+            for name, parameter in self._module.named_parameters()
+            if is_hole(parameter)
+        ]
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While open, holes have no gradients: for code that takes all there are."""
+        self._hide()
+        try:
+            yield
+        finally:
+            self._reveal()
+
+    def _hide(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        with _past_holes():
+            for name, parameter in self._module.named_parameters():
+                if not is_hole(parameter) and is_hole(parameter.grad):
+                    raise MissingValue(
+                        f"the gradient of {name!r} was changed by values that another stage has; the optimizer can't step by it. "
+                        "Use torch.nn.utils.clip_grad_norm_ or get_total_norm, which work over all stages, or run without a pipeline"
+                    )
+            for hole, _ in self._holes:
+                if hole.grad is not None:
+                    self._hidden.append((hole, hole.grad))
+                    hole.grad = None
+
+    def _reveal(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            with _past_holes():
+                for hole, gradient in self._hidden:
+                    hole.grad = gradient
+            self._hidden.clear()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hide them when the closure, in which hooks run and gradients are clipped, is over."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself is the first one
+        self._depth, self._hidden = 0, []  # whatever an exception has left
+        if closure is None:
+            self._hide()
+            return args, kwargs
+        stepping = False
+
+        @functools.wraps(closure)
+        def then_hide() -> Any:
+            nonlocal stepping
+            if stepping:  # an optimizer that calls it again
+                self._reveal()
+            result = closure()
+            self._hide()
+            stepping = True
+            return result
+
+        if len(args) > 1:
+            return (args[0], then_hide, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then_hide}
+
+    def _after_step(self, *_: Any) -> None:
+        if self._depth:
+            self._reveal()
+
+    # -- norms -------------------------------------------------------------------------------------------------------------------------
+
+    def names_of(self, gradients: Sequence[Tensor]) -> list[str] | None:
+        """Of which parameters these are the gradients, the very objects; None if none of them is one.
+
+        Raises:
+            MissingValue: if some of them are, and some aren't.
+        """
+        with _past_holes():
+            known = {id(parameter.grad): name for name, parameter in self._module.named_parameters() if parameter.grad is not None}
+        return self._names(gradients, known)
+
+    def names_of_parameters(self, parameters: Sequence[Tensor]) -> list[str] | None:
+        """The names of these parameters, as :meth:`names_of`."""
+        return self._names(parameters, {id(parameter): name for name, parameter in self._module.named_parameters()})
+
+    @staticmethod
+    def _names(tensors: Sequence[Tensor], known: Mapping[int, str]) -> list[str] | None:
+        names = [known.get(id(tensor)) for tensor in tensors]
+        if not any(names) and not any(is_hole(tensor) for tensor in tensors):
+            return None
+        found = [name for name in names if name is not None]
+        if len(found) < len(names):
+            raise MissingValue(
+                f"a norm was asked for of {len(found)} gradients of the module and {len(names) - len(found)} other tensors; in a pipeline "
+                "it can be taken over the parameters' own .grad alone: pass these, or run without a pipeline (allow=['single', 'ddp'])"
+            )
+        return found
+
+    def norms(self, names: Sequence[str], norm_type: float) -> dict[str, Tensor]:
+        """The norms of these parameters' gradients, on every rank, less those that have none; a collective, for which the host waits.
+
+        Each in its gradient's type, on the pipeline's device.
+
+        Raises:
+            RuntimeError: if the ranks don't ask for the same ones.
+        """
+        table = self._gather_norms(names, norm_type)
+        parameters = dict(self._module.named_parameters())
+        there = self._check(table)
+        return {
+            name: table[0, self._numbers[name]].to(parameters[name].dtype) for name in dict.fromkeys(names) if there[self._numbers[name]]
+        }
+
+    def _gather_norms(self, names: Sequence[str], norm_type: float) -> Tensor:
+        """By parameter (column): the norm, 0 where there is no gradient; whether there is one; how many ranks ask. On the device."""
+        parameters = dict(self._module.named_parameters())
+        place, device = self._pipeline.place, self._pipeline.device
+        here = {name: None for name, home in self._homes.items() if home == place and parameters[name].grad is not None}
+        own = [name for name in dict.fromkeys(names) if name in here]
+        said = torch.zeros(3, len(self._numbers), dtype=torch.float64)
+        said[1, [self._numbers[name] for name in here]] = 1.0
+        said[2, [self._numbers[name] for name in dict.fromkeys(names)]] = 1.0
+        table = said.to(device, non_blocking=True)
+        if own:
+            columns = index_of(tuple(self._numbers[name] for name in own), device)
+            norms = torch.stack([_norm(parameters[name].grad, norm_type).to(device, torch.float64) for name in own])
+            # One norm of each parameter isn't 0, so that sums are exact.
+            table[0].index_copy_(0, columns, norms)
+        dist.all_reduce(table, group=self._pipeline.group)
+        return table
+
+    def _check(self, table: Tensor) -> list[float]:
+        """Which parameters have a gradient on some rank; the host waits for it.
+
+        Raises:
+            RuntimeError: if the ranks didn't ask for the same ones.
+        """
+        there, asking = table[1:].tolist()
+        for name, number in self._numbers.items():
+            if there[number] and 0 < asking[number] < len(self._pipeline.ranks):
+                raise RuntimeError(
+                    f"a norm of gradients that counts {name!r} was asked for on {int(asking[number])} of {len(self._pipeline.ranks)} ranks "
+                    "only; every rank of a pipeline has to ask for the norm of the same parameters"
+                )
+        found: list[float] = there
+        return found
+
+    def total_norm(self, names: Sequence[str], norm_type: float, error_if_nonfinite: bool, like: Tensor) -> Tensor:
+        """As ``torch.nn.utils.get_total_norm`` of all stages' gradients; the same number on every rank.
+
+        The host waits for the device where the ranks haven't asked for the norm of these parameters before.
+        """
+        each: Tensor | None
+        types = {parameter.dtype for parameter in self._module.parameters()}
+        if norm_type > 0 and len(types) == 1:  # then those without a gradient, whose norm is 0, change nothing
+            asked = tuple(dict.fromkeys(names))
+            table = self._gather_norms(asked, norm_type)
+            if asked not in self._asked:
+                self._check(table)
+                self._asked.add(asked)
+            numbers = index_of(tuple(self._numbers[name] for name in names), table.device)
+            each = table[0].index_select(0, numbers).to(types.pop()) if names else None
+        else:
+            norms = self.norms(names, norm_type)
+            found = [norms[name] for name in names if name in norms]
+            each = torch.stack(found) if found else None
+        if each is None:
+            return torch.tensor(0.0, device=like.device)
+        total: Tensor = torch.linalg.vector_norm(each, norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
+                "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            )
+        return total.to(like.device)
+
+    def owns_all(self, module: nn.Module) -> bool:
+        """Whether these are parameters of the module in stages."""
+        own = {id(parameter) for parameter in self._module.parameters()}
+        return any(id(parameter) in own for parameter in module.parameters())
+
+    def module_norms(self, module: nn.Module, norm_type: float) -> dict[str, Tensor]:
+        """The norms of a submodule's gradients, by their names in it."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        wanted = {name: names[id(parameter)] for name, parameter in module.named_parameters() if id(parameter) in names}
+        norms = self.norms(list(wanted.values()), norm_type)
+        return {name: norms[whole] for name, whole in wanted.items() if whole in norms}
+
+
+def _past_holes() -> AbstractContextManager[None]:
+    """While open, what holes say of themselves isn't asked through ``__torch_function__``, which costs some µs each time."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def _norm(gradient: Any, norm_type: float) -> Tensor:
+    """Of one gradient; of a shard, of the whole of it: the ranks that have the others ask as well."""
+    dense = gradient.coalesce().values() if gradient.layout != torch.strided else gradient
+    norm: Any = torch.linalg.vector_norm(dense.detach(), norm_type)
+    whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole
+
+
+# -- the functions of torch and Lightning that ask for norms ---------------------------------------------------------------------------
+
+#: Of this process's run in stages.
+_current: StageGradients | None = None
+#: What was there before, by name.
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def _get_total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> Any:
+    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+
+    return norms.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Any:
+    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+
+    return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
+    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+
+    norms.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+
+
+def _clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+
+    norms.clip_grad_value_(parameters, clip_value, foreach)
+
+
+def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+
+    return norms.grad_norm(module, norm_type, group_separator)
+
+
+_ROUTES = (
+    ("_get_total_norm", clip_grad, _get_total_norm),
+    ("clip_grad_norm_", clip_grad, _clip_grad_norm_),
+    ("_clip_grads_with_norm_", clip_grad, _clip_grads_with_norm_),
+    ("clip_grad_value_", clip_grad, _clip_grad_value_),
+    ("grad_norm", lightning_grads, _grad_norm),
+)
+
+
+@contextmanager
+def _rerouted(gradients: StageGradients) -> Iterator[None]:
+    """While open, these functions are ours, also for who imported them by name before: their code is exchanged, not their names."""
+    global _current
+    assert _current is None, "a process runs one module at a time"
+    functions: dict[str, Any] = {name: inspect.unwrap(getattr(home, name)) for name, home, _ in _ROUTES}
+    codes = {name: function.__code__ for name, function in functions.items()}
+    for name, _, ours in _ROUTES:
+        function = functions[name]
+        _originals[name] = types.FunctionType(codes[name], function.__globals__, name, function.__defaults__)
+        function.__code__ = ours.__code__
+    _current = gradients
+    try:
+        yield
+    finally:
+        _current = None
+        for name, function in functions.items():
+            function.__code__ = codes[name]
+        _originals.clear()
+
+
+def get_total_norm(tensors: Any, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
+    """``torch.nn.utils.get_total_norm`` over all stages."""
+    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    assert _current is not None
+    names = _current.names_of(gradients)
+    if names is None:
+        total: Tensor = _originals["_get_total_norm"](gradients, norm_type, error_if_nonfinite, foreach)
+        return total
+    return _current.total_norm(names, float(norm_type), error_if_nonfinite, gradients[0])
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` over all stages."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    assert _current is not None
+    names = _current.names_of_parameters(given)
+    if names is None:
+        total: Tensor = _originals["clip_grad_norm_"](given, max_norm, norm_type, error_if_nonfinite, foreach)
+        return total
+    total = _current.total_norm(names, float(norm_type), error_if_nonfinite, given[0])
+    clip_grads_with_norm_(given, max_norm, total, foreach)
+    return total
+
+
+def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None) -> None:
+    """``torch.nn.utils.clip_grads_with_norm_`` on this rank's gradients."""
+    if is_hole(total_norm):
+        raise MissingValue("gradients are to be clipped by a norm that was made of another stage's gradients; use get_total_norm for it")
+    _originals["_clip_grads_with_norm_"](_here(parameters), max_norm, total_norm, foreach)
+
+
+def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None) -> None:
+    """``torch.nn.utils.clip_grad_value_`` on this rank's gradients."""
+    here = [parameter for parameter in _here(parameters) if parameter.grad is not None]
+    if here:  # torch's takes no empty list
+        _originals["clip_grad_value_"](here, clip_value, foreach)
+
+
+def grad_norm(module: nn.Module, norm_type: Any, group_separator: str) -> dict[str, Any]:
+    """Lightning's ``grad_norm`` (``lightning.pytorch.utilities.grads``) over all stages."""
+    assert _current is not None
+    if float(norm_type) <= 0 or not _current.owns_all(module):
+        given: dict[str, Any] = _originals["grad_norm"](module, norm_type, group_separator)
+        return given
+    norm_type = float(norm_type)
+    found = _current.module_norms(module, norm_type)
+    norms: dict[str, Any] = {f"grad_{norm_type}_norm{group_separator}{name}": norm for name, norm in found.items()}
+    if norms:
+        norms[f"grad_{norm_type}_norm_total"] = torch.tensor(list(norms.values())).norm(norm_type)
+    return norms
+
+
+def _here(parameters: Any) -> list[Tensor]:
+    """Those that this rank has."""
+    return [parameter for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters) if not is_hole(parameter)]
+
+
+class SharedParameters:
+    """The parameters that stages on several ranks use, and the process groups of those ranks.
+
+    Every rank of all replicas must make one at the same time.
+
+    Args:
+        module: with holes.
+        pipeline: the ranks that it is spread over.
+        replicas: the global ranks of every replica, this one's among them, in the pipeline's order.
+    """
+
+    def __init__(self, module: nn.Module, pipeline: Pipeline, replicas: Sequence[Sequence[int]]) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        holders = pipeline.tell({name for name, parameter in module.named_parameters() if not is_hole(parameter)})
+        #: The places in the pipeline that hold a parameter, by its first name, where there are several.
+        self.places: dict[str, tuple[int, ...]] = {}
+        for name, _ in module.named_parameters():
+            places = tuple(place for place, names in enumerate(holders) if name in names)
+            if len(places) > 1:
+                self.places[name] = places
+        self._groups: dict[tuple[int, ...], Group] = {}
+        for places in sorted(set(self.places.values())):  # all ranks make all groups, in one order
+            if len(places) == len(pipeline.ranks):
+                self._groups[places] = pipeline.group
+                continue
+            for ranks in replicas:
+                group = dist.new_group([ranks[place] for place in places])
+                if tuple(ranks) == pipeline.ranks:
+                    self._groups[places] = group
+
+    def close(self) -> None:
+        """Leave the groups that were made."""
+        for places, group in self._groups.items():
+            if len(places) < len(self._pipeline.ranks) and self._pipeline.place in places:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def sum_gradients(self, gradients: MutableMapping[Any, Tensor]) -> None:
+        """Add up what one backward gave on each stage, in place; every rank must call it, once a backward.
+
+        Args:
+            gradients: by parameter, of this backward alone. A parameter that got one on another stage only has one afterwards.
+        """
+        parameters = dict(self._module.named_parameters())
+        underway: list[Any] = []
+        for places, group in self._groups.items():
+            if self._pipeline.place not in places:
+                continue
+            shared = [parameters[name] for name in self.places if self.places[name] == places]
+            kinds = self._kinds([gradients.get(parameter) for parameter in shared], group)
+            for parameter, (dense, sparse) in zip(shared, kinds, strict=True):
+                if dense or sparse:
+                    underway.append(self._sum(parameter, gradients, group, sparse=not dense))
+        for finish in underway:
+            finish()
+
+    def _kinds(self, gradients: Sequence[Tensor | None], group: Group) -> list[list[int]]:
+        """On how many ranks there is a dense gradient of each parameter, and on how many a sparse one.
+
+        What is dense here is dense for all: where that holds of each, this rank needn't wait for what the others say.
+        """
+        flags = [
+            [int(each is not None and each.layout == torch.strided), int(each is not None and each.layout != torch.strided)]
+            for each in gradients
+        ]
+        counted = torch.tensor(flags, dtype=torch.int32).to(self._pipeline.device, non_blocking=True)
+        dist.all_reduce(counted, group=group)
+        if all(dense for dense, _ in flags):
+            return flags
+        counts: list[list[int]] = counted.tolist()
+        return counts
+
+    def _sum(self, parameter: Tensor, gradients: MutableMapping[Any, Tensor], group: Group, *, sparse: bool) -> Any:
+        """Begin with one parameter; what comes back is to be called once all are begun."""
+        own = gradients.get(parameter)
+        rows = _rows(own, parameter, group) if sparse else None
+        if own is None:
+            total = torch.zeros_like(parameter, memory_format=torch.contiguous_format).detach()
+        else:
+            total = own.to_dense() if own.layout != torch.strided else own
+        local = total.to_local() if isinstance(total, DTensor) else total
+        # Collectives take what is contiguous; a copy of what isn't is put back below.
+        sent = local.contiguous()
+        work = dist.all_reduce(sent, group=group, async_op=True)
+
+        def finish() -> None:
+            assert work is not None
+            work.wait()
+            if sent is not local:
+                local.copy_(sent)
+            gradients[parameter] = (
+                total
+                if rows is None
+                else torch.sparse_coo_tensor(rows, total[rows[0]], total.shape, check_invariants=False, is_coalesced=True)
+            )
+
+        return finish
+
+
+def _rows(own: Tensor | None, parameter: Tensor, group: Group) -> Tensor:
+    """Of sparse gradients on all ranks, the rows that any of them has: SparseAdam steps on these, whatever their values."""
+    present = torch.zeros(parameter.shape[0], dtype=torch.int32, device=parameter.device)
+    if own is not None:
+        present[own.coalesce().indices()[0]] = 1
+    dist.all_reduce(present, group=group)
+    return present.nonzero().T

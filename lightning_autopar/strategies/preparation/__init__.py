@@ -1,0 +1,12 @@
+"""From a call of the trainer to a plan.
+
+Modules, in reading order:
+
+    findings         footprint, probe and each engine's finding
+    trainer_options  which engines the Trainer's options rule out
+    decide           from settings and findings to a plan
+    decision         Decision: the report and the run plan
+    prospect         the best plan for any devices, confirmed by a rehearsal
+    trial            the best plans run some steps
+    learning         figures are said and kept
+"""

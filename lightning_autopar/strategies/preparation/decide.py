@@ -1,0 +1,329 @@
+"""Decide on a plan for one call of the trainer: trace in a forked child, probe the split, rule out what this run can't use, plan.
+
+It reads the trainer and changes nothing in it; it doesn't know how a plan is executed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_autopar._fork import unforkable
+from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
+from lightning_autopar.devices.changes import usable
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.step.attributes import title
+from lightning_autopar.memory.allocator.options import options_from_environment
+from lightning_autopar.memory.learned.cache_files import cache_folder
+from lightning_autopar.memory.learned.corrections import Residuals
+from lightning_autopar.memory.learned.records import load_residuals
+from lightning_autopar.memory.workspace import target_of
+from lightning_autopar.planning.candidates import Constraints
+from lightning_autopar.planning.planner import best_candidate
+from lightning_autopar.planning.refusals import missing_packages
+from lightning_autopar.plans import Engine, Plan
+from lightning_autopar.report.report import Report
+from lightning_autopar.sharing.turn import Turn
+from lightning_autopar.state.pretrained import check_values
+from lightning_autopar.state.snapshot import is_snapshot
+from lightning_autopar.strategies.base.assignment import BatchRule
+from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated
+from lightning_autopar.strategies.fsdp.rehearsal import unshardable
+from lightning_autopar.strategies.preparation.decision import Decision, Look
+from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
+from lightning_autopar.strategies.preparation.prospect import Prospect
+from lightning_autopar.strategies.preparation.trainer_options import exclusions
+from lightning_autopar.strategies.processes.script import NO_WORKERS, runs_script
+from lightning_autopar.strategies.zero.disk import disk_folder, no_disk
+from lightning_autopar.strategies.zero.refusals import unseen_gradients
+from lightning_autopar.timing.measured_rates import Calibrated
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+CalibrationRule = Literal["auto", "now", "off", "trial"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The strategy's arguments, checked."""
+
+    allow: tuple[Engine, ...]
+    memory_limit_bytes: int | None = None
+    memory_margin: float = 0.05
+    batch: BatchRule = "global"
+    own_draws: bool = False
+    despite: tuple[str, ...] = ()
+    plan: Plan | None = None
+    objective: str = "speed"
+    exact: bool = False
+    calibrate: CalibrationRule = "off"
+    wait: Turn = field(default_factory=Turn)
+
+
+def decide(
+    trainer: Trainer,
+    settings: Settings,
+    bound: tuple[Inventory, int | None],
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    elastic: bool = False,
+) -> Decision:
+    """The best plan for what the trainer is about to do. Arguments as :func:`consider`'s.
+
+    Raises:
+        NothingFits: if no plan fits.
+        ValueError: as :func:`consider`, or if a pinned plan can't be run here.
+    """
+    return consider(trainer, settings, bound, arguments=arguments, world_size=world_size, elastic=elastic).decision()
+
+
+def consider(
+    trainer: Trainer,
+    settings: Settings,
+    bound: tuple[Inventory, int | None],
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    elastic: bool = False,
+) -> Prospect:
+    """Find out what planning needs to know of what the trainer is about to do.
+
+    Args:
+        trainer: with module and data attached.
+        arguments: those of the trainer's function, by name.
+        settings: the strategy's.
+        bound: the devices to choose from, and at most how many of them.
+        world_size: the number of processes, where somebody else has started them: then a plan uses exactly as many devices.
+        elastic: whether other devices than these may be planned for later: then all is found out that any plan may ask.
+
+    Raises:
+        ValueError: if the devices can only be planned for, or the module has no values to run with.
+    """
+    inventory = usable(bound[0]) if usable(bound[0]).devices else bound[0]
+    arguments = arguments or {}
+    if all(device.kind == "catalogue" for device in inventory.devices):
+        names = ", ".join(device.id for device in inventory.devices) or "none"
+        raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
+    if not is_overridden("configure_model", trainer.lightning_module):
+        check_values(trainer.lightning_module)
+    # Where somebody else has started the processes, they are there already.
+    alone = NO_WORKERS if world_size is None and not runs_script() and unforkable() is not None else None
+    look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, alone=alone)
+    from_snapshot, weights_only = is_snapshot(arguments.get("ckpt_path")), arguments.get("weights_only")
+    return Prospect(trainer, look, batch=settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
+
+
+def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, plan: Plan | None = None, elastic: bool = True) -> Decision:
+    """The best plan for the same run on the devices as they are now; what was found out about the module holds.
+
+    Args:
+        trainer: as :func:`decide`'s.
+        decision: of :func:`decide`.
+        inventory: the devices to choose from now.
+        plan: if given, the only one that is considered.
+        elastic: as :func:`decide`'s.
+
+    Raises:
+        NothingFits: if no plan fits.
+        ValueError: if ``plan`` can't be run on these devices.
+    """
+    assert decision.look is not None, "it was made here"
+    look = replace(decision.look, inventory=inventory)
+    if plan is not None:
+        look = replace(look, constraints=replace(look.constraints, pinned=plan))
+    before = decision.assignment
+    again = Prospect(
+        trainer, look, batch=before.batch, from_snapshot=before.from_snapshot, weights_only=before.weights_only, elastic=elastic
+    )
+    return again.decision()
+
+
+def survey(
+    trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], *, world_size: int | None = None
+) -> tuple[Report, Findings]:
+    """Every plan for what the trainer is about to do, also on devices that can only be planned for. Arguments as :func:`decide`'s.
+
+    Raises:
+        NothingFits: if no plan fits.
+        ValueError: if a pinned plan can't be run on these devices.
+    """
+    look = _look(trainer, settings, bound, world_size)
+    return look.report, look.findings
+
+
+def _look(
+    trainer: Trainer,
+    settings: Settings,
+    bound: tuple[Inventory, int | None],
+    world_size: int | None,
+    *,
+    elastic: bool = False,
+    alone: str | None = None,
+) -> Look:
+    """What is found out, and what it comes to for planning; ``alone`` says why this process can have no others beside it."""
+    inventory, max_devices = bound
+    several = alone is None and (_several(inventory, max_devices) or (elastic and max_devices != 1))
+    verify_configuration(trainer)  # in Lightning's own words what it would say later
+    excluded = {**exclusions(trainer), **({} if alone is None else {"multi": alone, "pipeline": alone})}
+
+    def asked(engine: Engine) -> bool:
+        return (engine in settings.allow if settings.plan is None else settings.plan.engine == engine) and engine not in excluded
+
+    findings = find_out(
+        trainer,
+        Questions(
+            split=_splits(settings, several),
+            room_bytes=_room_bytes(inventory, settings),
+            sharded=several and asked("fsdp"),
+            partitioned=asked("zero"),
+            staged=several and asked("pipeline") and "multi" not in excluded,
+            target=target_of(inventory.devices),
+            despite=settings.despite,
+        ),
+    )
+    if settings.own_draws:
+        findings = drawn_by_rank(findings)
+    most = min(len(inventory.devices), max_devices or len(inventory.devices))
+    if findings.split is not None and (reason := unevenly_dealt(findings.together, range(2, max(2, most) + 1))) is not None:
+        findings = replace(findings, split=replace(findings.split, splittable=False, reason=reason))
+    training = findings.footprint.training
+    refusal = findings.sharded.refusal
+    if refusal is None and not several and asked("fsdp"):  # with offload it runs on one device as well
+        refusal = unshardable(trainer.lightning_module)
+    if refusal is not None:
+        excluded.setdefault("fsdp", refusal)
+    if findings.unpartitionable is not None:
+        excluded.setdefault("zero", findings.unpartitionable)
+    if training and (reason := unseen_gradients(trainer.lightning_module, findings.footprint.conduct)) is not None:
+        excluded.setdefault("zero", reason)
+    if findings.ungathered is not None:
+        excluded.setdefault("zero_3", findings.ungathered)
+    if training and asked("zero") and (reason := no_disk(disk_folder(trainer.default_root_dir), findings.footprint.optimizer_bytes)):
+        excluded.setdefault("disk", reason)
+    for engine, missing in missing_packages(inventory).items():
+        excluded.setdefault(engine, missing)
+    if findings.several_loaders:
+        excluded.setdefault("shares", "the step's batch comes from several loaders, whose parts would weigh differently on each device")
+    if findings.whole is not None:
+        excluded.setdefault("micro_batches", findings.whole)
+    if findings.rowless is not None:
+        excluded.setdefault("pipeline_parts", findings.rowless)
+    if findings.counted and not findings.footprint.batch_norm:
+        excluded.setdefault("micro_batches", f"the step counts in the buffer {findings.counted[0]!r}, which each part of a batch would do")
+    conduct = findings.footprint.conduct
+    written = [] if conduct is None else [name for name, hook in conduct.written if hook == "training_step"]
+    if written:
+        excluded.setdefault("micro_batches", f"training_step writes to the parameter {written[0]!r}, which each part of a batch would do")
+    if findings.split is not None and findings.split.part_reason is not None:
+        excluded.setdefault("micro_batches", findings.split.part_reason)
+    if findings.staging is not None and findings.staging.staging.refusal is not None:
+        excluded.setdefault("pipeline", findings.staging.staging.refusal)
+    if findings.split is not None and findings.split.kept_rules:
+        hook, rules = next(iter(findings.split.kept_rules.items()))
+        name = title(trainer.lightning_module, next(iter(rules))[0])
+        excluded.setdefault("pipeline", f"{hook} keeps {name}, which the ranks of a pipeline would have of their own stages alone")
+    constraints = Constraints(
+        allow=settings.allow,
+        max_devices=max_devices if world_size is None else world_size,
+        min_devices=world_size,
+        memory_limit_bytes=settings.memory_limit_bytes,
+        memory_margin=settings.memory_margin,
+        objective="memory" if settings.objective == "memory" else "speed",
+        exact=settings.exact,
+        precision=str(trainer.precision),
+        pinned=settings.plan,
+        excluded=excluded,
+        uncuttable={} if findings.staging is None else findings.staging.uncuttable,
+        pipeline_notes=() if findings.staging is None else findings.staging.notes,
+        split=findings.split if settings.batch == "global" else None,
+        despite=settings.despite,
+        split_batch=settings.batch == "global",
+        allocator=options_from_environment(os.environ),
+    )
+
+    def fits() -> bool:
+        return best_candidate(findings.footprint, inventory, constraints, rates=calibrated(inventory)) is not None
+
+    rates = _rates(trainer, settings, inventory, max_devices, fits)
+    if training:
+        constraints = replace(constraints, residuals=_residuals(trainer, inventory, rates))
+    return Look(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
+
+
+def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) -> str | None:
+    """Why several loaders' batches can't be dealt out; None where some number of holders gets the same share of each of a step's batches.
+
+    Args:
+        together: how many samples the batches of one step have, each combination once.
+        holders: how many ranks, or parts, there may be.
+    """
+
+    def uneven(sizes: Sequence[int], count: int) -> bool:
+        dealing = Dealing.even(count)
+        return any(len({Fraction(dealing.rows(of, holder), of) for of in sizes}) > 1 for holder in range(count))
+
+    combinations = [sizes for sizes in together if sizes]
+    worst = {count: next((sizes for sizes in combinations if uneven(sizes, count)), None) for count in holders}
+    if not worst or any(sizes is None for sizes in worst.values()):
+        return None
+    count, sizes = next(iter(worst.items()))
+    return (
+        f"the loaders' batches of one step have {' and '.join(map(str, sizes or ()))} samples, so that their parts weigh differently on "
+        f"each of {count} devices; set drop_last=True with batch sizes that the devices divide evenly"
+    )
+
+
+def _residuals(trainer: Trainer, inventory: Inventory, rates: Calibrated | None) -> Residuals:
+    """What earlier runs of the module took here."""
+    by = {} if rates is None else {"rates": rates.identity}
+    return load_residuals(trainer.lightning_module, str(trainer.precision), inventory, **by)
+
+
+def _rates(
+    trainer: Trainer, settings: Settings, inventory: Inventory, max_devices: int | None, fits: Callable[[], bool] = lambda: True
+) -> Calibrated | None:
+    """What this machine was measured to reach; None for data sheets.
+
+    Measuring takes seconds, once: worth it where plans of several devices are to be compared, by a run that will take longer than that.
+    A run that nothing fits for now leaves the devices alone.
+    """
+    if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
+        return None
+    compares = _several(inventory, max_devices) and settings.plan is None and settings.allow != ("single",)
+    long = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False)
+    again = settings.calibrate == "now"
+    if not (again or settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None)):
+        return calibrated(inventory)
+    if (again or not is_calibrated(inventory)) and not fits():
+        return calibrated(inventory)
+    return calibrate(inventory, again=True) if again else calibrate(inventory)
+
+
+def _splits(settings: Settings, several: bool) -> bool:
+    """Whether any candidate would split the batch, so that the probe has something to say."""
+    if settings.batch != "global":
+        return False
+    if settings.plan is not None:
+        return settings.plan.world_size > 1 or settings.plan.micro_batches > 1
+    return several and any(engine != "single" for engine in settings.allow)
+
+
+def _room_bytes(inventory: Inventory, settings: Settings) -> int | None:
+    """From where on a step is so large that one device may have to work its batch off in parts; None where no plan does."""
+    if settings.batch != "global" or settings.plan is not None:
+        return None
+    free = max(device.free_bytes for device in inventory.devices)
+    return min(free, free if settings.memory_limit_bytes is None else settings.memory_limit_bytes) // 2
+
+
+def _several(inventory: Inventory, max_devices: int | None) -> bool:
+    return min(len(inventory.devices), max_devices or len(inventory.devices)) > 1

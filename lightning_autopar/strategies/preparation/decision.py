@@ -1,0 +1,100 @@
+"""What was decided for one call of the trainer: the report with the assignment of its best plan, and what the report was made of.
+
+Values only; doesn't know how they were found out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.planning.candidates import Constraints
+from lightning_autopar.planning.planner import make_report
+from lightning_autopar.report.report import Candidate, Report
+from lightning_autopar.sharing.reservation import Need
+from lightning_autopar.strategies.base.assignment import Assignment, BatchRule
+from lightning_autopar.strategies.preparation.findings import Findings
+from lightning_autopar.timing.measured_rates import Calibrated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """All that a report is made of."""
+
+    findings: Findings
+    inventory: Inventory
+    constraints: Constraints
+    rates: Calibrated | None
+
+    @cached_property
+    def report(self) -> Report:
+        """Every plan with its prediction.
+
+        Raises:
+            NothingFits: if no plan fits.
+            ValueError: if a pinned plan can't be run on these devices.
+        """
+        return make_report(self.findings.footprint, self.inventory, self.constraints, rates=self.rates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The report, and the assignment of its best plan.
+
+    Args:
+        report: of all plans.
+        assignment: of the best one.
+        look: what the report was made of, for :func:`.decide.decide_again`; it stays in the process that planned.
+        batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
+        memory_margin: the share of what is free that the plan had to leave.
+    """
+
+    report: Report
+    assignment: Assignment
+    look: Look | None = None
+    batches: int | None = None
+    memory_margin: float = 0.0
+
+    @property
+    def candidate(self) -> Candidate:
+        """The chosen candidate."""
+        candidate = self.report.best_candidate
+        assert candidate is not None
+        return candidate
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """How long it trains by its prediction, without validation and what lies around; None where nobody knows."""
+        return self.need.seconds
+
+    @property
+    def need(self) -> Need:
+        """What must be free for the plan, and how long it trains."""
+        return need_of(self.candidate, self.batches, self.assignment.batch, self.memory_margin)
+
+    def announce(self) -> None:
+        """Log the table and the notes of the chosen candidate, once, on rank 0."""
+        rank_zero_info(f"autopar:\n{self.report}")
+        for note in self.candidate.notes:
+            rank_zero_warn(f"autopar: {note}")
+
+
+def need_of(candidate: Candidate, batches: int | None, batch: BatchRule, memory_margin: float) -> Need:
+    """What must be free for a plan, and how long it trains.
+
+    Args:
+        candidate: the plan with its prediction.
+        batches: training batches of the whole fit, at most; None where nobody knows.
+        batch: what a batch is to several devices.
+        memory_margin: the share of what is free that the plan has to leave.
+    """
+    seconds = None
+    if batches is not None and candidate.seconds is not None:
+        ranks = candidate.plan.data_ranks if batch == "per_device" else 1
+        seconds = -(-batches // ranks) * candidate.step_seconds
+    sizes = {device: math.ceil(size / (1 - memory_margin)) for device, size in candidate.needs.items()}
+    return Need(bytes=sizes, seconds=seconds)

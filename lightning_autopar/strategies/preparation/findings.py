@@ -1,0 +1,554 @@
+"""What planning finds out about a module in forked children: its footprint, and whether its step survives shards, stages and a split batch.
+
+It reads the trainer and changes nothing in it; it doesn't know which plans there are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_autopar._clean import CannotTravel, run_clean
+from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar.constraints import SPLIT_TOLERANCE
+from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
+from lightning_autopar.exact.data.collate import CollateAll
+from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.logs.log_rules import Comparison
+from lightning_autopar.exact.step.draws import DrawPlan
+from lightning_autopar.exact.step.micro_batches import why_whole
+from lightning_autopar.exact.step.random_operators import draws_apart
+from lightning_autopar.memory import scaling
+from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.trace.bare_step import STEPS
+from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, fresh, tensors_of
+from lightning_autopar.memory.trace.guess import guess
+from lightning_autopar.memory.trace.trace import first_batch, trace
+from lightning_autopar.memory.workspace import Target
+from lightning_autopar.planning.candidates import SplitFinding, shardable
+from lightning_autopar.strategies.base.failure import Failure
+from lightning_autopar.strategies.fsdp.rehearsal import evaluable, rehearse_fsdp, unshardable
+from lightning_autopar.strategies.parity.check import PASSED, Check, failed, not_made
+from lightning_autopar.strategies.parity.probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.parity.rehearsal import rehearsed
+from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding, precision_of, probe_stages, refused
+from lightning_autopar.strategies.zero.refusals import unpartitioned_module, unpartitioned_optimizer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+#: Tracing and probing together may take so long; after that the estimate is coarse, and the report says so.
+_TRACE_SECONDS = 600.0
+#: Where the first batch's probe takes longer, other batches' isn't tried: the run's first step waits for it.
+_QUICK_SECONDS = 0.4
+#: What a split of a batch changes.
+Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
+_OWN_DRAWS = (
+    "draws='per-rank': each rank, and each part of a batch, draws the random numbers of its own samples, so that this is another run than "
+    "one device's"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """What candidates there are to ask about.
+
+    Args:
+        split: whether some of them split the batch.
+        room_bytes: from where on a step is so large that one device may have to work its batch off in parts; None where no plan does.
+        sharded: whether some shard the module with FSDP2.
+        partitioned: whether some partition it with DeepSpeed.
+        staged: whether some run it in stages.
+        target: what the step is traced for.
+        despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
+    """
+
+    split: bool = False
+    room_bytes: int | None = None
+    sharded: bool = False
+    partitioned: bool = False
+    staged: bool = False
+    target: Target = "cpu"
+    despite: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was found out about the module.
+
+    Args:
+        footprint: of its step.
+        split: what a split batch changes; None where no candidate splits it.
+        draws: the step's random draws; None where it draws nothing.
+        data_draws: where making a batch draws, see :class:`.assignment.Assignment`.
+        sharded: whether FSDP2 runs it right.
+        unpartitionable: why DeepSpeed can't, by what the module and its optimizer are; None where that isn't known.
+        ungathered: why it can't gather parameters module by module, at stage 3; None where it can.
+        several_loaders: whether a batch comes from several of them.
+        whole: why a training step's batch can't be worked off in parts; None where it can.
+        rowless: the same of parts that are rows of its tensors, whose shapes follow from the batch's; None where they are.
+        staging: where it can be cut into stages; None where no candidate does so.
+        counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
+        batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
+        loadings: how ranks may make the batches of loaders, by :func:`.loading.loader_key`.
+        together: how many samples several loaders' batches of one step have; see :class:`.memory.batch.FirstBatch`.
+        untraced: why the step couldn't be traced, so that memory and time are guessed; None where it was.
+    """
+
+    footprint: Footprint
+    split: SplitFinding | None
+    draws: DrawPlan | None
+    data_draws: tuple[str, ...]
+    sharded: Check
+    unpartitionable: str | None = None
+    ungathered: str | None = None
+    several_loaders: bool = False
+    whole: str | None = None
+    rowless: str | None = None
+    staging: StagingFinding | None = None
+    counted: tuple[str, ...] = ()
+    batches: int | None = None
+    loadings: Mapping[str, Loading] = field(default_factory=dict)
+    together: tuple[tuple[int, ...], ...] = ()
+    untraced: str | None = None
+
+
+def find_out(trainer: Trainer, questions: Questions) -> Findings:
+    """What the forked child finds out; a coarse estimate where it takes too long or is killed.
+
+    Raises:
+        BaseException: what the user's own ``prepare_data``, ``setup`` or loader raised, with the child's traceback as its cause.
+        RuntimeError: if not even the first batch can be had.
+    """
+    try:
+        findings = run_clean(_find, trainer, questions, timeout_seconds=_TRACE_SECONDS)
+    except CannotTravel as error:
+        findings = _find_here(trainer, questions, error.reason)
+    except ChildFailed as error:
+        rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {error.reason}")
+        try:
+            findings = run_forked(_guess, trainer, questions, error.reason, timeout_seconds=_TRACE_SECONDS)
+        except ChildFailed as again:
+            raise RuntimeError(
+                f"planning needs the run's first batch, and couldn't have it: {again.reason}; "
+                "look whether the loader gives a batch by itself, as in next(iter(loader))"
+            ) from again
+    if isinstance(findings, Failure):
+        raise findings.exception()
+    if findings.untraced is not None:
+        rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {findings.untraced}")
+    return _with_draws_apart(findings)
+
+
+def _with_draws_apart(findings: Findings) -> Findings:
+    """The same, with the names of the draws that no rank can make as one device would."""
+    apart = tuple(sorted(name.removeprefix("aten.") for name in findings.footprint.random_draws if draws_apart(name)))
+    if not apart or findings.split is None:
+        return findings
+    return replace(findings, split=replace(findings.split, drawn_apart=apart))
+
+
+def drawn_by_rank(findings: Findings) -> Findings:
+    """The same where each rank draws the random numbers of its own samples, from a stream of its own."""
+    if findings.draws is None:
+        return findings
+    split = findings.split
+    return replace(
+        findings,
+        footprint=scaling.drawn_by_rank(findings.footprint),
+        draws=replace(findings.draws, seeded=True),
+        split=None if split is None else replace(split, notes=(*split.notes, _OWN_DRAWS)),
+    )
+
+
+def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
+    """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split.
+
+    The batch is had here, once. What runs a backward pass is forked from here, so that this process never does.
+    """
+    module = trainer.lightning_module
+    stage = stage_of(trainer)
+    try:
+        batch = first_batch(module, trainer, stage)
+    except RAISED as error:  # the user's own code, which would raise it in the run as well
+        return Failure.of(error)
+    validation = validation_batch(module, trainer) if stage == "fit" else None
+    footprint, untraced = _looked_at(trainer, questions, batch, validation)
+    room_bytes = questions.room_bytes
+    probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
+    unpartitionable = _unpartitionable(module, trainer) if questions.partitioned and stage == "fit" else None
+    staging = _staged(module, trainer, stage, batch, validation, footprint) if questions.staged else None
+    sharded, units = PASSED, shardable(footprint)[0]
+    if questions.sharded:
+        sharded = evaluable(module)
+        if stage == "fit":
+            sharded = rehearse_fsdp(module, trainer, batch, units, flops=footprint.flops, conduct=footprint.conduct)
+    # An evaluation has no loss that anything is trained on; what it draws is told by shape.
+    split, draws = None, DrawPlan() if footprint.random_draws else None
+    loadings: dict[str, Loading] = {}
+    more: list[FirstBatch] = []
+    others: list[FirstBatch] = []
+    whole, rowless = (_whole_of((batch,), stage, collates=collates) for collates in (True, False))
+    if probe and stage != "predict":
+        own, validating = batch.loaders, () if validation is None else validation.loaders
+        loadings, looked = look_at([*own, *validating])
+        if batch.kind != "combined":
+            batch, more = (_marked(batch, own[0], loadings), [_marked(each, own[0], loadings) for each in _two(looked[0])])
+        if validation is not None:
+            validation = _marked(validation, validating[0], loadings)
+            others = [_marked(each, validating[0], loadings) for each in _two(looked[len(own)])]
+        whole, rowless = (_whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
+    if probe and stage == "fit":
+        began, cut = time.monotonic(), batch.cut
+        split_one = partial(_split, module, trainer, footprint=footprint, despite=questions.despite)
+        batch, split, draws = _split_as_made(split_one, batch)
+        if cut and batch.samples is not None and not batch.cut:
+            more = [replace(each, cut=False) for each in more]
+            key = loader_key(own[0])
+            loadings[key] = replace(loadings[key], collation="samples")
+        # A loader that makes its batches by itself: their rows are cut, whatever the samples were.
+        unmade = _whole_of([each for each in more if each.samples is None], stage, collates=False)
+        if unmade is not None and split.splittable:
+            split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
+        if time.monotonic() - began < _QUICK_SECONDS and split.probed:
+            split, draws = _on_others(split_one, module, more, split, draws)
+        routed = _routed(module, split.uneven_calls, units)
+        if routed is not None and sharded.refusal is None:
+            sharded = failed(routed)
+    if probe and stage != "predict":
+        evaluated = [validation, *others] if stage == "fit" else [batch, *more]
+        split = _with_evaluation(split or SplitFinding(), module, trainer, [each for each in evaluated if each is not None], stage)
+    return Findings(
+        footprint=footprint,
+        split=split,
+        draws=draws,
+        data_draws=batch.draws,
+        sharded=sharded,
+        unpartitionable=unpartitionable,
+        ungathered=None if split is None else _uneven(module, split.uneven_calls),
+        several_loaders=batch.kind == "combined",
+        whole=whole,
+        rowless=rowless,
+        staging=staging,
+        counted=(*(() if staging is None else staging.counted), *(() if split is None else split.counted)),
+        batches=_batches_of_fit(trainer, batch),
+        loadings=loadings,
+        together=batch.together,
+        untraced=untraced,
+    )
+
+
+def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> tuple[Footprint, str | None]:
+    """The step's footprint; where it is a coarse one, why: other checks are made all the same.
+
+    The process that traces the step may end by it. torch asks a fake tensor for its device through Python, also in C++ functions that are
+    ``noexcept`` (``c10::TensorImpl::device_custom``): an exception that a dispatch mode raises there, or a full stack, ends the process. On
+    real tensors torch asks nobody, so the step is then run for real in another process.
+    """
+    try:
+        return run_forked(_traced, trainer, questions, batch, validation), None
+    except ChildFailed as error:
+        log.debug("the step can't be traced", exc_info=True)
+        failed_by = error
+    if failed_by.crashed:
+        try:
+            return run_forked(_traced, trainer, questions, batch, validation, failed_by.reason), None
+        except ChildFailed as error:
+            log.debug("the step can't be run for real either", exc_info=True)
+            failed_by = error
+    module, stage = trainer.lightning_module, stage_of(trainer)
+    return run_forked(partial(guess, stage=stage, dtype=None, reason=failed_by.reason), module, trainer, batch), failed_by.reason
+
+
+def _marked(batch: FirstBatch, loader: Any, loadings: Mapping[str, Loading]) -> FirstBatch:
+    """The batch, with how ranks make its parts, and what other batches of its loader tell of it."""
+    loading = loadings.get(loader_key(loader))
+    if batch.samples is None or loading is None:
+        return batch
+    batch = replace(batch, draws=tuple(sorted({*batch.draws, *loading.draws})))
+    if loading.collation != "whole" or makes_rows(loader):
+        return batch
+    rows = CollateAll(batch.collate, 0, Dealing.even(1))(fresh(batch.samples))[0] if batch.collate is not None else batch.batch_size
+    if rows == batch.batch_size:
+        return replace(batch, cut=True)
+    return replace(batch, samples=None, collate=None, batch_size=rows)  # its collate function leaves samples out
+
+
+def _two(looked: Sequence[FirstBatch]) -> list[FirstBatch]:
+    """The largest and the last of a loader's batches, beside the first; and one that is no rows, of a loader that makes them by itself."""
+    more = looked[1:]
+    largest = max(more, key=lambda batch: sum(tensor.numel() for tensor in tensors_of(batch.batch)), default=None)
+    last = more[0] if more else None  # see `some_batches`
+    uncut = next((batch for batch in more if batch.samples is None and why_whole(batch.batch) is not None), None)
+    return list({id(batch): batch for batch in (largest, last, uncut) if batch is not None}.values())
+
+
+def _split_as_made(split_one: Split, batch: FirstBatch) -> tuple[FirstBatch, SplitFinding, DrawPlan]:
+    """What a split batch changes, its parts made as ranks make them: cut out of the whole one, or of their own samples if that is truer."""
+    if "collate" in batch.draws:  # ranks take their rows of the collated batch, and so does the probe
+        batch = replace(batch, samples=None, collate=None)
+    split, draws = split_one(batch)
+    if not batch.cut or batch.samples is None or (split.splittable and split.probed and split.difference <= SPLIT_TOLERANCE):
+        return batch, split, draws
+    apart = replace(batch, cut=False)
+    other, others_draws = split_one(apart)
+    truer = other.splittable and other.probed and (not split.splittable or other.difference < split.difference)
+    return (apart, other, others_draws) if truer else (batch, split, draws)
+
+
+def _on_others(
+    split_one: Split, module: LightningModule, more: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan
+) -> tuple[SplitFinding, DrawPlan]:
+    """The finding, with what a split of other batches adds to it."""
+    for batch in more:
+        if batch.batch_size < 2 or not split.splittable:
+            continue
+        if "collate" in batch.draws or batch.samples is None:
+            batch = replace(batch, batch=transfer_batch(module, batch.batch), samples=None, collate=None)
+        other, others_draws = split_one(batch)
+        draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
+        split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
+        split = _with_logs(split, Comparison(matching=other.log_rules))
+        if not other.splittable or (other.probed and not other.difference <= max(split.difference, SPLIT_TOLERANCE)):
+            reason = f"{other.reason}, in another batch than the first, of {batch.batch_size} samples"
+            split = replace(split, splittable=other.splittable, difference=other.difference, reason=reason)
+    return split, draws
+
+
+def _with_logs(split: SplitFinding, other: Comparison) -> SplitFinding:
+    """The finding, with the rules for logged values that another batch bears out, and a sentence for each value left without one."""
+    together = Comparison(matching=split.log_rules).narrowed(other).matching
+    lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != ()}
+    return replace(split, log_rules=together, notes=(*split.notes, *Comparison(matching=lost).notes))
+
+
+def _split(
+    module: LightningModule, trainer: Trainer, batch: FirstBatch, *, footprint: Footprint, despite: tuple[str, ...]
+) -> tuple[SplitFinding, DrawPlan]:
+    """What a split batch changes, found out in another child."""
+    try:
+        told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite}
+        return run_forked(partial(probe_split, **told), module, trainer, batch)
+    except ChildFailed as error:
+        reason = f"whether its parts make the whole batch couldn't be tried ({error.reason})"
+        return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
+
+
+def _unpartitionable(module: LightningModule, trainer: Trainer) -> str | None:
+    """What of the module as it will be built, and of its optimizer, DeepSpeed can't partition; a fake copy is built."""
+    mode = fake_mode()
+    try:
+        with drawing_nothing(), as_if_real(None, "cpu"):
+            copy = fake_copy(module, mode, None)
+            with mode:
+                rehearsal = rehearsed(copy, trainer)
+                rehearsal.build()
+                return unpartitioned_module(copy, str(trainer.precision)) or unpartitioned_optimizer(copy, rehearsal.optimizers)
+    except Exception:  # tracing says why; what comes of it in a run, a rehearsal finds out
+        log.debug("the optimizer can't be looked at", exc_info=True)
+        return None
+
+
+def _staged(
+    module: LightningModule, trainer: Trainer, stage: str, batch: FirstBatch, validation: FirstBatch | None, footprint: Footprint
+) -> StagingFinding:
+    """Where the steps of the run can be cut into stages."""
+    batches = {STEPS[stage]: batch}
+    if validation is not None:
+        batches[STEPS["validate"]] = validation
+    return probe_stages(module, trainer, batches, stage, precision=precision_of(str(trainer.precision)), flops=footprint.flops)
+
+
+def stage_of(trainer: Trainer) -> str:
+    """What the trainer is about to do; ``"fit"`` where it doesn't say."""
+    return str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+
+
+def _traced(
+    trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None, crashed: str | None = None
+) -> Footprint:
+    """The step as it will run on the devices there are; see :func:`.trace.trace`."""
+    return trace(
+        trainer.lightning_module,
+        trainer,
+        batch,
+        stage=stage_of(trainer),
+        precision=str(trainer.precision),
+        target=questions.target,
+        validation=validation,
+        crashed=crashed,
+    )
+
+
+def _step_bytes(footprint: Footprint) -> int:
+    """At most what a step takes on one device, but for what lies around it."""
+    state = footprint.parameter_bytes + footprint.gradient_bytes + footprint.optimizer_bytes + footprint.buffer_bytes
+    return state + footprint.activation_bytes + footprint.temporary_bytes + footprint.input_bytes
+
+
+def _whole_of(batches: Iterable[FirstBatch], stage: str, *, collates: bool) -> str | None:
+    """Why the first of a training step's batches that can't be worked off in parts can't; None where all can."""
+    for batch in batches if stage == "fit" else ():
+        samples = None if batch.samples is None else batch.batch_size
+        if (words := why_whole(batch.batch, samples, several=batch.kind == "combined", collates=collates)) is not None:
+            return words
+    return None
+
+
+def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
+    """The same where there is no process for it: the batches come from a child, the step is traced on a fake copy in here.
+
+    What needs backward passes on real copies isn't looked at, and what depends on it is left out.
+
+    Args:
+        trainer: with module and data attached.
+        questions: as for :func:`find_out`.
+        reason: why there is none, as the end of a sentence.
+    """
+    module = trainer.lightning_module
+    stage = stage_of(trainer)
+    batches = run_forked(_batches, trainer, stage, timeout_seconds=_TRACE_SECONDS)
+    if isinstance(batches, Failure):
+        return batches
+    batch, validation = batches
+    footprint = _traced(trainer, questions, batch, validation)
+    unpartitionable = _unpartitionable(module, trainer) if questions.partitioned and stage == "fit" else None
+    untried = SplitFinding(splittable=False, probed=False, reason=f"whether its parts make the whole batch couldn't be tried, as {reason}")
+    return Findings(
+        footprint=footprint,
+        split=untried if stage != "predict" else None,
+        draws=DrawPlan() if stage == "fit" or footprint.random_draws else None,
+        data_draws=batch.draws,
+        sharded=_unlooked(module, reason) if stage == "fit" else evaluable(module),
+        unpartitionable=unpartitionable,
+        several_loaders=batch.kind == "combined",
+        whole=_whole_of((batch,), stage, collates=True),
+        rowless=_whole_of((batch,), stage, collates=False),
+        staging=refused(not_made(reason).reason) if questions.staged else None,
+        batches=_batches_of_fit(trainer, batch),
+    )
+
+
+def _unlooked(module: LightningModule, reason: str) -> Check:
+    """Of a module that isn't rehearsed with FSDP2."""
+    refusal = unshardable(module)
+    return failed(refusal) if refusal is not None else not_made(reason)
+
+
+def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | None] | Failure:
+    """In a forked child: the first batches, without what makes them, which may not travel."""
+    module = trainer.lightning_module
+    try:
+        batch = first_batch(module, trainer, stage)
+    except RAISED as error:  # as in _find
+        return Failure.of(error)
+    validation = validation_batch(module, trainer) if stage == "fit" else None
+    return _alone(batch), None if validation is None else _alone(validation)
+
+
+def _alone(batch: FirstBatch) -> FirstBatch:
+    """Without what made it."""
+    return replace(batch, samples=None, collate=None, loaders=())
+
+
+def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:
+    """Training batches from the first to the last, by the trainer's limits; from a checkpoint, or stopped early, it is fewer."""
+    if stage_of(trainer) != "fit":
+        return None
+    an_epoch, epochs, steps, found = batch.epoch_batches, trainer.max_epochs, trainer.max_steps, []
+    if an_epoch is not None and epochs is not None and epochs >= 0:
+        found.append(an_epoch * epochs)
+    if steps >= 0 and trainer.lightning_module.automatic_optimization:  # else a batch may have any number of steps
+        each = trainer.accumulate_grad_batches
+        if an_epoch:  # an epoch's last step may be of fewer batches
+            whole, rest = divmod(steps, -(-an_epoch // each))
+            found.append(whole * an_epoch + rest * each)
+        else:
+            found.append(steps * each)
+    return min(found, default=None)
+
+
+def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
+    """The first batch of the validation within ``fit``; None where there is none. The limit of batches may be set, the sanity check off."""
+    if not is_overridden("validation_step", module) or not trainer.limit_val_batches:
+        return None
+    try:
+        return first_batch(module, trainer, "validate", prepared=True)
+    except Exception:  # no validation data, or the user's loader fails: the run will say so
+        log.debug("there is no validation batch to look at", exc_info=True)
+        return None
+
+
+def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
+    """Why the module can't be sharded where the samples decide which of its blocks are called: all ranks must gather a block together."""
+    outermost = () if module.automatic_optimization else [name for name, _ in module.named_children()]
+    for name in uneven_calls:
+        if name in units or name in outermost:
+            return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call every block"
+    return None
+
+
+def _uneven(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
+    """The same under DeepSpeed's stage 3, which gathers parameters in the order in which a rank comes to them."""
+    for name in uneven_calls:
+        if next(module.get_submodule(name).parameters(), None) is not None:
+            return (
+                f"the samples decide whether {name!r} is called (as with routed experts), and ZeRO-3 needs every rank to call the same "
+                "modules"
+            )
+    return None
+
+
+def _with_evaluation(
+    split: SplitFinding, module: LightningModule, trainer: Trainer, batches: Sequence[FirstBatch], stage: str
+) -> SplitFinding:
+    """The finding, with what was found out of the values that an evaluation step logs; later batches decide what the first leaves open."""
+    hook = "test_step" if stage == "test" else "validation_step"
+    if not split.splittable or not is_overridden(hook, module) or not batches:
+        return split
+    try:
+        found: SplitFinding = run_forked(probe_evaluation, module, trainer, batches[0], hook)
+        for batch in batches[1:]:
+            if Comparison(matching=found.log_rules).ambiguous:
+                found = _with_logs(found, Comparison(matching=run_forked(probe_evaluation, module, trainer, batch, hook).log_rules))
+    except ChildFailed as error:
+        return replace(
+            split,
+            notes=(*split.notes, f"how the values that {hook} logs on parts make the whole batch's couldn't be tried ({error.reason})"),
+        )
+    rules, kept = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
+    return replace(split, log_rules=rules, kept_rules=kept, notes=(*split.notes, *found.notes))
+
+
+def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
+    """In another forked child: a footprint from the parameters and the first batch alone; nothing is known of a split or of draws."""
+    module = trainer.lightning_module
+    stage = stage_of(trainer)
+    try:
+        batch = first_batch(module, trainer, stage)
+    except RAISED as error:  # as above
+        return Failure.of(error)
+    footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
+    split = SplitFinding(probed=False, reason=f"the step could not be looked at: {reason}")
+    return Findings(
+        footprint=footprint,
+        split=split,
+        draws=DrawPlan(),
+        data_draws=batch.draws,
+        sharded=_unlooked(module, f"the step could not be looked at: {reason}") if stage == "fit" else evaluable(module),
+        several_loaders=batch.kind == "combined",
+        whole=_whole_of((batch,), stage, collates=True),
+        rowless=_whole_of((batch,), stage, collates=False),
+        staging=refused(f"the step could not be looked at: {reason}") if questions.staged else None,
+        batches=_batches_of_fit(trainer, batch),
+    )

@@ -1,0 +1,130 @@
+"""What is made of a run's figures when it is over: they are said beside the prediction, and kept for the next one."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.learned.corrections import make_record, make_shortage, plan_shape
+from lightning_autopar.memory.learned.records import add_record
+from lightning_autopar.memory.learned.step_times import StepTime, add_step_time, disturbance
+from lightning_autopar.planning.appraisal import links_seconds
+from lightning_autopar.report.report import Report
+from lightning_autopar.strategies.base.failure import LACKED
+from lightning_autopar.text import format_bytes, format_seconds
+
+
+def announce_measured(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
+    """Log what was predicted beside what was measured, once, on rank 0."""
+    candidate = report.best_candidate
+    assert candidate is not None, "a plan has run"
+    lines = []
+    for device, values in measured.items():
+        words = []
+        peak_bytes, step_seconds = values["peak_bytes"], values["step_seconds"]
+        if peak_bytes is not None and device in candidate.bytes:
+            predicted_bytes = candidate.bytes[device].allocated
+            occasion = candidate.bytes[device].to_dict().get("occasion", "step")
+            when = "" if occasion == "step" else f" for a {occasion}"
+            words.append(
+                f"memory {format_bytes(predicted_bytes)} predicted{when}, {format_bytes(peak_bytes)} measured "
+                f"({peak_bytes / predicted_bytes - 1:+.1%})"
+            )
+        if step_seconds and candidate.seconds is not None:
+            words.append(f"step {format_seconds(candidate.seconds.step)} predicted, {format_seconds(step_seconds)} measured")
+        if words:
+            lines.append(f"  {device}: {'; '.join(words)}")
+    if lines:
+        rank_zero_info("\n".join([f"autopar: plan {candidate.plan.title()}", *lines]))
+
+
+def learn(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
+    """Keep what a training run took beside what was predicted, before any correction, for the next plan of the same module.
+
+    Args:
+        report: of the plan that ran.
+        measured: of each of its devices; a run that is too short to be measured teaches nothing.
+    """
+    candidate, residuals = report.best_candidate, report.residuals
+    assert candidate is not None, "a plan has run"
+    devices = candidate.plan.devices
+    held = [each for each in map(candidate.raw.get, devices) if isinstance(each, DeviceBytes)]
+    if residuals.key is None or len(held) < len(devices) or any(device not in measured for device in devices):
+        return
+    names = [residuals.devices[device] for device in devices]
+    today = datetime.date.today().isoformat()
+    record = make_record(candidate.plan, names, held, [measured[device] for device in devices], today)
+    if record is not None:
+        add_record(residuals.key, record)
+    _learn_time(report, names, measured, today)
+
+
+def learn_shortage(report: Report | None, error: BaseException) -> None:
+    """Keep that a run ran out of a GPU's memory that was predicted to suffice, so that its next start doesn't count on as little.
+
+    Args:
+        report: of the plan that ran.
+        error: what ended it; any other exception teaches nothing.
+    """
+    lacked = getattr(error, LACKED, None)
+    candidate = None if report is None else report.best_candidate
+    if not isinstance(lacked, Mapping) or report is None or candidate is None or report.residuals.key is None:
+        return
+    devices = candidate.plan.devices
+    held = [each for each in map(candidate.raw.get, devices) if isinstance(each, DeviceBytes)]
+    if len(held) < len(devices):
+        return
+    names = [report.residuals.devices[device] for device in devices]
+    today = datetime.date.today().isoformat()
+    record = make_shortage(candidate.plan, names, held, [lacked.get(device) for device in devices], today)
+    if record is not None:
+        add_record(report.residuals.key, record)
+
+
+def disturbed(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Why a run's step times say nothing about the next run's; None where they do.
+
+    Args:
+        report: of the plan that ran.
+        measured: of each of its devices.
+    """
+    assert report.best is not None, "a plan has run"
+    devices = [report.inventory.device(device) for device in report.best.devices]
+    spreads, waits = ([measured[device.id][name] for device in devices] for name in ("step_spread", "waited_share"))
+    threads = sum(device.threads or 0 for device in devices)
+    cores = report.inventory.host_threads
+    return disturbance(
+        spread=None if None in spreads else max(spreads),
+        waited=None if None in waits else max(waits),
+        own_wait=max(0.0, 1 - cores / threads) if threads and cores else 0.0,
+        busy=max(max(device.utilization or 0.0, 1 - 1 / device.slowdown) for device in devices),
+    )
+
+
+def _learn_time(report: Report, names: Sequence[str], measured: Mapping[str, Mapping[str, Any]], today: str) -> None:
+    """Keep how long a step took on the slowest rank beside what was predicted before any correction, unless the run was disturbed."""
+    candidate, residuals = report.best_candidate, report.residuals
+    assert candidate is not None, "a plan has run"
+    assert residuals.key is not None, "something is to be kept"
+    taken = [measured[device]["step_seconds"] for device in candidate.plan.devices]
+    predicted = candidate.raw_seconds or candidate.seconds
+    if predicted is None or not all(taken):
+        return
+    if (why := disturbed(report, measured)) is not None:
+        rank_zero_info(f"autopar: the next plan doesn't count on how long this run's steps took: {why}")
+        return
+    record = StepTime(
+        module=residuals.key,
+        shape=plan_shape(candidate.plan),
+        devices=tuple(names),
+        rates=residuals.times.rates,
+        predicted=predicted.step,
+        links=links_seconds(predicted),
+        measured=max(taken),
+        day=today,
+    )
+    add_step_time(report.inventory.host_threads, record)

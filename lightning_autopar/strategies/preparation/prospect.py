@@ -1,0 +1,224 @@
+"""What was found out about one call of the trainer, from which the best plan follows for whatever devices there are.
+
+Reads the trainer where a plan is tried, and changes nothing in it; doesn't know how a plan is executed.
+
+A chosen plan confirmed before it is taken: what tracing didn't try is tried in a forked child.
+
+It reads the trainer and changes nothing in it; it doesn't know which plans there are beside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_autopar._clean import CannotTravel, run_clean
+from lightning_autopar._fork import ChildFailed
+from lightning_autopar.devices.changes import usable
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.exact.logs.log_rules import Comparison
+from lightning_autopar.memory.footprint import Conduct, Footprint
+from lightning_autopar.memory.trace.bare_step import STEPS
+from lightning_autopar.memory.trace.trace import first_batch
+from lightning_autopar.planning.candidates import Constraints
+from lightning_autopar.planning.planner import best_candidate
+from lightning_autopar.plans import Plan
+from lightning_autopar.sharing.reservation import Need
+from lightning_autopar.strategies.base.assignment import Assignment, BatchRule
+from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
+from lightning_autopar.strategies.parity.check import Check, not_made
+from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding, confirm_stages, precision_of, refused
+from lightning_autopar.strategies.preparation.decision import Decision, Look, need_of
+from lightning_autopar.strategies.preparation.findings import Findings, stage_of, validation_batch
+from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+log = logging.getLogger(__name__)
+
+#: The trial of a plan's stages may take so long.
+_CONFIRM_SECONDS = 180.0
+
+
+def after_trial(trainer: Trainer, look: Look, plan: Plan) -> Constraints:
+    """The constraints, with what a trial of the plan found out; only what tracing didn't try is tried."""
+    constraints, findings = look.constraints, look.findings
+    refusal, what = None, str(plan.engine)
+    if plan.engine == "pipeline" and findings.staging is not None and findings.staging.untried is not None:
+        confirmed = confirm(trainer, findings.footprint, plan.cuts)
+        refusal = confirmed.staging.refusal
+        if refusal is None and confirmed.untried is None:
+            return replace(constraints, pipeline_notes=())
+        refusal = refusal or unstaged(findings.footprint.conduct, str(confirmed.untried))
+    elif findings.footprint.training and _to_rehearse(plan, findings):
+        refusal = rehearse(trainer, findings.footprint, plan).refusal
+        what = "zero_3" if plan.zero_stage == 3 else what
+    if refusal is None:
+        return constraints
+    # Sharded on several devices it was rehearsed already, but for what the plan does besides.
+    ruled_out = [what] if plan.engine != "fsdp" or plan.world_size == 1 else ["offload", "replicas"]
+    return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(ruled_out, refusal)})
+
+
+def unstaged(conduct: Conduct | None, untried: str) -> str | None:
+    """Why a pipeline whose stages can't be tried isn't taken; None where the traced step does nothing that stages may do otherwise.
+
+    Args:
+        conduct: what the step does with parameters by themselves; None where it wasn't traced.
+        untried: why they can't be tried, as the end of a sentence.
+    """
+    if conduct is None:
+        return not_made(f"{untried}, and it couldn't be traced either").reason
+    names = (*dict(conduct.written), *conduct.exchanged)
+    return not_made(f"{untried}, and it writes to the parameter {names[0]!r} by itself").reason if names else None
+
+
+def _to_rehearse(plan: Plan, findings: Findings) -> bool:
+    """Whether there is something in a plan that planning hasn't tried."""
+    if plan.engine != "fsdp":
+        return plan.engine == "zero"
+    return plan.world_size == 1 or ((bool(plan.offload) or plan.replicas > 1) and findings.footprint.configures_model)
+
+
+def confirm(trainer: Trainer, footprint: Footprint, cuts: Sequence[str]) -> StagingFinding:
+    """Whether stages cut so compute what the whole module does, where they were only recorded so far: tried in a forked child.
+
+    Returns:
+        With a refusal where they don't, or where that can't be told; with ``untried`` where the step is too large to be tried.
+    """
+    try:
+        return run_clean(_confirm, trainer, footprint, tuple(cuts), timeout_seconds=_CONFIRM_SECONDS)
+    except (ChildFailed, CannotTravel) as error:
+        log.debug("the plan's stages can't be tried", exc_info=True)
+        return refused(not_made(_why(error)).reason)
+
+
+def _confirm(trainer: Trainer, footprint: Footprint, cuts: tuple[str, ...]) -> StagingFinding:
+    module = trainer.lightning_module
+    stage = stage_of(trainer)
+    batches = {STEPS[stage]: first_batch(module, trainer, stage)}
+    if stage == "fit" and (validation := validation_batch(module, trainer)) is not None:
+        batches[STEPS["validate"]] = validation
+    precision = precision_of(str(trainer.precision))
+    return confirm_stages(module, trainer, batches, stage, cuts, precision=precision, flops=footprint.flops)
+
+
+def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> Check:
+    """Whether a plan that shards or partitions runs the training step as one process does, tried in a forked child.
+
+    Args:
+        trainer: with module and data attached.
+        footprint: of its step.
+        plan: of engine ``"zero"``, or ``"fsdp"``.
+    """
+    try:
+        return run_clean(_rehearse, trainer, footprint, plan, timeout_seconds=_CONFIRM_SECONDS)
+    except (ChildFailed, CannotTravel) as error:
+        log.debug("the plan can't be rehearsed", exc_info=True)
+        return not_made(_why(error))
+
+
+def _why(error: ChildFailed | CannotTravel) -> str:
+    return error.reason if isinstance(error, CannotTravel) else f"trying it came to no end ({error.reason})"
+
+
+def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> Check:
+    module = trainer.lightning_module
+    first = first_batch(module, trainer, "fit")
+    told: Any = {"flops": footprint.flops, "conduct": footprint.conduct}
+    if plan.engine == "fsdp":
+        return rehearse_fsdp(module, trainer, first, plan.shard, by_plan=bool(plan.offload) or plan.replicas > 1, **told)
+    return rehearse_zero(module, trainer, first, plan, **told)
+
+
+#: From this size on, a module is built whole on rank 0 alone.
+_LARGE_BYTES = 1024**3
+
+
+class Prospect:
+    """What was found out about one call of the trainer, before any plan is chosen. It holds whatever devices there are.
+
+    Args:
+        trainer: with module and data attached.
+        look: what was found out.
+        batch: what a batch is to several devices.
+        from_snapshot: see :class:`.assignment.Assignment`.
+        weights_only: see there.
+        elastic: see :func:`.decide.consider`.
+    """
+
+    def __init__(
+        self, trainer: Trainer, look: Look, *, batch: BatchRule, from_snapshot: bool, weights_only: bool | None, elastic: bool
+    ) -> None:
+        self._trainer, self._look, self._batch = trainer, look, batch
+        self._from_snapshot, self._weights_only, self._elastic = from_snapshot, weights_only, elastic
+        self._tried: set[tuple[object, ...]] = set()
+
+    def decision(self, inventory: Inventory | None = None) -> Decision:
+        """The best plan for these devices, by default those that there were at first.
+
+        Raises:
+            NothingFits: if no plan fits.
+            ValueError: if the pinned plan can't be run on these devices.
+        """
+        if inventory is not None:
+            self._look = replace(self._look, inventory=usable(inventory))
+        while not self._has_stood():
+            pass
+        look, report, findings = self._look, self._look.report, self._look.findings
+        plan = report.best
+        assert plan is not None, "make_report raises where nothing fits"
+        return Decision(
+            report=report,
+            look=look,
+            batches=findings.batches,
+            memory_margin=look.constraints.memory_margin,
+            assignment=Assignment(
+                plan=plan,
+                devices=tuple(look.inventory.device(device) for device in plan.devices),
+                batch=self._batch,
+                draws=findings.draws,
+                data_draws=findings.data_draws,
+                loadings=findings.loadings,
+                log_rules={} if findings.split is None else Comparison(matching=findings.split.log_rules).rules,
+                kept_rules={} if findings.split is None else findings.split.kept_rules,
+                from_snapshot=self._from_snapshot,
+                weights_only=self._weights_only,
+                large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
+                candidate=report.best_candidate,
+                budgets=report.budgets,
+                staging=None if findings.staging is None else findings.staging.staging,
+                elastic=self._elastic,
+            ),
+        )
+
+    def _has_stood(self) -> bool:
+        """Whether the best plan has stood its trial; what fails it is ruled out for good.
+
+        Raises:
+            NothingFits: if no plan fits.
+        """
+        plan = self._look.report.best
+        assert plan is not None, "make_report raises where nothing fits"
+        what = (plan.engine, plan.zero_stage, plan.offload, plan.world_size == 1, plan.cuts)
+        if what in self._tried:
+            return True
+        self._tried.add(what)
+        constraints = after_trial(self._trainer, self._look, plan)
+        if constraints == self._look.constraints:
+            return True
+        self._look = replace(self._look, constraints=constraints)
+        return False
+
+    def need(self, inventory: Inventory) -> Need | None:
+        """What the best plan for these devices takes, by prediction alone; None where nothing fits, or a pinned plan's device is gone."""
+        look = replace(self._look, inventory=usable(inventory))
+        pinned, there = look.constraints.pinned, {device.id for device in look.inventory.devices}
+        if pinned is not None and not there.issuperset(pinned.devices):
+            return None
+        found = best_candidate(look.findings.footprint, look.inventory, look.constraints, rates=look.rates)
+        return None if found is None else need_of(found, look.findings.batches, self._batch, look.constraints.memory_margin)

@@ -1,0 +1,250 @@
+"""A rank of an elastic run at the boundary between two batches: it tells how it comes along, writes snapshots, leaves and takes up.
+
+All that happens before a batch is fetched: the step before it is over, its validation as well, and nothing of the next one has begun. It
+doesn't know why a snapshot is wanted nor what runs next.
+
+Which checkpoint files a run has written since its latest snapshot, so that a run that goes back to the snapshot removes them first.
+
+Else ``ModelCheckpoint``, whose state is the snapshot's, would find files that it doesn't know: it would give the same checkpoint another
+name ("-v1"), and leave the file behind. Knows paths; no callback, no snapshot's content.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ProgressBar
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_hyperparameters
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.sharing.runs.progress import batches_left
+from lightning_autopar.state.snapshot import save_snapshot
+from lightning_autopar.strategies.processes.handover.carry import carry, take_over
+from lightning_autopar.strategies.processes.handover.loggers import carry_loggers_in
+from lightning_autopar.strategies.processes.protocol import _BEGIN, Elastic
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.strategies.processes.handover.results import Before
+
+
+_SUFFIX = ".since"
+
+
+class Journal:
+    """The files written since one snapshot.
+
+    Args:
+        beside: the snapshot's folder, or another path that stands for the run's begin; the journal lies beside it.
+    """
+
+    def __init__(self, beside: Path) -> None:
+        self._beside = beside
+        self._path = beside.with_name(beside.name + _SUFFIX)
+
+    def note(self, file: str) -> None:
+        """A file is about to be written. One that is there already is passed over: it will be written again."""
+        if get_filesystem(file).exists(file):
+            return
+        with self._path.open("a", encoding="utf-8") as journal:
+            journal.write(json.dumps(file) + "\n")
+
+    def undo(self, remove: Callable[[str], None]) -> None:
+        """Remove what was written since, after later snapshots as well; on the process that writes, before anything is written."""
+        for path in self._journals():
+            if path.name >= self._path.name:
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    remove(json.loads(line))
+                path.unlink()
+
+    def clear(self) -> None:
+        """Forget the journals of snapshots that aren't there any more."""
+        for path in self._journals():
+            if not path.with_name(path.name.removesuffix(_SUFFIX)).exists() and path != self._path:
+                path.unlink()
+
+    def _journals(self) -> Iterator[Path]:
+        yield from sorted(self._beside.parent.glob(f"{self._beside.name[:1]}*{_SUFFIX}"))
+
+
+#: Hooks that have run once in the run, in its first generation: what they did is carried.
+MUTED = frozenset({"prepare_data", "on_fit_start", "on_train_start"})
+#: Between two looks at the loss.
+_TELL_SECONDS = 0.5
+
+
+class Paused(BaseException):
+    """All ranks leave at this boundary, with a snapshot behind them. No Exception: no hook of the user's is to see it."""
+
+
+class Boundary:
+    """One rank's boundaries.
+
+    Args:
+        trainer: with the engine installed.
+        elastic: see there; None in a class that meets in another way.
+        before: the survey of before the fork.
+        rank: this rank.
+    """
+
+    def __init__(self, trainer: Trainer, elastic: Elastic | None, before: Before, rank: int) -> None:
+        self._trainer, self._before, self._rank = trainer, before, rank
+        if elastic is not None:
+            self._elastic = elastic
+        self._told = float("-inf")
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
+        self._advance: Callable[[Any], None] = self._epoch_loop.advance
+        vars(self._epoch_loop)["advance"] = self._meet_and_advance
+        #: Of rank 0, which writes checkpoints; None before the run goes on or begins anew.
+        self._journal: Journal | None = None
+        if rank == 0:
+            self._note_checkpoints()
+
+    def _note_checkpoints(self) -> None:
+        """Keep a journal of the checkpoints that are written."""
+        engine = self._trainer.strategy
+        save: Callable[..., None] = engine.save_checkpoint
+
+        def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+            if self._journal is not None:
+                self._journal.note(str(filepath))
+            save(checkpoint, filepath, *args, **kwargs)
+
+        vars(engine)["save_checkpoint"] = save_checkpoint
+
+    def _go_on_after(self, beside: Path) -> None:
+        """The run goes on from here: what it wrote afterwards, before it was lost, is no part of it."""
+        if self._rank == 0:
+            self._journal = Journal(beside)
+            self._journal.undo(self._trainer.strategy.remove_checkpoint)
+
+    def take_up(self, snapshot: Path) -> None:
+        """Prepare this process to go on from a snapshot, before the trainer's function runs; the rest follows when the loops begin."""
+        trainer, engine = self._trainer, self._trainer.strategy
+        self._go_on_after(snapshot)
+        carry_loggers_in(trainer, self._before, snapshot)
+        say_again = _say_no_restore()
+        unmute = mute_hooks(MUTED, heard_by=ProgressBar)
+        log_again = no_hyperparameters(trainer)
+
+        def go_on() -> None:
+            take_over(trainer, self._before, snapshot)
+            log_again()
+            unmute()
+            say_again()
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+                if isinstance(callback, ProgressBar):  # its epoch begins here
+                    callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+        engine.before_loops = go_on  # type: ignore[attr-defined]  # of EngineMixin
+        rng.restore(self._before.random, {})
+
+    def _meet_and_advance(self, data_fetcher: Any) -> None:
+        """``_TrainingEpochLoop.advance`` behind a boundary."""
+        gate, trainer = self._elastic.gate, self._trainer
+        if self._journal is None:
+            self._go_on_after(self._elastic.folder.parent / _BEGIN)
+        gate.tell_bytes(self._rank, self._used_bytes())
+        self._tell_loss()
+        ask = gate.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)
+        if ask is not None:
+            trainer.strategy.meter.pause(trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step
+            started = time.monotonic()
+            saved = self._save(target := self._elastic.target())
+            if saved and self._rank == 0:
+                self._journal = Journal(target)
+                self._journal.clear()
+            gate.answer(self._rank, done=saved, save_seconds=time.monotonic() - started)
+            if saved and ask == "pause":
+                raise Paused
+        self._advance(data_fetcher)
+
+    @property
+    def _in_window(self) -> bool:
+        """Whether gradients of earlier batches wait for their step."""
+        return self._epoch_loop.batch_progress.current.ready > 0 and bool(self._epoch_loop._should_accumulate())
+
+    def _tell_loss(self) -> None:
+        """What the user logs as a loss, for the run's picture; seldom, as on a GPU to read a value is to wait for it."""
+        if self._rank != 0 or time.monotonic() - self._told < _TELL_SECONDS:
+            return
+        self._told = time.monotonic()
+        for name, value in latest_metrics(self._trainer).items():
+            if "loss" in name and not name.startswith("val"):
+                self._elastic.gate.tell_loss(0, self._trainer.global_step, float(value))
+                return
+
+    def _used_bytes(self) -> int:
+        device = self._trainer.strategy.root_device
+        if device.type == "cuda":
+            return torch.cuda.memory_reserved(device)
+        return 0
+
+    def _save(self, target: Path) -> bool:
+        """Write a snapshot together; False on every rank where one couldn't."""
+        trainer, engine = self._trainer, self._trainer.strategy
+
+        def bring() -> None:
+            target.mkdir(parents=True, exist_ok=True)
+            carry(trainer, self._before, target, self._rank)
+
+        def save() -> None:
+            engine.at_boundary = True  # type: ignore[attr-defined]  # of EngineMixin
+            try:
+                save_snapshot(trainer, target)
+            finally:
+                engine.at_boundary = False  # type: ignore[attr-defined]
+
+        # What one rank alone can't do must be known before the others wait for it in a collective.
+        return self._do_together(bring) and self._do_together(save)
+
+    def _do_together(self, part: Callable[[], None]) -> bool:
+        """Do a part of the saving; False on every rank where one couldn't."""
+        failure: BaseException | None = None
+        try:
+            part()
+        except (Exception, CheckpointException) as error:  # a full disk, a stranger's object: training goes on, and the agent is told
+            failure = error
+            self._refuse(error)
+        if self._trainer.strategy.assignment.plan.world_size == 1:  # type: ignore[attr-defined]  # of EngineMixin
+            return failure is None
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, failure is None)
+        return all(everyones)
+
+    def _refuse(self, error: BaseException) -> None:
+        """Say why a snapshot couldn't be written."""
+        self._elastic.refuse(error)
+
+    def close_bars(self) -> None:
+        """Take leave of progress bars: the next generation has its own."""
+        if self._rank == 0:
+            for callback in self._trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+                if isinstance(callback, ProgressBar):
+                    callback.teardown(self._trainer, self._trainer.lightning_module, "fit")
+
+
+def _say_no_restore() -> Callable[[], None]:
+    """Keep Lightning from saying that it restores a checkpoint, and that its folder has files: the user has asked for neither.
+
+    Returns what lets it speak of checkpoints again; the folder is told of at each setup of a callback, and was the first time.
+    """
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    speaker = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # of ``_CheckpointConnector``'s ``rank_zero_info``
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(("Restoring states from the checkpoint path", "Restored all states from the checkpoint"))
+
+    speaker.addFilter(is_other)
+    return lambda: speaker.removeFilter(is_other)

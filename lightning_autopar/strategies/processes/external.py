@@ -1,0 +1,375 @@
+"""Processes that exist already: started by torchrun or SLURM, or reruns of the script where the parent has initialised CUDA.
+
+Rank 0 plans, all follow. They meet at a key-value store before any process group exists. This module knows ranks and messages, no plan's
+content.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_autopar._lightning_compat import find_free_network_port
+from lightning_autopar.devices.host import host_cores, host_memory
+from lightning_autopar.devices.inventory import Device, Inventory, Link
+from lightning_autopar.devices.nvml import NvmlUnavailable, read_links
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.process_group import meet_at
+from lightning_autopar.strategies.processes.peer_watch import watch
+from lightning_autopar.strategies.processes.script import rerun_command
+from lightning_autopar.strategies.processes.worker import die_with
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.auto import AutoParallelStrategy
+    from lightning_autopar.strategies.base.mixin import EngineMixin
+
+#: Where the reruns of a script meet the process that started them, as ``host:port``.
+STORE = "AUTOPAR_STORE"
+#: The process id of the one that started a rerun, without which the rerun has no reason to live.
+PARENT = "AUTOPAR_PARENT"
+#: How many runs that process had had without them, which a rerun has alone too before it joins.
+EARLIER = "AUTOPAR_EARLIER_RUNS"
+_TIMEOUT = timedelta(minutes=30)
+_POLL_SECONDS = 0.01
+#: How long this process may take to end by itself once a rerun has failed.
+_GRACE_SECONDS = 3.0
+#: How long the reruns may go on after this process's script has ended.
+_FAREWELL_SECONDS = 60.0
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Peers:
+    """The processes of this run, of which this is one.
+
+    Args:
+        store: where they meet; nobody else's keys are in it.
+        rank: of this process.
+        world_size: how many they are.
+        node: this process's.
+        environment: Lightning's view of them.
+        restartable: whether who started them may start them anew, in another number.
+        messages: how many rank 0 has told so far.
+        children: reruns of the script that this process started.
+        running: whether a run is going on that takes all of them.
+        runs: how many there were.
+    """
+
+    store: Any
+    rank: int
+    world_size: int
+    node: int
+    environment: ClusterEnvironment
+    restartable: bool = False
+    messages: int = 0
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    running: threading.Event = field(default_factory=threading.Event)
+    runs: int = 0
+
+    @property
+    def are_reruns(self) -> bool:
+        """Whether one process of ours started the others; else somebody else's launcher did."""
+        return bool(self.children) or PARENT in os.environ
+
+    @contextmanager
+    def run(self, assignment: Assignment, engine: EngineMixin) -> Iterator[None]:
+        """Around a run that takes all ranks: a rerun that fails, a rank here that is stopped, or GPUs that hang end this process meanwhile.
+
+        Args:
+            assignment: the plan on the ranks' devices.
+            engine: this rank's.
+        """
+        self.running.set()
+        self.runs += 1
+        try:
+            own_device = assignment.torch_devices[self.rank]
+            with watch(self.store, self.rank, assignment.plan.devices, self.runs, own_device=own_device, engine=engine):
+                yield
+        finally:
+            self.running.clear()
+
+    def tell(self, message: Any) -> None:
+        """Rank 0: send a picklable object, or an exception, to all others."""
+        self.store.set(f"autopar/message/{self.messages}", _pickled(message))
+        self.messages += 1
+
+    def hear(self) -> Any:
+        """The others: wait for what rank 0 tells.
+
+        Raises:
+            BaseException: the one that rank 0 told.
+        """
+        message = pickle.loads(self.store.get(f"autopar/message/{self.messages}"))
+        self.messages += 1
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+    def inventory(self, strategy: AutoParallelStrategy) -> tuple[Inventory, int | None]:
+        """Rank 0: the devices of all ranks, in rank order; each rank has said its own by :meth:`introduce`."""
+        here, _ = strategy.inventory()
+        if here.source == "spec":
+            if len(here.devices) < self.world_size:
+                raise ValueError(
+                    f"{self.world_size} processes were started, but the devices given are {len(here.devices)}; give one for each"
+                )
+            return replace(here, devices=here.devices[: self.world_size]), None
+        told = [self._introduced(rank) for rank in range(self.world_size)]
+        devices, ids = [device for device, _ in told], {device.id for device, _ in told}
+        links = {frozenset((link.a, link.b)): link for _, its in told for link in its if {link.a, link.b} <= ids}
+        total_bytes, free_bytes = host_memory()
+        found = Inventory(
+            devices=tuple(devices),
+            links=tuple(links.values()),
+            host_total_bytes=total_bytes,
+            host_free_bytes=free_bytes,
+            source="peers",
+            host_threads=host_cores(),
+        )
+        return found, None
+
+    def _introduced(self, rank: int) -> tuple[Device, tuple[Link, ...]]:
+        found = pickle.loads(self.store.get(f"autopar/device/{self.messages}/{rank}"))
+        if isinstance(found, BaseException):
+            raise RuntimeError(f"rank {rank} has no device: {found}") from found
+        device, links = found
+        return device, links
+
+    def introduce(self, strategy: AutoParallelStrategy) -> None:
+        """Every rank: say which device is this process's and how others are linked to it, or what keeps it from having one."""
+        try:
+            device = self._own_device(strategy)
+            word: Any = device, _links_to(device)
+        except Exception as error:
+            word = error
+        self.store.set(f"autopar/device/{self.messages}/{self.rank}", _pickled(word))
+        if isinstance(word, Exception) and self.rank:
+            raise word
+
+    def _own_device(self, strategy: AutoParallelStrategy) -> Device:
+        here, _ = strategy.inventory()
+        local_rank = self.environment.local_rank()
+        device = here.devices[min(local_rank, len(here.devices) - 1)]
+        if device.kind == "cpu":
+            # Each process sees the whole host; on this node they share it.
+            share = 1 if here.source == "spec" else max(1, self.local_world_size // len(here.devices))
+            device = replace(
+                device,
+                id=f"cpu:{self.rank}",
+                threads=torch.get_num_threads(),
+                total_bytes=device.total_bytes // share,
+                free_bytes=device.free_bytes // share,
+            )
+        return replace(device, node=self.node)
+
+    @property
+    def local_world_size(self) -> int:
+        """How many of the processes are on this node, as torchrun and SLURM say; all of them where neither does."""
+        for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+            if os.environ.get(variable, "").isdigit():
+                return int(os.environ[variable])
+        return self.world_size
+
+    def local_devices(self, assignment: Assignment) -> list[torch.device]:
+        """The torch devices of this node's ranks, as Lightning's strategies want them."""
+        devices = zip(assignment.devices, assignment.torch_devices, strict=True)
+        return [torch_device for device, torch_device in devices if device.node == assignment.devices[self.rank].node]
+
+
+def _links_to(device: Device) -> tuple[Link, ...]:
+    """How the GPUs of this node are linked to this process's one, whether or not CUDA shows them to it; none where NVML can't say."""
+    if device.kind != "cuda":
+        return ()
+    try:
+        return tuple(link for link in read_links() if device.id in (link.a, link.b))
+    except NvmlUnavailable:
+        return ()
+
+
+#: A process has the same peers for as long as it lives, whatever strategies it makes.
+_peers: Peers | None = None
+#: How many runs it has begun without any.
+_alone = 0
+
+
+def under_external_launcher(strategy: AutoParallelStrategy) -> Peers | None:
+    """This process's peers for a run that begins, where somebody else has started several processes; None where it is alone."""
+    global _peers, _alone
+    if _peers is None and _alone >= int(os.environ.get(EARLIER, "0")):
+        _peers = _find_peers(strategy)
+    if _peers is None:
+        _alone += 1
+    else:
+        _peers.introduce(strategy)
+    return _peers
+
+
+def is_alone(environment: ClusterEnvironment) -> bool:
+    """Whether a launcher started this process and no other; Slurm's variables may be missing where it started none by itself."""
+    if isinstance(environment, SLURMEnvironment) and "SLURM_NTASKS" not in os.environ:
+        return True
+    return environment.world_size() == 1
+
+
+def _find_peers(strategy: AutoParallelStrategy) -> Peers | None:
+    if STORE in os.environ:
+        host, _, port = os.environ[STORE].rpartition(":")
+        die_with(int(os.environ[PARENT]))
+        world_size = int(os.environ["WORLD_SIZE"])
+        store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=_TIMEOUT)
+        meet_at(_groups_part(host, int(port)))
+        return Peers(store=store, rank=int(os.environ["LOCAL_RANK"]), world_size=world_size, node=0, environment=LightningEnvironment())
+    environment = strategy.cluster_environment
+    if environment is None or not environment.creates_processes_externally or is_alone(environment):
+        return None
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+    rank, world_size = environment.global_rank(), environment.world_size()
+    store = _connect(rank, world_size)
+    part = _own_part(store, rank, world_size)
+    # A connection of its own: while one waits for torch's messages, ours must not wait with it.
+    meet_at(dist.PrefixStore(f"{part}/group", _connect(rank, world_size)))
+    return Peers(
+        store=dist.PrefixStore(part, store),
+        rank=rank,
+        world_size=world_size,
+        node=environment.node_rank(),
+        environment=environment,
+        restartable=True,
+    )
+
+
+def _connect(rank: int, world_size: int) -> Any:
+    store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=_TIMEOUT)))
+    return store
+
+
+def _groups_part(host: str, port: int) -> Any:
+    """Where the process groups of a script and its reruns meet, by a connection of its own as above."""
+    return dist.PrefixStore("group", dist.TCPStore(host, port, None, is_master=False, timeout=_TIMEOUT))
+
+
+def _own_part(store: Any, rank: int, world_size: int) -> str:
+    """The name of the part of a store that is these very processes' alone; each must call it.
+
+    torchrun's agent keeps one store for all processes that it starts one after the other, so that a restarted process finds what dead
+    ones wrote: an old plan, or in torch's own process group the addresses of processes that are gone ("Gloo connectFullMesh failed:
+    connection refused", seen at one of three restarts; torch 2.13's ``DynamicRendezvousHandler.next_rendezvous`` keeps its
+    ``_bootstrap_store_info``, while ``_create_c10d_store`` counts on a new one). Where the number of nodes changed, they aren't told
+    that they are restarted. So each rank says a word of its own, which nobody can have answered before.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"autopar/hello/{rank}", own)
+        part: str = store.get(f"autopar/welcome/{own}").decode()
+        store.set(f"{part}/here/{rank}", "")
+        return part
+    part = f"autopar/{own}"
+    missing, until = set(range(1, world_size)), time.monotonic() + _TIMEOUT.total_seconds()
+    while missing:
+        for each in sorted(missing):
+            if store.check([f"autopar/hello/{each}"]):  # of this rank as it is now, or of a dead one, which won't listen
+                store.set(f"autopar/welcome/{store.get(f'autopar/hello/{each}').decode()}", part)
+        missing -= {each for each in missing if store.check([f"{part}/here/{each}"])}
+        if time.monotonic() > until:
+            raise TimeoutError(f"ranks {sorted(missing)} of {world_size} didn't come within {_TIMEOUT}; look into their logs")
+        time.sleep(_POLL_SECONDS)
+    return part
+
+
+def rerun_script(strategy: AutoParallelStrategy, world_size: int) -> Peers:
+    """Start this very script once for each further rank, and become rank 0.
+
+    For the case that this process has initialised CUDA, after which a forked child can't use it. The children run the user's code up to
+    this very run, with those before it. This process's leases are for them too.
+
+    Args:
+        world_size: how many processes the plan takes.
+
+    Raises:
+        RuntimeError: in a rerun, whose earlier runs came to take several processes.
+    """
+    if STORE in os.environ:
+        raise RuntimeError(
+            f"a rerun of the script came to a plan of {world_size} processes before the run that it was started for, which ran otherwise "
+            "in the process that started it; give the earlier fit its plan (plan=, or allow=['single']), or a script of its own"
+        )
+    port = find_free_network_port()
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+    meet_at(_groups_part("127.0.0.1", port))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()), WORLD_SIZE=str(world_size), LOCAL_RANK="0", NODE_RANK="0"
+    )
+    peers = Peers(store=store, rank=0, world_size=world_size, node=0, environment=LightningEnvironment())
+    rank_zero_info(f"autopar: CUDA is initialised in this process already, so the script is run again for {world_size - 1} further ranks")
+    for rank in range(1, world_size):
+        own = {"LOCAL_RANK": str(rank), STORE: f"127.0.0.1:{port}", PARENT: str(os.getpid()), EARLIER: str(_alone - 1)}
+        environment = {**os.environ, **own, "AUTOPAR_LEDGER": "off"}
+        peers.children.append(subprocess.Popen(rerun_command(), env=environment))
+    threading.Thread(target=_watch, args=(peers,), daemon=True, name="autopar-watch").start()
+    atexit.register(_see_off, peers.children)
+    global _peers
+    _peers = peers
+    return peers
+
+
+def _watch(peers: Peers) -> None:
+    """End everything when one child fails in a run: a rank that waits for it in a collective would wait for ever."""
+    failed = threading.Event()
+
+    def wait(child: subprocess.Popen[bytes]) -> None:
+        if child.wait() != 0:
+            failed.set()
+
+    waiters = [threading.Thread(target=wait, args=(child,), daemon=True) for child in peers.children]
+    for waiter in waiters:
+        waiter.start()
+    failed.wait()
+    peers.running.wait()  # one that failed after the run is missed by the next run only
+    _LOG.error("a rerun of the script for a further rank failed; this run ends with it")
+    for child in peers.children:
+        child.kill()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_SECONDS)  # Lightning leaves at a batch boundary, which a rank that waits for a dead one never reaches
+    os._exit(1)
+
+
+def _see_off(children: list[subprocess.Popen[bytes]]) -> None:
+    """At the end of this process: let the others finish what they do after the run, unless this one failed."""
+    deadline = time.monotonic() + (0.0 if hasattr(sys, "last_value") else _FAREWELL_SECONDS)
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=max(0.0, deadline - time.monotonic()))
+    for child in children:
+        child.kill()
+
+
+def _pickled(message: Any) -> bytes:
+    """The message; an exception that can't be pickled by its words."""
+    try:
+        data = pickle.dumps(message)
+        if isinstance(message, BaseException):
+            pickle.loads(data)
+    except Exception:
+        if not isinstance(message, BaseException):
+            raise
+        return pickle.dumps(RuntimeError(f"{type(message).__name__}: {message}"))
+    return data

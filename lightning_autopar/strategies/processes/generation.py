@@ -1,0 +1,422 @@
+"""One generation: a set of forked workers that execute one plan, with the parent as their agent.
+
+It starts them, listens to them, ends them together, and leaves nothing behind. It doesn't know why this plan was chosen.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_autopar._lightning_compat import SIGTERMException
+from lightning_autopar.state import placed
+from lightning_autopar.strategies.base.failure import Failure, WorkerFailed
+from lightning_autopar.strategies.processes.handover import results as handover
+from lightning_autopar.strategies.processes.protocol import Brake
+from lightning_autopar.strategies.processes.stalls import Stalls
+from lightning_autopar.strategies.processes.whereabouts import raised_at
+from lightning_autopar.strategies.processes.worker import Job, work
+
+#: How long workers may take to leave once one has failed or the run was interrupted.
+GRACE_SECONDS = 3.5
+#: How long a worker may take over the hooks of its exception (they may write a checkpoint) and over handing its state back.
+_HOOKS_SECONDS = 300.0
+#: A crash shows in no pipe while something that the worker started still holds it open, so we look ourselves so often.
+LOOK_SECONDS = 0.05
+#: A killed process that is in the kernel, with a driver or a disk that hangs, stays there; nobody waits for it any longer than this.
+_KILL_SECONDS = 10.0
+_LOCK_NAME = "in-use"
+#: How a worker may crash because another one has ended: torch's watchdogs abort, and libraries read what is no longer there.
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+#: Deaths so near to each other may be found in another order: a process whose sockets are closed already can take a while to end.
+_TOGETHER_SECONDS = 1.0
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came out of a generation.
+
+    Args:
+        results: each rank's, in rank order; after a failure those that could be had, if they hold all of the state, else none.
+        tuner_exit: whether the run ended as Lightning's tuner ends it.
+        error: the exception that ended the run, if one did.
+        hooks_ran: whether the workers have run the hooks that belong to ``error``.
+        saved: whether the run lies in a snapshot that its next start goes on from.
+    """
+
+    results: list[handover.Results]
+    tuner_exit: bool = False
+    error: BaseException | None = None
+    hooks_ran: bool = True
+    saved: bool = False
+
+
+@contextmanager
+def run_folder(needed_bytes: int) -> Iterator[Path]:
+    """A folder for what passes between workers and parent: in memory where there is room for it twice, else on disk; removed on leaving.
+
+    A lock in it, which the kernel lets go of when this process and its workers are gone, tells the folders of dead runs; they are removed.
+    """
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and os.access(shared, os.W_OK) and psutil.disk_usage(str(shared)).free > 2 * needed_bytes
+    home = shared if roomy else Path(tempfile.gettempdir())
+    _remove_dead(home)
+    hidden = Path(tempfile.mkdtemp(prefix=".autopar-", dir=home))
+    lock = os.open(hidden / _LOCK_NAME, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = hidden.rename(home / hidden.name[1:])
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_dead(home: Path) -> None:
+    """Remove the folders of runs that were killed: in memory they would stay until the machine restarts."""
+    for path in home.glob(f"autopar-*/{_LOCK_NAME}"):
+        with suppress(OSError):  # another user's, or somebody is quicker
+            lock = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+# -- the parent ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    """A worker as the parent sees it."""
+
+    rank: int
+    process: BaseProcess
+    pipe: connection.Connection
+    words: list[str] = field(default_factory=list)
+    open: bool = True
+    ready: bool = False
+    gone: bool = False
+    gone_seconds: float = float("inf")
+    ended_by_us: bool = False
+
+    def listen(self) -> None:
+        """Take in what it has said; its words are shorter than what a pipe passes on in one piece."""
+        try:
+            while self.open and self.pipe.poll():
+                word = self.pipe.recv()
+                if word == "ready":
+                    self.ready = True
+                else:
+                    self.words.append(word)
+        except (EOFError, OSError):
+            self.open = False
+
+    def look(self) -> None:
+        """Notice that it has ended. Data loader workers, in its process group, are ended before its id may be given to somebody else."""
+        pid = self.process.pid
+        if self.gone or pid is None:
+            return
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            ended = True
+        if ended:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            self.process.join()
+            self.listen()
+            self.gone, self.open = True, False
+
+    def end(self) -> None:
+        """Kill it, with everything that it started."""
+        self.look()
+        if not self.gone and self.process.pid is not None:
+            self.ended_by_us = True
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+            until = time.monotonic() + _KILL_SECONDS
+            while not self.gone:
+                time.sleep(1e-3)
+                self.look()
+                if time.monotonic() > until:
+                    self.gone, self.open = True, False
+                    rank_zero_warn(
+                        f"autopar: process {self.process.pid}, the worker of rank {self.rank}, was killed but doesn't end: the system "
+                        "waits in it for a driver or a disk; what it holds stays taken until then"
+                    )
+
+    @property
+    def silent(self) -> bool:
+        """Whether it has ended by itself without a last word."""
+        return self.gone and not self.words and not self.ended_by_us
+
+
+def run_generation(job: Job, look: Callable[[], None] | None = None) -> Outcome:
+    """Fork one worker per rank, wait until all are gone, and return what they left, with the exception that ended the run, if one did.
+
+    That is the exception which a worker raised first, with that worker's traceback as its cause; :class:`WorkerFailed` if a worker died
+    without a word before; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption isn't waited for.
+
+    Args:
+        job: what each worker is to do.
+        look: called in this process again and again while they work.
+    """
+    with noted_interrupts() as noted:
+        generation = Generation(job)
+        try:
+            while not generation.gone:
+                generation.round(noted)
+                if look is not None:
+                    look()
+        finally:
+            generation.end()
+    return generation.outcome(noted)
+
+
+class Generation:
+    """The workers of one plan, from their fork to their end.
+
+    Args:
+        job: what each worker is to do.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._brake = Brake(job.assignment.plan.world_size)
+        self._workers: list[_Worker] = []
+        self._deadline = self._hooks_deadline = float("inf")
+        self._stalls = Stalls(folder=job.folder, devices=job.assignment.plan.devices)
+        self._stalled = ""
+        self._asked = False
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        try:
+            for rank in range(job.assignment.plan.world_size):
+                self._workers.append(_start(rank, job, self._brake))
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def gone(self) -> bool:
+        """Whether all workers have ended."""
+        return all(worker.gone for worker in self._workers)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all workers wait for the word to begin."""
+        return all(worker.ready for worker in self._workers)
+
+    @property
+    def paused(self) -> bool:
+        """Whether all workers have left at a boundary, with a snapshot behind them."""
+        return all("paused" in worker.words for worker in self._workers)
+
+    @property
+    def failed(self) -> bool:
+        """Whether some worker has failed, ended without a word, or keeps the others waiting for good."""
+        return bool(self._stalled) or any(worker.silent or "error" in worker.words for worker in self._workers)
+
+    @property
+    def ended_by_us(self) -> bool:
+        """Whether some worker had to be killed."""
+        return any(worker.ended_by_us for worker in self._workers)
+
+    @property
+    def progress(self) -> int:
+        """How many batches have begun, of all ranks and loops."""
+        return sum(self._brake.begun)
+
+    def pid(self, rank: int) -> int:
+        """A worker's process id."""
+        pid = self._workers[rank].process.pid
+        assert pid is not None, "it was started"
+        return pid
+
+    def pids(self) -> list[int]:
+        """Those of the workers that still run, in rank order."""
+        return list(self._living().values())
+
+    def _living(self) -> dict[int, int]:
+        return {worker.rank: self.pid(worker.rank) for worker in self._workers if not worker.gone}
+
+    def round(self, noted: list[type[BaseException]], *, timeout_seconds: float = LOOK_SECONDS) -> None:
+        """Listen once. A failure, an interruption or the end of the work sets a time after which workers that linger are killed."""
+        workers = self._workers
+        connection.wait([worker.pipe for worker in workers if worker.open], timeout=timeout_seconds)
+        for worker in workers:
+            worker.listen()
+            worker.look()
+        now = time.monotonic()
+        for worker in workers:
+            if worker.gone:
+                worker.gone_seconds = min(worker.gone_seconds, now)
+        if all(worker.gone or not worker.open for worker in workers):
+            time.sleep(1e-3)  # they are on their last steps
+        self._look_for_stalls()
+        now = time.monotonic()
+        if noted and not self._brake.pulled:
+            self._brake.pull(noted[0])
+            self._deadline = min(self._deadline, now + GRACE_SECONDS + 2 * self._brake.longest_seconds)
+        if self.failed or all(worker.gone or worker.words for worker in workers):
+            self._deadline = min(self._deadline, now + GRACE_SECONDS)
+        if self._deadline < float("inf"):
+            self._hooks_deadline = min(self._hooks_deadline, now + _HOOKS_SECONDS)
+        for worker in workers:
+            busy = worker.words and worker.words[-1] in ("error", "stopped")
+            if not worker.gone and now > (self._hooks_deadline if busy else self._deadline):
+                worker.end()
+
+    def _look_for_stalls(self) -> None:
+        """End a worker that keeps the others waiting for good; and where one is gone, have the others say where that left them."""
+        if self.failed:
+            if not self._asked:
+                self._asked = True
+                self._stalls.ask({rank: pid for rank, pid in self._living().items() if not self._workers[rank].words})
+            return
+        stall = self._stalls.look(self._living(), self._brake.begun)
+        if stall is not None:
+            self._stalled, self._asked = stall.sentence, True
+            for rank in stall.ranks:
+                self._workers[rank].end()
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for worker in self._workers:
+            worker.end()
+            worker.pipe.close()
+
+    def outcome(self, noted: list[type[BaseException]]) -> Outcome:
+        """What to make of the workers' last words, when all are gone."""
+        job, workers = self.job, self._workers
+        if not noted and all("done" in worker.words or "tuner" in worker.words for worker in workers):
+            return Outcome(results=_results(job, workers), tuner_exit=any("tuner" in worker.words for worker in workers))
+        failures = [self._failure(worker) for worker in workers if "error" in worker.words]
+        failures.sort(key=lambda failure: failure.at_seconds)
+        silent = [worker for worker in workers if worker.silent]
+        died_seconds = min((worker.gone_seconds for worker in silent), default=float("inf"))
+        # Of two that died together, one that was killed or left may have made the other crash, never the other way round.
+        together_seconds = died_seconds + _TOGETHER_SECONDS
+        silent.sort(key=lambda worker: (worker.gone_seconds > together_seconds, worker.process.exitcode in _CRASHES, worker.gone_seconds))
+        culprits = [failure for failure in failures if not failure.echo and failure.at_seconds <= died_seconds]
+        hooks_ran = True
+        error: BaseException
+        if self._stalled:
+            error = WorkerFailed(self._stalled)
+        elif culprits:
+            error = culprits[0].exception()
+        elif noted:
+            error = noted[0]()
+            hooks_ran = not all("done" in worker.words for worker in workers)
+        elif silent:
+            worker = silent[0]
+            error = WorkerFailed(
+                f"the worker of {self._stalls.name(worker.rank)} ended without a word: {_describe(worker.process.exitcode)}"
+                f"{self._others(worker.rank)}"
+            )
+            error.__cause__ = failures[0].exception() if failures else None
+        elif failures:
+            error = failures[0].exception()
+        else:
+            error = WorkerFailed("the workers were ended by their agent")
+        left = _results(job, workers)
+        if not left or [each.rank for each in left[: left[0].ranks]] != list(range(left[0].ranks)):
+            left = []  # a part of the state is lost
+        return Outcome(results=left, error=error, hooks_ran=hooks_ran)
+
+    def _others(self, dead: int) -> str:
+        """Where the workers were that needed one which has died: those that an exception told of it, and those that waited on."""
+        told = {worker.rank: raised_at(self._failure(worker).text) for worker in self._workers if "error" in worker.words}
+        words = [f"{self._stalls.name(rank)} failed in {place}" for rank, place in told.items() if place is not None]
+        crashed = {worker.rank: worker.process.exitcode for worker in self._workers if worker.silent and worker.rank != dead}
+        words += [f"{self._stalls.name(rank)} ended after that: {_describe(code)}" for rank, code in crashed.items()]
+        waited = self._stalls.places([worker.rank for worker in self._workers if worker.rank not in (dead, *told, *crashed)])
+        return "".join(f"; {part}" for part in (*words, waited) if part)
+
+    def _failure(self, worker: _Worker) -> Failure:
+        failure: Failure = pickle.loads((self.job.folder / f"error{worker.rank}.pkl").read_bytes())
+        return failure
+
+
+def _start(rank: int, job: Job, brake: Brake) -> _Worker:
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(rank, job, brake, theirs, os.getpid()), name=f"autopar-rank-{rank}")
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads at every fork; the fresh thread in the worker is the answer to that. Workers inherit the filter.
+        warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
+        process.start()
+    assert process.pid is not None
+    with suppress(OSError):  # it does so itself; whoever is first, the group is there when we need it
+        os.setpgid(process.pid, process.pid)
+    theirs.close()
+    return _Worker(rank=rank, process=process, pipe=ours)
+
+
+def _results(job: Job, workers: list[_Worker]) -> list[handover.Results]:
+    """The results of those workers that left any."""
+    paths = [job.folder / f"rank{worker.rank}.pkl" for worker in workers if {"done", "tuner", "left"} & set(worker.words)]
+    return [placed.loads(path.read_bytes(), torch.device("cpu")) for path in paths]
+
+
+def _describe(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    cause = "; the system does that when the host's memory is short" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{cause}"
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[list[type[BaseException]]]:
+    """While open, Ctrl-C and SIGTERM are noted, so that the workers are ended in order, wherever this process is; the second one is raised.
+
+    Handlers that the user has set are called, too; a user's handler of SIGINT instead.
+    """
+    noted: list[type[BaseException]] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    kinds: dict[int, type[BaseException]] = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SIGTERMException}
+
+    def note(number: int, frame: Any) -> None:
+        noted.append(kinds[number])
+        users = before[signal.SIGTERM]
+        if number == signal.SIGTERM and callable(users):
+            users(number, frame)
+        if len(noted) > 1:
+            raise kinds[number]
+
+    if before[signal.SIGINT] is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note)
+    if before[signal.SIGTERM] is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, note)
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is note:
+                signal.signal(number, handler)

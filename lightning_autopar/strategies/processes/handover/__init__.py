@@ -1,0 +1,10 @@
+"""What one process hands to the next.
+
+Modules, in reading order:
+
+    results        what a run leaves, for the parent
+    carry          what a generation changed, for the next one
+    carried_files  as two files
+    loggers        loggers, first of all
+    run_objects    what a process of a run has besides weights
+"""

@@ -1,0 +1,180 @@
+"""What a generation's workers changed in Python objects, carried to the next generation's workers.
+
+All generations are forked from one pristine parent, so the numbers of its survey mean the same in each. The old one's ranks write what
+differs; the new one's, in which the user's ``setup`` and its like have run again, take it over into their own objects. Weights, optimizer
+states, loop counters and the loaders' positions travel elsewhere; references to them are references to the new generation's own ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_autopar.state.objects.survey import Changes, Part, Survey, merged
+from lightning_autopar.state.objects.unpacking import put
+from lightning_autopar.strategies.processes.handover import run_objects as pristine
+from lightning_autopar.strategies.processes.handover.carried_files import Carried, read, unpacking_of, warn_of, write
+from lightning_autopar.strategies.processes.handover.loggers import write_loggers
+from lightning_autopar.strategies.processes.handover.run_objects import MODULE, SCHEDULERS, Belongings
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.strategies.processes.handover.results import Before
+
+_RANK = "carried{}"
+
+
+# -- in the old generation -------------------------------------------------------------------------------------------------------------
+
+
+def carry(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
+    """Write what differs on this rank; every rank calls it between two batches, and goes on as if nothing had happened.
+
+    Args:
+        trainer: in a run.
+        before: the survey of the parent.
+        folder: where files go; it exists.
+        rank: this rank. Rank 0's state is the one that travels; where a module's stages lie on several ranks, each of these brings what its
+            stages changed of the module.
+    """
+    engine: Any = trainer.strategy
+    in_stages = getattr(engine, "in_stages", False)
+    ranks = engine.assignment.plan.devices_per_replica if in_stages else 1
+    if rank >= ranks:
+        return
+    things = Belongings(trainer, before)
+    if rank == 0:
+        write_loggers(things.for_loggers(), folder)
+    found, gone = before.survey.differing(things.names, under=MODULE if rank else None, skip=things.skipped, lazy=True)
+    values: dict[Any, tuple[Any, Any]] = {**found, **things.made()}
+    extras = things.extras() if rank == 0 else {"buffers": things.buffers()}
+    sent = {SCHEDULERS: things.schedulers()} if rank == 0 else {}
+    parcel = Carried(data=b"", signature=before.survey.signature, reached_signature=before.survey.reached_signature, ranks=ranks, gone=gone)
+    parcel.left = sorted(before.left)
+    for config in engine.lr_scheduler_configs:
+        kind = type(config.scheduler)
+        parcel.schedulers.append(kind if "<locals>" not in kind.__qualname__ else None)
+    write(parcel, things, values, folder / _RANK.format(rank), sent=sent, extras=extras, digests=in_stages)
+
+
+# -- in the new generation -------------------------------------------------------------------------------------------------------------
+
+
+def take_over(trainer: Trainer, before: Before, folder: Path) -> None:
+    """Make everything what it was in the generation before; on every rank, when all is set up, and the snapshot loaded.
+
+    What the user's code made anew here, alike on rank 0 to what it was there, stays as each rank has it.
+
+    Args:
+        trainer: about to enter its loops.
+        before: the survey of the parent.
+        folder: that :func:`carry` wrote into.
+
+    Where the script was started anew, and its objects aren't what they were, nothing is taken over but what belongs to names of parameters
+    and the like; a warning says so.
+    """
+    survey = before.survey
+    first = read(folder / _RANK.format(0))
+    parcels = [first, *(read(folder / _RANK.format(rank)) for rank in range(1, first.ranks))]
+    things = Belongings(trainer, before)
+    lost: list[str] = []
+    # Processes that were started one by one may hold different things, and all of them must come to the same collectives.
+    same = trainer.strategy.reduce_boolean_decision(first.signature == survey.signature, all=True)
+    reached = trainer.strategy.reduce_boolean_decision(first.reached_signature == survey.reached_signature, all=True)
+    if same:
+        lost = _take_over_parts(things, parcels, folder, reached=reached)
+    if trainer.global_rank == 0 and not (same and reached):
+        what = ("trainer, module, callbacks or data", "all other attributes")
+        if same:
+            what = ("variables that functions of module and callbacks name", "these variables")
+        warnings.warn(
+            f"the snapshot {folder} was written by a process whose {what[0]} held other objects than now: "
+            f"what Lightning's checkpoints hold goes on from it, {what[1]} are as in a new run",
+            stacklevel=2,
+        )
+    before.left.update(first.left)
+    buffers: dict[str, Tensor] = {}
+    for number, parcel in enumerate(parcels):
+        unpacking = unpacking_of(parcel.extras, parcel, things, folder / _RANK.format(number), set())
+        _, extras = unpacking.load()
+        buffers = {**extras["buffers"], **buffers}
+        if number == 0:
+            things.set_extras(extras)
+    things.set_buffers(buffers)
+    for each in things.module.modules():
+        if isinstance(each, Metric):
+            each.reset()
+    lost = before.leave(lost)
+    if trainer.global_rank == 0 and lost:
+        warn_of(lost)
+
+
+def _take_over_parts(things: Belongings, parcels: list[Carried], folder: Path, *, reached: bool) -> list[str]:
+    """Take over attributes and items; the names of what couldn't be.
+
+    Args:
+        things: this process's.
+        parcels: of the ranks that have written one.
+        folder: where they lie.
+        reached: whether what functions reach has the same numbers on all ranks as it had there.
+    """
+    trainer, survey = things.trainer, things.survey
+    if not reached:
+        for parcel in parcels:
+            parcel.parts = {part: digest for part, digest in parcel.parts.items() if not _is_reached(survey, part)}
+            parcel.kept = {part: name for part, name in parcel.kept.items() if not _is_reached(survey, part)}
+            parcel.gone = [part for part in parcel.gone if not _is_reached(survey, part)]
+    taken, _ = merged(list[Changes](parcels))
+    compared: Any = _compare(things, parcels, taken) if trainer.global_rank == 0 else None
+    alike, back, mine = trainer.strategy.broadcast(compared)
+    lost = _lost(parcels, mine)
+    for number, (parcel, parts) in enumerate(zip(parcels, taken, strict=True)):
+        wanted = parts - alike
+        unpacking = unpacking_of(parcel.data, parcel, things, folder / _RANK.format(number), wanted)
+        payloads, sent = unpacking.load()
+        for owner, attribute in wanted & set(payloads):
+            if isinstance(owner, int):
+                put(survey, (owner, attribute), payloads[owner, attribute])
+            elif owner[1] in things.modules:
+                vars(things.modules[owner[1]])[attribute] = payloads[owner, attribute]
+            else:
+                lost.append(f"{MODULE}.{owner[1]}.{attribute}")
+        for owner, attribute in parts & set(parcel.gone):
+            vars(survey.target(owner)).pop(attribute, None)
+        if number == 0:
+            lost += things.set_schedulers(sent.get(SCHEDULERS), parcel.schedulers)
+        lost += unpacking.lost
+    pristine.put_back(survey, back)
+    return lost
+
+
+def _is_reached(survey: Survey, part: Any) -> bool:
+    return isinstance(part[0], int) and survey.is_reached(part[0])
+
+
+def _compare(things: Belongings, parcels: list[Carried], taken: list[set[Any]]) -> tuple[set[Any], set[Part], set[Any]]:
+    """The parts that are here what they were there; those that changed here alone; and all that have changed here."""
+    survey = things.survey
+    alike = set()
+    for parcel, parts in zip(parcels, taken, strict=True):
+        for owner, part in parts & set(parcel.parts):
+            digest = parcel.parts[owner, part]
+            own = survey.parts(owner) if isinstance(owner, int) else vars(things.modules[owner[1]]) if owner[1] in things.modules else {}
+            if digest is not None and part in own and survey.digest(owner, part, own[part], things.names) == digest:
+                alike.add((owner, part))
+    found, gone = survey.differing(things.names, skip=things.skipped, lazy=True)
+    changed = {key for parcel in parcels for key in (*parcel.parts, *parcel.gone, *parcel.kept)}
+    back = {key for key in (*found, *gone) if key not in changed and survey.had(*key)}
+    mine = set(found) | {(("module", name), part) for name, each in things.modules.items() for part in vars(each)}
+    return alike, back, mine
+
+
+def _lost(parcels: list[Carried], mine: set[Any]) -> list[str]:
+    """The names of what couldn't travel, and wasn't made anew here."""
+    found = {part for parcel in parcels for part in parcel.parts}
+    return [name for parcel in parcels for part, name in parcel.kept.items() if part not in found and part not in mine]

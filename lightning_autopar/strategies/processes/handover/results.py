@@ -1,0 +1,458 @@
+"""What a run leaves behind, carried from the workers to the parent: code after ``fit`` sees what it would see after plain Lightning.
+
+Weights and optimizer states travel as files in the run's folder; what else a worker changed (counters, metrics, random states, attributes
+of module, callbacks, loggers, loaders and DataModule, and what their functions reach besides) as differences of Python objects. What can't
+travel is named, once. Rank 0 speaks for all; where a module's stages lie on several ranks, each of these brings its part of weights and
+states, and what its stages changed of the module and of what functions reach.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_autopar._lightning_compat import (
+    TrainerFn,
+    bare_optimizer,
+    combined_loaders,
+    is_overridden,
+    loader_sources,
+    progress_of,
+    restore_loaders,
+    restore_progress,
+)
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.data.loader import unwrapped
+from lightning_autopar.exact.logs.metrics import sync_states
+from lightning_autopar.state.checkpoint import (
+    load_whole_optimizer_state,
+    own_optimizer_state,
+    own_state_dict,
+    whole_optimizer_state,
+    whole_state_dict,
+)
+from lightning_autopar.state.objects.reached import Reached, Variables
+from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey, is_under, merged
+from lightning_autopar.state.pretrained import move_tensors
+from lightning_autopar.state.scratch_files import save_lean
+from lightning_autopar.strategies.base.measure import Measured
+from lightning_autopar.strategies.zero.partitions.checkpoint_files import ZeroFiles
+from lightning_autopar.text import format_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+#: Optimizer states larger than this share of the host's memory stay behind, and are named.
+_OPTIMIZER_SHARE = 0.25
+#: What a module, its submodules and a DataModule have from Lightning and torch, and what engines put on the instance.
+_PRIVATE = (
+    (frozenset(vars(nn.Module())) - {"training"})
+    | {"_trainer", "_fabric", "_device_mesh", "_device", "_jit_is_scripting", "trainer", "training", "_iterator"}
+    | {"forward", "log", "training_step", "validation_step", "test_step", "predict_step"}
+)
+_LIGHTNINGS_OWN = ("lightning.pytorch.loops", "lightning.pytorch.trainer", "lightning.pytorch.accelerators", "lightning.pytorch.plugins")
+_MODULE = "module"
+_OPTIMIZERS, _LOADERS = "the optimizers", "the trainer's data loaders"
+
+
+@dataclass(kw_only=True)
+class Results:
+    """One rank's part of what a run leaves behind.
+
+    Args:
+        value: what the trainer's function returned.
+        measured: of this rank.
+        rank: which one.
+        ranks: how many ranks' results make the whole: the first ones.
+        progress: see :func:`progress_of`.
+        random: the random state.
+        changes: of Python objects.
+        lost: what else stayed behind.
+        steps: how many steps the optimizers had begun and ended.
+    """
+
+    value: Any
+    measured: Measured
+    rank: int = 0
+    ranks: int = 1
+    steps: tuple[int, int] = (0, 0)
+    progress: dict[str, Any] = field(default_factory=dict)
+    random: dict[str, Any] = field(default_factory=dict)
+    changes: Changes | None = None
+    lost: list[str] = field(default_factory=list)
+
+
+# -- before the fork -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """What there was before the workers were forked.
+
+    Args:
+        survey: of the objects that a script can ask after a run.
+        tensors: the survey's numbers of the module's parameters and buffers, by name.
+        strategy: its number of the trainer's strategy.
+        random: the states of the random generators; Python's own seeds itself anew in every forked process.
+        reached: the names of what the user's functions reach besides these objects.
+        left: in a worker, what of it changed in generations before and couldn't be carried on; told when the run ends.
+    """
+
+    survey: Survey
+    tensors: Mapping[str, int]
+    strategy: int
+    random: rng.RngState
+    reached: frozenset[str] = frozenset()
+    left: set[str] = field(default_factory=set)
+
+    def leave(self, lost: Iterable[str]) -> list[str]:
+        """Note which names are of what functions reach; the others, which are told at once."""
+        names = list(lost)
+        self.left.update(name for name in names if any(is_under(name, root) for root in self.reached))
+        return [name for name in names if name not in self.left]
+
+
+def survey(trainer: Trainer) -> Before:
+    """Look at everything that a run may change, in the process that will fork; some µs an object, the speed of memory for large arrays."""
+    module: Any = trainer.lightning_module
+    # Of an abstract class the first question is answered by all of its subclasses, for 10 ms and more: here once for all workers.
+    assert all(isinstance(each, (Metric, nn.Module)) for each in module.modules())
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    strategy = trainer.strategy
+    tensors = dict(_tensors(module))
+    own = [value for value in vars(trainer).values() if type(value).__module__.startswith(_LIGHTNINGS_OWN)]
+    inside = {id(submodule) for submodule in module.modules()}
+    reached = Reached(each for _, each in _roots(trainer) if each is not trainer)
+
+    def fields(target: Any) -> dict[str, Any] | None:
+        if target is trainer:
+            return {"callbacks": trainer.callbacks}
+        if type(target) is Variables:
+            return reached.variables(target)
+        if isinstance(target, CombinedLoader):  # Lightning puts loaders of its own, and an engine's, in the place of those in it
+            return {f"loader {number}": unwrapped(each) for number, each in enumerate(target.flattened)}
+        if isinstance(target, Callback):  # Lightning binds its logging to the module that it last ran with
+            return {name: value for name, value in vars(target).items() if name not in ("log", "log_dict")}
+        if id(target) in inside or target is datamodule or isinstance(target, DataLoader):
+            # fully_shard keeps its state in the module under keys of that prefix
+            return {name: value for name, value in vars(target).items() if name not in _PRIVATE and not name.startswith("__composable_api")}
+        return None
+
+    references = [strategy, *own, *tensors.values()]
+    found = Survey(dict(_roots(trainer)), fields=fields, references=references, reached=reached.roots)
+    numbers = {name: found.number(tensor) for name, tensor in tensors.items()}
+    number = found.number(strategy)
+    assert number is not None
+    return Before(
+        survey=found,
+        tensors={name: each for name, each in numbers.items() if each is not None},
+        strategy=number,
+        random=rng.capture({}, cuda=False),
+        reached=frozenset(name for name, _ in reached.roots),
+    )
+
+
+def _roots(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """The objects whose attributes come back, by the names that a warning calls them."""
+    module = trainer.lightning_module
+    yield "trainer", trainer
+    for name, submodule in module.named_modules():
+        yield f"{_MODULE}.{name}".rstrip("."), submodule
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        yield type(callback).__name__, callback
+    loggers: list[Logger] = trainer.loggers
+    for logger in loggers:
+        yield type(logger).__name__, logger
+    if trainer.datamodule is not None:  # type: ignore[attr-defined]
+        yield "datamodule", trainer.datamodule  # type: ignore[attr-defined]
+    if trainer.profiler is not None:  # type: ignore[attr-defined]
+        yield "trainer.profiler", trainer.profiler  # type: ignore[attr-defined]
+    for name, source in loader_sources(trainer).items():
+        yield name, source
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+# -- in the worker ---------------------------------------------------------------------------------------------------------------------
+
+
+def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: int, *, apart: bool = False) -> Results:
+    """Gather what the run left on this rank; every rank must call it, since sharded weights are gathered together.
+
+    Args:
+        trainer: whose function has ended.
+        value: what the trainer's function returned.
+        before: :func:`survey` of the time before the fork.
+        folder: where files for the parent go.
+        rank: this rank; rank 0's state is the one that travels.
+        apart: whether the ranks may be at different places, after a failure.
+    """
+    engine: Any = trainer.strategy
+    in_stages = getattr(engine, "in_stages", False)
+    ranks = engine.assignment.plan.devices_per_replica if in_stages else 1
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    value, lost = _on_cpu(value), []
+    if not _has_pickle(value):
+        value, lost = None, ["what the trainer's function returned"]
+    results = Results(
+        value=value, lost=lost, measured=engine.meter.measured, rank=rank, ranks=ranks, steps=(int(steps.ready), int(steps.completed))
+    )
+    module = trainer.lightning_module
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    keeps = rank < ranks
+    if not apart and (engine.splits or in_stages):
+        _merge_metrics(module)
+    partitioned = isinstance(engine, ZeroFiles)
+    optimizers = [bare_optimizer(optimizer) for optimizer in trainer.optimizers]
+    holders = ranks if in_stages else engine.assignment.plan.world_size if partitioned else 1
+    affordable = fitting and _affordable(optimizers, results, holders=1 if apart else holders)
+    if partitioned:
+        state = engine.lightning_module_state_dict()
+        states = [engine.optimizer_state(optimizer) for optimizer in optimizers] if affordable else []
+        engine.let_go()
+    else:
+        state = (own_state_dict if in_stages else whole_state_dict)(module, keep=keeps)
+        of_optimizer = own_optimizer_state if in_stages else whole_optimizer_state
+        states = [of_optimizer(optimizer, keep=keeps) for optimizer in optimizers] if affordable else []
+    if not keeps:
+        return results
+    persistent = set(state)
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in persistent and not is_hole(buffer)}
+    if not (fitting or is_overridden("configure_model", module)):
+        state = {}
+    save_lean(
+        {
+            "state_dict": _with_pickles(state, "module", results.lost),
+            "buffers": {name: buffer.detach().cpu() for name, buffer in buffers.items()},
+            "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+            "training": {name: submodule.training for name, submodule in module.named_modules()},
+            # The groups' options travel with the optimizers themselves.
+            "optimizer_states": [
+                _with_pickles({key: value for key, value in each.items() if key != "param_groups"}, "the optimizer", results.lost)
+                for each in states
+            ],
+        },
+        folder / f"weights{rank}.pt",
+    )
+    names: dict[int, Any] = {id(engine): before.strategy}
+    for name, tensor in _tensors(module):
+        names[id(tensor)] = before.tensors.get(name, name)
+    if rank != 0:
+        results.changes = before.survey.changes(names, {}, under=_MODULE)
+        return results
+    results.lost += sorted(before.left)
+    results.progress = _on_cpu(progress_of(trainer))
+    results.random = rng.capture({}, cuda=False)
+    for optimizer in optimizers:
+        optimizer.state.clear()  # its tensors are in the file
+        for index, group in enumerate(optimizer.param_groups):
+            for option in [option for option, value in group.items() if option != "params" and not before.survey.travels(value, names)]:
+                del group[option]  # it would keep the whole optimizer behind
+                results.lost.append(f"the optimizer.param_groups[{index}].{option}")
+    configs = trainer.lr_scheduler_configs
+    extra: dict[str, Any] = {_LOADERS: combined_loaders(trainer, unwrapped)}
+    if fitting:
+        extra |= {_OPTIMIZERS: (optimizers, configs)}
+    changes = before.survey.changes(names, extra)
+    if _OPTIMIZERS in changes.unsent and configs:
+        changes = before.survey.changes(names, {**extra, _OPTIMIZERS: (optimizers, [])})
+        changes.unsent.append("the learning-rate schedulers")
+    results.changes = changes
+    return results
+
+
+def _with_pickles(state: Mapping[Any, Any], name: str, lost: list[str]) -> dict[Any, Any]:
+    """A state dict without the values that have no pickle, which are named: one of them would cost the whole file.
+
+    Args:
+        state: of dictionaries and values.
+        name: what a warning calls it.
+        lost: takes the names.
+    """
+    kept: dict[Any, Any] = {}
+    for key, value in state.items():
+        path = f"{name}.{key}"
+        if isinstance(value, dict):
+            kept[key] = _with_pickles(value, path, lost)
+        elif isinstance(value, Tensor) or _has_pickle(value):
+            kept[key] = value
+        else:
+            lost.append(path)
+    return kept
+
+
+class _Trial(pickle.Pickler):
+    """Pickles all but tensors, which always have a pickle and may be large."""
+
+    def persistent_id(self, target: Any) -> Any:
+        return "" if isinstance(target, Tensor) else None
+
+
+def _has_pickle(value: Any) -> bool:
+    try:
+        _Trial(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception:  # whatever comes out of a stranger's __reduce__
+        return False
+    return True
+
+
+def _merge_metrics(module: nn.Module) -> None:
+    """Give torchmetrics that saw batches, and weren't reset, what all ranks saw; a collective."""
+    metrics = [each for each in module.modules() if isinstance(each, Metric) and not each._is_synced]
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, [metric._update_count for metric in metrics])
+    for metric, seen in zip(metrics, zip(*counts, strict=True), strict=True):
+        if any(seen):
+            sync_states(metric, None)
+            metric._update_count = max(metric._update_count, *seen)  # of stages, one alone may have called it
+
+
+def _affordable(optimizers: list[torch.optim.Optimizer], results: Results, *, holders: int) -> bool:
+    """Whether the parent has room for the optimizer states; said by every rank alike, from their whole sizes.
+
+    Args:
+        optimizers: of this rank.
+        results: in which it is said that there is none.
+        holders: how many ranks have the states together, each its part; 1 where each has them whole, or as DTensors, which say how large
+            they are.
+    """
+    tensors = [
+        value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    ]
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if not is_hole(tensor))
+    if holders > 1:
+        sizes: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(sizes, size_bytes)
+        size_bytes = sum(sizes) * holders // len(sizes)
+    affordable = size_bytes <= _OPTIMIZER_SHARE * psutil.virtual_memory().total
+    if not affordable:
+        results.lost.append(f"the optimizers' states ({format_bytes(size_bytes)})")
+    return affordable
+
+
+def _on_cpu(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
+
+
+# -- in the parent ---------------------------------------------------------------------------------------------------------------------
+
+
+def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder: Path) -> None:
+    """Put a run's results into the parent's trainer and module, and warn once of what stayed behind.
+
+    Args:
+        trainer: the parent's.
+        before: :func:`survey` of the time before the fork.
+        results: of the ranks that left any, in rank order.
+        folder: where their files are.
+
+    Raises:
+        RuntimeError: if a rank that has a part of the weights left nothing, or those of another step than the others, after a failure.
+    """
+    by_rank = {left.rank: left for left in results}
+    ranks = results[0].ranks
+    if missing := [rank for rank in range(ranks) if rank not in by_rank]:
+        raise RuntimeError(f"the results of {', '.join(f'rank {rank}' for rank in missing)} are missing, which had a part of the module")
+    if len({by_rank[rank].steps for rank in range(ranks)}) > 1:
+        done = ", ".join(f"rank {rank} {by_rank[rank].steps[1]}" for rank in range(ranks))
+        raise RuntimeError(f"the ranks ended at different steps ({done}), and their parts of the module don't belong together")
+    module: LightningModule = trainer.lightning_module
+    first = by_rank[0]
+    # A state may hold any object (a numpy scalar for a learning rate), and this run's own workers have written these files.
+    saved = _joined([torch.load(folder / f"weights{rank}.pt", mmap=True, weights_only=False) for rank in range(ranks)])
+    if set(saved["state_dict"]) - set(module.state_dict()) and is_overridden("configure_model", module):
+        with torch.random.fork_rng():
+            module.configure_model()
+    everyones = [by_rank[rank].changes for rank in range(ranks)]
+    workers = [changes for changes in everyones if changes is not None]
+    assert len(workers) == ranks, "each of them collects its own"
+    taken, lost = merged(workers)
+    lost += [name for rank in range(ranks) for name in by_rank[rank].lost if rank == 0 or name not in first.lost]
+    if ranks > 1 and saved["state_dict"]:
+        lost += [f"the parameter {name}" for name in module.state_dict() if name not in saved["state_dict"]]
+    _load_weights(module, saved, lost)
+    tensors = dict(_tensors(module))
+    sent = before.survey.apply(workers[0], tensors.__getitem__, only=taken[0])
+    for changes, parts in zip(workers[1:], taken[1:], strict=True):
+        before.survey.apply(changes, tensors.__getitem__, only=parts)
+    optimizers, configs = sent.get(_OPTIMIZERS, ([], []))
+    for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # no states where they were too large
+        groups = {"param_groups": optimizer.state_dict()["param_groups"]} if "state" in state else {}
+        load_whole_optimizer_state(optimizer, state | groups)
+    strategy: Any = trainer.strategy
+    if _OPTIMIZERS in sent:
+        strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
+    strategy.model = module
+    restore_loaders(trainer, sent.get(_LOADERS, {}))
+    restore_progress(trainer, first.progress)
+    rng.restore(first.random, {})
+    if lost:
+        warnings.warn(
+            f"these changes of the run could not be brought back to the main process: {', '.join(sorted(set(lost)))} "
+            f"(they can't be pickled, or are larger than {format_bytes(LIMIT_BYTES)})",
+            stacklevel=2,
+        )
+
+
+def _joined(files: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' parts as one; what several of them have is the first one's."""
+    whole = dict(files[0])
+    for part in files[1:]:
+        for kind in ("state_dict", "buffers"):
+            whole[kind] = {**part[kind], **whole[kind]}
+        if len(part["optimizer_states"]) != len(whole["optimizer_states"]):
+            whole["optimizer_states"] = []
+        whole["optimizer_states"] = (
+            [
+                {**one, "state": {**other["state"], **one["state"]}} if "state" in one else one
+                for one, other in zip(whole["optimizer_states"], part["optimizer_states"], strict=True)
+            ]
+            if whole["optimizer_states"]
+            else []
+        )
+    return whole
+
+
+def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> None:
+    """Copy weights in place where they have the same dtype and shape, so that references to them stay good."""
+    # The workers alone had the values of what is on the meta device, and such a tensor can't become another.
+    move_tensors(module, "cpu", lambda tensor: tensor.is_meta)
+    targets = dict(_tensors(module))
+    with torch.no_grad():
+        for name, value in (saved["state_dict"] | saved["buffers"]).items():
+            target = targets.get(name)
+            if target is not None and isinstance(value, Tensor) and (target.dtype != value.dtype or target.shape != value.shape):
+                target.data = torch.empty_like(value)
+        for name, value in saved["buffers"].items():
+            if name in targets:
+                targets[name].copy_(value)
+            else:
+                lost.append(f"the buffer {name}")
+        unexpected = module.load_state_dict(saved["state_dict"], strict=False).unexpected_keys if saved["state_dict"] else []
+    lost.extend(f"the parameter {name}" for name in unexpected)
+    for name, requires_grad in saved["requires_grad"].items():
+        if name in targets:
+            targets[name].requires_grad_(requires_grad)
+    modes = saved["training"]
+    for name, submodule in module.named_modules():
+        submodule.training = modes.get(name, submodule.training)

@@ -1,0 +1,214 @@
+"""In each process of a run that a launcher started: sees when another one on this host is stopped or gone, and then ends this one.
+
+There is no parent of ours that could: the processes are torchrun's, Slurm's, or reruns of a script. Each looks at the others' states once a
+second, in a thread. A launcher may be quicker, or may never look; what waits for a lost rank in a collective would wait for long.
+Each looks at its own GPU as well, and tells the others when that does nothing any more.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import psutil
+import torch
+
+from lightning_autopar.strategies.processes import stalls
+from lightning_autopar.strategies.processes.whereabouts import GpuQueue, where
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.base.mixin import EngineMixin
+
+#: Between two looks.
+_LOOK_SECONDS = 1.0
+#: This process's own GPU is looked at when no batch has begun for so long, and then so often.
+_QUEUE_SECONDS = 5.0
+#: A launcher that ends the others when a process has failed has done so by then.
+_GONE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Process:
+    """A process as the others find it."""
+
+    rank: int
+    host: str
+    pid: int
+    created: float
+
+
+@contextmanager
+def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device: torch.device, engine: EngineMixin) -> Iterator[None]:
+    """While open, this process ends by a sentence when another one of the run on this host is stopped for long, or gone, or all GPUs hang.
+
+    Args:
+        store: where the processes meet.
+        rank: of this one.
+        devices: of the ranks.
+        run: its number among these processes' runs.
+        own_device: this rank's, as torch names it here.
+        engine: whose batches show that this rank comes along.
+    """
+    own = psutil.Process()
+    here = _Process(rank=rank, host=socket.gethostname(), pid=own.pid, created=own.create_time())
+    store.set(f"autopar/process/{run}/{rank}", pickle.dumps(here))
+    main, ended, begun = threading.get_ident(), threading.Event(), _count_batches(engine)
+
+    def body() -> None:
+        found = [pickle.loads(store.get(f"autopar/process/{run}/{each}")) for each in range(len(devices)) if each != rank]
+        near = [process for process in found if process.host == here.host]
+        eyes = Watch(processes=near, devices=devices, left=lambda each: bool(store.check([f"autopar/left/{run}/{each}"])))
+        queue = GpuQueue(own_device)
+        standstill = Standstill(
+            rank=rank,
+            devices=devices,
+            begun=lambda: begun[0],
+            look_at=lambda: (where(main), queue.count(main)),
+            tell=lambda word: store.set(f"autopar/standstill/{run}/{rank}", word),
+            told=lambda each: _told(store, f"autopar/standstill/{run}/{each}"),
+        )
+        while not ended.wait(_LOOK_SECONDS):
+            lost = eyes.look()
+            if lost is not None and not ended.is_set():
+                place = where(main)
+                _end(f"{lost}, and this rank waited for it{'' if place is None else f' in {place}'}")
+            stands = standstill.look()
+            if stands is not None and not ended.is_set():
+                _end(stands, after_seconds=2 * _LOOK_SECONDS)  # so that each rank says its own
+
+    threading.Thread(target=body, daemon=True, name="autopar-peers").start()
+    try:
+        yield
+        store.set(f"autopar/left/{run}/{rank}", "")
+    finally:
+        ended.set()
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """Looks at other processes of this host.
+
+    Args:
+        processes: which.
+        devices: of all ranks.
+        left: whether a rank has come to the end of the run.
+        clock: in seconds.
+    """
+
+    processes: Sequence[_Process]
+    devices: Sequence[str]
+    left: Callable[[int], bool]
+    clock: Callable[[], float] = time.monotonic
+    _looked: float | None = None
+    _lost: dict[int, float] = field(default_factory=dict)
+
+    def look(self) -> str | None:
+        """What is wrong with one of them, for so long that it won't come again; to be called again and again."""
+        now = self.clock()
+        # What this process itself was stopped for doesn't count: then everything may have been.
+        took = 0.0 if self._looked is None else min(now - self._looked, 2 * _LOOK_SECONDS)
+        self._looked = now
+        for process in self.processes:
+            state, bound = _state(process)
+            if state is None or (bound == _GONE_SECONDS and self.left(process.rank)):
+                self._lost.pop(process.rank, None)
+                continue
+            self._lost[process.rank] = self._lost.get(process.rank, -took) + took
+            if self._lost[process.rank] > bound:
+                return f"rank {process.rank} on {self.devices[process.rank]}, process {process.pid}, {state} for {bound:g} s"
+        return None
+
+
+@dataclass(kw_only=True)
+class Standstill:
+    """Sees that no rank comes along: each stands at one place, before a GPU that does nothing or in a collective, and has said so.
+
+    Args:
+        rank: of this process.
+        devices: of all ranks.
+        begun: how many batches have begun here.
+        look_at: where this process's main thread is, and its GPU's :meth:`~whereabouts.GpuQueue.count`.
+        tell: says to the others what this rank stands before: "gpu", "collective" or "".
+        told: what a rank has said.
+        clock: in seconds.
+    """
+
+    rank: int
+    devices: Sequence[str]
+    begun: Callable[[], int]
+    look_at: Callable[[], tuple[str | None, int]]
+    tell: Callable[[str], None]
+    told: Callable[[int], str]
+    clock: Callable[[], float] = time.monotonic
+    _looked: float = float("-inf")
+    _begun: int = -1
+    _moved: float = 0.0
+    _longest_seconds: float = 0.0
+    _stand: stalls.Stand = field(default_factory=stalls.Stand)
+    _word: str = ""
+
+    def look(self) -> str | None:
+        """The sentence, once all ranks stand; to be called again and again."""
+        now, begun = self.clock(), self.begun()
+        if begun != self._begun:
+            self._longest_seconds = max(self._longest_seconds, now - self._moved) if self._begun > 1 else 0.0  # the first takes longer
+            self._begun, self._moved, self._stand = begun, now, stalls.Stand()
+        if now - max(self._looked, self._moved) < _QUEUE_SECONDS and not self._word:
+            return None
+        took, self._looked = min(now - self._looked, 2 * _QUEUE_SECONDS), now
+        self._stand.see(*self.look_at(), took)
+        word = self._stand.before(stalls.hung_seconds(self._longest_seconds, begun))
+        if word != self._word:
+            self._word = word
+            self.tell(word)
+        words = [word if each == self.rank else self.told(each) for each in range(len(self.devices))] if word else [word]
+        if not all(words) or "gpu" not in words:
+            return None
+        hung = ", ".join(f"rank {each} on {self.devices[each]}" for each, its in enumerate(words) if its == "gpu")
+        return (
+            f"no rank has begun a batch for {now - self._moved:.0f} s, as GPUs don't do what they were given ({hung}), "
+            f"and this rank waited in {self._stand.place}"
+        )
+
+
+def _count_batches(engine: EngineMixin) -> list[int]:
+    """A list of one number that counts an engine's batches: Lightning calls ``batch_to_device`` once for each, in every loop."""
+    begun, original = [0], engine.batch_to_device
+
+    def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+        begun[0] += 1
+        return original(*args, **kwargs)
+
+    engine.batch_to_device = batch_to_device  # type: ignore[method-assign]  # as gate.Brake.watch does
+    return begun
+
+
+def _told(store: Any, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _state(process: _Process) -> tuple[str | None, float]:
+    """What is wrong with it, in words, and how long that may last; None where nothing is."""
+    with suppress(psutil.Error):
+        found = psutil.Process(process.pid)
+        if found.create_time() == process.created and (status := found.status()) != psutil.STATUS_ZOMBIE:
+            return ("has been stopped by a signal (SIGSTOP)", stalls.STOPPED_SECONDS) if status == psutil.STATUS_STOPPED else (None, 0.0)
+    return "has been gone", _GONE_SECONDS
+
+
+def _end(words: str, after_seconds: float = 0.0) -> NoReturn:
+    """End this process, whatever its threads wait for: its launcher sees that it failed."""
+    sys.stderr.write(f"autopar: {words}; this one ends\n")
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads any more
+            stream.flush()
+    time.sleep(after_seconds)
+    os._exit(1)

@@ -1,0 +1,309 @@
+"""Where the ranks of a generation meet: at one boundary between two batches, without a collective.
+
+Shared memory in which the parent asks for something and each rank counts its boundaries: the brake those of every loop, at which all leave;
+the gate of an elastic generation those of training, at which all write a snapshot. Knows ranks and counts; knows no process, no trainer and
+no snapshot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_autopar._lightning_compat import SIGTERMException
+from lightning_autopar.strategies.base.plan_log import PlanChange, PlanChanges
+
+if TYPE_CHECKING:
+    pass
+
+#: What the agent may ask for: a snapshot, after which training goes on, or one after which the workers leave.
+Ask = Literal["snapshot", "pause"]
+_ASKS: tuple[Ask, ...] = ("snapshot", "pause")
+_INTERRUPTS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SIGTERMException)
+#: Numbers of all ranks together, and of each rank: first those of any meeting, then the gate's or the brake's.
+_HOLD, _STOP_AT, _ASK, _NUMBER, _FINAL, _WORDS = range(6)
+_COUNT, _BATCH_NS, _AT_NS, _DONE, _STEP, _LEFT, _SAVE_NS, _BYTES, _LOSS, _LOSS_STEP, _CELLS = range(11)
+#: Longer than a store takes to become visible to another core, by orders of magnitude.
+_SETTLE_SECONDS = 0.01
+#: A rank's figure that isn't known.
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How a generation comes along, as its rank 0 sees it.
+
+    Args:
+        boundaries: how many boundaries it has come to.
+        step: the trainer's global step; -1 before the first boundary.
+        batches_left: training batches to go; None where that isn't known.
+        batch_seconds: the latest time from one boundary to the next.
+        save_seconds: what the latest snapshot took; None before there was one.
+        at: when it was at its latest boundary, on the host's monotonic clock; None before the first.
+    """
+
+    boundaries: int
+    step: int
+    batches_left: int | None
+    batch_seconds: float | None
+    save_seconds: float | None
+    at: float | None
+
+
+class _Meeting:
+    """Counts each rank's boundaries in memory that parent and workers share, and holds all ranks at the same one.
+
+    To stop, the parent first raises *hold*: from then on a rank that comes to a boundary waits there. A rank whose count was ``n`` when the
+    parent read it can't pass boundary ``n + 1`` any more, so the highest count plus one is a boundary that nobody has passed and
+    everybody can reach: the ranks behind it go on until they are there.
+
+    Args:
+        world_size: how many ranks there are.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._cells = memoryview(mmap.mmap(-1, 8 * (_WORDS + _CELLS * world_size))).cast("q")
+        for rank in range(world_size):
+            for cell in (_BATCH_NS, _AT_NS, _STEP, _LEFT, _SAVE_NS, _LOSS_STEP):
+                self._cells[self._place(rank, cell)] = _UNKNOWN
+
+    def _place(self, rank: int, cell: int) -> int:
+        return _WORDS + _CELLS * rank + cell
+
+    def _everyones(self, cell: int) -> list[int]:
+        return [int(self._cells[self._place(rank, cell)]) for rank in range(self._world_size)]
+
+    def _come(self, rank: int) -> bool:
+        """This rank is at a boundary, and waits until it is decided at which all stop; whether they do here, or were to earlier."""
+        cells, now = self._cells, time.monotonic_ns()
+        last = cells[self._place(rank, _AT_NS)]
+        if last != _UNKNOWN:
+            cells[self._place(rank, _BATCH_NS)] = now - last
+        cells[self._place(rank, _AT_NS)] = now
+        cells[self._place(rank, _COUNT)] += 1
+        while cells[_HOLD] and not cells[_STOP_AT]:
+            time.sleep(1e-3)
+        return bool(cells[_HOLD]) and cells[self._place(rank, _COUNT)] >= cells[_STOP_AT]
+
+    def _hold(self) -> None:
+        """Have all ranks stop at the next boundary that all of them can reach."""
+        self._cells[_STOP_AT] = 0
+        self._cells[_HOLD] = 1
+        time.sleep(_SETTLE_SECONDS)
+        self._cells[_STOP_AT] = max(self._everyones(_COUNT)) + 1
+
+
+class Brake(_Meeting):
+    """Has all ranks leave at the same batch, of whatever loop.
+
+    Lightning's own way (``received_sigterm``) is a flag in each process, read at places that ranks reach at different times: one
+    rank leaves while another waits for it in a collective, and a checkpoint written then is no rank's truth.
+    """
+
+    # -- in a worker -------------------------------------------------------------------------------------------------------------------
+
+    def boundary(self, rank: int) -> None:
+        """A batch begins on this rank.
+
+        Raises:
+            KeyboardInterrupt, SIGTERMException: if all ranks are to leave here.
+        """
+        if self._come(rank):
+            raise _INTERRUPTS[self._cells[_ASK]]
+
+    def watch(self, engine: Any, rank: int) -> None:
+        """Make each of an engine's batches a boundary: Lightning calls ``batch_to_device`` once for each, in every loop."""
+        original: Callable[..., Any] = engine.batch_to_device
+
+        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+            self.boundary(rank)
+            return original(*args, **kwargs)
+
+        engine.batch_to_device = batch_to_device
+
+    # -- in the parent -----------------------------------------------------------------------------------------------------------------
+
+    def pull(self, reason: type[BaseException]) -> None:
+        """Ask all ranks to leave at the same boundary, by an exception of this class."""
+        self._cells[_ASK] = _INTERRUPTS.index(reason)
+        self._hold()
+
+    @property
+    def pulled(self) -> bool:
+        """Whether the ranks have been asked to leave."""
+        return bool(self._cells[_HOLD])
+
+    @property
+    def begun(self) -> list[int]:
+        """How many batches have begun on each rank."""
+        return self._everyones(_COUNT)
+
+    @property
+    def longest_seconds(self) -> float:
+        """The longest of the ranks' latest batches: how far away a boundary may be."""
+        return max(0, *self._everyones(_BATCH_NS)) * 1e-9
+
+
+class Gate(_Meeting):
+    """Has all ranks of an elastic generation write a snapshot at the same boundary between two batches of training."""
+
+    # -- in a worker -------------------------------------------------------------------------------------------------------------------
+
+    def arrive(self, rank: int, *, step: int, batches_left: int | None, in_window: bool) -> Ask | None:
+        """This rank is at a boundary; returns what all ranks are to do here, if anything.
+
+        Args:
+            step: the trainer's global step.
+            batches_left: training batches to go, None where unknown.
+            in_window: whether gradients of earlier batches wait for their step here: then nothing is done before it. The same on all ranks.
+        """
+        cells = self._cells
+        cells[self._place(rank, _STEP)] = step
+        cells[self._place(rank, _LEFT)] = _UNKNOWN if batches_left is None else batches_left
+        if not self._come(rank) or in_window or abs(cells[self._place(rank, _DONE)]) >= cells[_NUMBER]:
+            return None
+        return _ASKS[cells[_ASK]]
+
+    @property
+    def number(self) -> int:
+        """Of the latest request, from 1."""
+        return int(self._cells[_NUMBER])
+
+    def answer(self, rank: int, *, done: bool, save_seconds: float) -> None:
+        """This rank has done what the latest request asks for, or couldn't; what that took is no part of the next batch's time."""
+        self._cells[self._place(rank, _SAVE_NS)] = int(save_seconds * 1e9)
+        self._cells[self._place(rank, _AT_NS)] = time.monotonic_ns()
+        self._cells[self._place(rank, _DONE)] = self.number if done else -self.number
+
+    def tell_bytes(self, rank: int, used_bytes: int) -> None:
+        """What this rank's device holds for this run now."""
+        self._cells[self._place(rank, _BYTES)] = used_bytes
+
+    def tell_loss(self, rank: int, step: int, loss: float) -> None:
+        """The latest loss that was logged."""
+        self._cells[self._place(rank, _LOSS)] = struct.unpack("q", struct.pack("d", loss))[0]
+        self._cells[self._place(rank, _LOSS_STEP)] = step
+
+    @property
+    def final(self) -> bool:
+        """Whether a failure ends the run, so that hooks that belong to one are to be run."""
+        return bool(self._cells[_FINAL])
+
+    # -- in the agent ------------------------------------------------------------------------------------------------------------------
+
+    @final.setter
+    def final(self, value: bool) -> None:
+        self._cells[_FINAL] = int(value)
+
+    def ask(self, what: Ask) -> int:
+        """Ask all ranks for something at their next common boundary; returns the request's number."""
+        cells = self._cells
+        assert not cells[_HOLD], "one request at a time"
+        cells[_ASK] = _ASKS.index(what)
+        cells[_NUMBER] += 1
+        self._hold()
+        return self.number
+
+    def answered(self) -> bool | None:
+        """Whether every rank has done the latest request, or couldn't; None as long as one hasn't said. Then ranks aren't held any more."""
+        cells = self._cells
+        answers = self._everyones(_DONE)
+        if any(abs(answer) != self.number for answer in answers):
+            return None
+        cells[_HOLD] = 0
+        return all(answer > 0 for answer in answers)
+
+    def withdraw(self) -> None:
+        """The latest request is void: its ranks have ended."""
+        self._cells[_HOLD] = 0
+
+    def pace(self) -> Pace:
+        """How the generation comes along."""
+
+        def value(cell: int) -> int:
+            return int(self._cells[self._place(0, cell)])
+
+        return Pace(
+            boundaries=min(self._everyones(_COUNT)),
+            step=value(_STEP),
+            batches_left=None if value(_LEFT) == _UNKNOWN else value(_LEFT),
+            batch_seconds=None if value(_BATCH_NS) == _UNKNOWN else value(_BATCH_NS) * 1e-9,
+            save_seconds=None if value(_SAVE_NS) == _UNKNOWN else value(_SAVE_NS) * 1e-9,
+            at=None if value(_AT_NS) == _UNKNOWN else value(_AT_NS) * 1e-9,
+        )
+
+    def furthest_step(self) -> int:
+        """Where a rank that failed was: none of the others could go past it, but rank 0 may not have come there. -1 before all of them."""
+        return max(self._everyones(_STEP))
+
+    def used_bytes(self) -> list[int]:
+        """What each rank's device holds for this run, as it last said."""
+        return self._everyones(_BYTES)
+
+    def loss(self) -> tuple[int, float] | None:
+        """Rank 0's latest loss with its step, if there is one."""
+        step = int(self._cells[self._place(0, _LOSS_STEP)])
+        return None if step == _UNKNOWN else (step, struct.unpack("d", struct.pack("q", self._cells[self._place(0, _LOSS)]))[0])
+
+
+_START, _REQUEST, _REFUSAL, _BEGIN = "start.pkl", "request", "refusal", "begin"
+
+
+@dataclass(kw_only=True)
+class Elastic:
+    """What a worker of an elastic run has besides its job.
+
+    Args:
+        gate: where its generation's ranks meet.
+        begin: set when the generation is to begin; what with lies in the folder then.
+        folder: the generation's.
+        changes: how the run came to this generation's plan; known in a worker once it begins.
+    """
+
+    gate: Gate
+    begin: Event
+    folder: Path
+    changes: PlanChanges = field(default_factory=PlanChanges)
+
+    # -- in the agent ------------------------------------------------------------------------------------------------------------------
+
+    def let_begin(self, snapshot: Path | None, changes: Sequence[PlanChange] = ()) -> None:
+        """Let the generation begin, from a snapshot or as the user's call says, after these changes of plan."""
+        (self.folder / _START).write_bytes(pickle.dumps((snapshot, tuple(changes))))
+        self.begin.set()
+
+    def request(self, target: Path) -> None:
+        """Where the next snapshot goes; to be said before the gate asks."""
+        (self.folder / _REQUEST).write_text(str(target), encoding="utf-8")
+
+    def refusal(self) -> str:
+        """Why the latest snapshot couldn't be written."""
+        path = self.folder / _REFUSAL
+        return path.read_text(encoding="utf-8") if path.is_file() else "no rank said why"
+
+    # -- in a worker -------------------------------------------------------------------------------------------------------------------
+
+    def beginning(self) -> Path | None:
+        """Wait for the word; the snapshot to begin from."""
+        self.begin.wait()
+        snapshot, changes = pickle.loads((self.folder / _START).read_bytes())
+        self.changes = PlanChanges(changes=changes, folder=self.folder.parent)
+        return None if snapshot is None else Path(snapshot)
+
+    def target(self) -> Path:
+        """Where the snapshot goes that the gate asks for."""
+        return Path((self.folder / _REQUEST).read_text(encoding="utf-8"))
+
+    def refuse(self, error: BaseException) -> None:
+        """Say why a snapshot couldn't be written; a rank at a time, as the last word is as good as the first."""
+        with suppress(OSError):  # the disk that was full may be this one
+            (self.folder / _REFUSAL).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")

@@ -1,0 +1,266 @@
+"""A worker of a generation: a forked process that installs an engine on the trainer it inherited and runs the trainer's function.
+
+It tells its agent over a pipe how that ended, and leaves results or the failure as files. It doesn't know the other workers' processes, nor
+why there is a generation.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
+from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
+
+from lightning_autopar._fork import begin_child
+from lightning_autopar._lightning_compat import (
+    SIGTERMException,
+    TunerExit,
+    arguments_from,
+    call_on_exception,
+    installed,
+    share_cores,
+    without_word_of_signals,
+)
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.sharing.runs.progress import Progress
+from lightning_autopar.state import placed
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.failure import Failure
+from lightning_autopar.strategies.base.gpu_limit import growth_for
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
+from lightning_autopar.strategies.processes import jupyter
+from lightning_autopar.strategies.processes.boundary import Boundary, Paused
+from lightning_autopar.strategies.processes.handover import results as handover
+from lightning_autopar.strategies.processes.protocol import Brake, Elastic
+from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+#: How long taking leave of the process group may take: NCCL may wait for work that a rank which is gone has no part in any more.
+_ABORT_SECONDS = 10.0
+#: Of the 107 bytes of a UNIX socket's name, less what multiprocessing appends.
+_LONGEST_SOCKET_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What each worker is to do."""
+
+    assignment: Assignment
+    make_engine: Callable[[Assignment], EngineMixin]
+    trainer: Trainer
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    folder: Path
+    before: handover.Before
+    elastic: Elastic | None = None
+    progress: Progress | None = None
+
+
+def make_job(assignment: Assignment, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path) -> Job:
+    """What workers are told to run the trainer's function by."""
+    return Job(
+        assignment=assignment,
+        make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
+        trainer=trainer,
+        function=function,
+        args=args,
+        kwargs=kwargs,
+        folder=folder,
+        before=handover.survey(trainer),
+    )
+
+
+def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_pid: int) -> None:
+    """The main thread of a worker: environment and signals here, the run in a thread of its own.
+
+    Why in a thread of its own, see :mod:`lightning_autopar._fork`.
+    """
+    with suppress(OSError):
+        os.setpgid(0, 0)
+    die_with(parent_pid)
+    begin_child(gpus=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave_it_to_the_parent)
+    for number in (signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)  # a process group of its own must not be stopped by the terminal
+    _make_scratch(job.folder)
+    device = job.assignment.devices[rank]
+    jupyter.speak_through_kernel()
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning hangs it on the function
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(job.assignment.plan.world_size), MASTER_ADDR="127.0.0.1")
+    os.environ[RENDEZVOUS_FILE] = str(job.folder / "rendezvous")
+    if device.kind == "cpu" and device.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(device.threads)
+    if device.index is None:  # a MIG instance: CUDA shows a process one of them at most, and only by name
+        os.environ["CUDA_VISIBLE_DEVICES"] = device.id
+    default_device = torch.get_default_device()
+
+    def body() -> None:
+        if default_device.type != "cpu":  # torch keeps it per thread
+            torch.set_default_device(default_device)
+        _run(rank, job, brake, pipe)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(body,), name="autopar-body")
+    thread.start()
+    assert thread.ident is not None, "it was started"
+    tell_when_asked(job.folder, rank, thread.ident, job.assignment.torch_devices[rank])
+    thread.join()
+    _end()
+
+
+def _end() -> NoReturn:
+    """End this process; whatever it has started is its parent's to end."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads any more
+            stream.flush()
+    jupyter.fall_silent()
+    os._exit(0)
+
+
+def _make_scratch(folder: Path) -> None:
+    """Give multiprocessing, in this process and its data loader workers, a place for sockets that goes with the run's folder.
+
+    Its own, in the system's temporary folder, stays behind when a process is killed. A socket's name must be short: not under a long path.
+    """
+    if len(str(folder)) > _LONGEST_SOCKET_FOLDER:
+        return
+    before = tempfile.tempdir
+    tempfile.tempdir = str(folder)
+    try:
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
+
+
+def _leave_it_to_the_parent(number: int, frame: Any) -> None:
+    """The parent says when to stop. No SIG_IGN: a program that the user's code starts would inherit that."""
+
+
+def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None:
+    """Install the engine, run the trainer's function, leave the results."""
+    trainer, device = job.trainer, job.assignment.devices[rank]
+    if device.kind == "cpu" and device.threads is not None:
+        torch.set_num_threads(device.threads)
+    elif device.kind == "cuda":
+        share_cores(job.assignment.plan.world_size)
+    module = trainer.lightning_module
+    rng.restore(job.before.random, {})
+    job.before.survey.begin()
+    try:
+        engine = job.make_engine(job.assignment)
+        brake.watch(engine, rank)
+        if job.progress is not None:
+            job.progress.watch(engine, trainer, rank)
+        with installed(trainer, engine, module, job.assignment.torch_devices, keep_sampler=job.assignment.batch == "per_device"):
+            engine.growth = growth_for(job.assignment, rank)
+            word, value = "done", None
+            args, kwargs, boundary = job.args, job.kwargs, None
+            try:
+                if job.elastic is not None:
+                    boundary = Boundary(trainer, job.elastic, job.before, rank)
+                    args, kwargs = _begin(job, job.elastic, engine, boundary, pipe)
+                with without_word_of_signals(trainer):  # the parent has them, and stops all ranks at one batch
+                    value = job.function(*args, **kwargs)
+            except TunerExit:
+                word = "tuner"
+            except Paused:
+                assert boundary is not None
+                boundary.close_bars()
+                pipe.send("paused")
+                _end()  # at once: the next generation waits for the memory, and to take shards apart takes a second
+            except BaseException as error:
+                engine.explain(error)
+                _leave(error, rank, job, brake, pipe)
+                return
+            left = handover.collect(trainer, value, job.before, job.folder, rank)
+        (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
+        engine.wait_for_peers()
+        pipe.send(word)
+    except BaseException as error:
+        _report(error, rank, job, pipe)
+
+
+def _begin(job: Job, elastic: Elastic, engine: EngineMixin, boundary: Boundary, pipe: connection.Connection) -> tuple[Any, dict[str, Any]]:
+    """Get ready, wait for the word, and take up where the generation before left; the arguments to call the trainer's function with."""
+    engine.prepare()
+    pipe.send("ready")
+    snapshot = elastic.beginning()
+    engine.plan_changes = elastic.changes
+    if snapshot is None:
+        return job.args, job.kwargs
+    boundary.take_up(snapshot)
+    return (), arguments_from(snapshot, job.function, job.args, job.kwargs)
+
+
+def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None:
+    """The run ends by an exception: tell the parent, run the trainer's hooks, and leave the state as it is, where it can be had."""
+    trainer = job.trainer
+    if (
+        job.elastic is not None
+        and not job.elastic.gate.final
+        and not (brake.pulled and type(error) in (KeyboardInterrupt, SIGTERMException))
+    ):
+        _report(error, rank, job, pipe)  # the agent goes on from a snapshot, as if nothing had happened: no hook is to see it
+        return
+    if brake.pulled and type(error) in (KeyboardInterrupt, SIGTERMException):
+        pipe.send("stopped")  # all ranks are here, so that hooks may use collectives
+    else:
+        _report(error, rank, job, pipe)
+        if dist.is_initialized() and not _abort_group():
+            return  # any hook could wait for the device as this did
+    with suppress(Exception):  # a hook that fails while the run is failing must not hide the failure itself
+        call_on_exception(trainer, error, finalize=True)
+    with suppress(Exception):  # sharded weights can't be gathered when ranks have failed; the parent says so
+        left = handover.collect(trainer, None, job.before, job.folder, rank, apart=True)
+        (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
+        if brake.pulled and dist.is_initialized():
+            trainer.strategy.wait_for_peers()  # type: ignore[attr-defined]  # of EngineMixin
+        pipe.send("left")
+    with suppress(Exception):  # as Lightning does, for a checkpoint that is still being written in the background
+        trainer.strategy.teardown()
+
+
+def _abort_group() -> bool:
+    """Take leave of the others, who are somewhere else: what a hook tried to do with them would hang, or pair with what they do.
+
+    Returns whether that came to an end: it can wait for NCCL's work on the device, which waits for a rank that is gone.
+    """
+    thread = threading.Thread(target=abort_process_group, daemon=True, name="autopar-abort")
+    thread.start()
+    thread.join(_ABORT_SECONDS)
+    return not thread.is_alive()
+
+
+def _report(error: BaseException, rank: int, job: Job, pipe: connection.Connection) -> None:
+    """Say what happened; as a file, since a pipe takes long words piece by piece, and a worker may be killed in between."""
+    with suppress(OSError):  # the parent may be gone
+        (job.folder / f"error{rank}.pkl").write_bytes(pickle.dumps(Failure.of(error)))
+        pipe.send("error")
+
+
+def die_with(parent_pid: int) -> None:
+    """Ask Linux to kill this process when its parent dies, however that comes about; elsewhere the closed pipe tells it too late."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            os._exit(1)

@@ -1,0 +1,333 @@
+"""The one place that knows DeepSpeed's private names. Everything here is a doorway; it decides nothing. Tested with DeepSpeed 0.19.8."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from importlib import import_module
+from types import MemberDescriptorType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_autopar.strategies.zero.gradient_reduction import Reduction
+
+#: What the package imports when a run begins.
+_LATE = (
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+)
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """The package, which computes on this kind of device in this process from now on; it takes seconds, once.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``. DeepSpeed would look for itself, by asking CUDA, which a process that is going to fork must
+            not do.
+    """
+    before = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = device_type
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it uses of torch
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator, real_accelerator
+            from deepspeed.utils import logging as loggers
+
+            for name in _LATE:
+                import_module(name)
+        if get_accelerator().device_name() != device_type:
+            real_accelerator.ds_accelerator = None
+            get_accelerator()
+    finally:
+        if before is None:
+            del os.environ["DS_ACCELERATOR"]
+        else:
+            os.environ["DS_ACCELERATOR"] = before
+    loggers.logger.setLevel(logging.ERROR)  # it tells what it is doing at every step of its start
+    if device_type == "cpu":
+        # Its transport through shared memory would be compiled for more than a minute; gloo carries the same tensors.
+        # (``deepspeed.comm.torch`` as an attribute is torch itself.)
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    return deepspeed
+
+
+def refuse_build(self: Any, verbose: bool = True) -> Any:
+    """A compiler takes minutes, and where one was killed its lock has the next wait for ever."""
+    raise RuntimeError(f"DeepSpeed wants to compile its {self.name}, which no plan needs")
+
+
+def start(backend: str) -> None:
+    """Make the process group that there is DeepSpeed's."""
+    from deepspeed.comm import comm
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    OpBuilder.jit_load = refuse_build
+    # It calls collectives by names that torch 2.13 has others for.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
+    comm.cdb = None  # an earlier run's group is gone
+    comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+
+
+def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str, Any], *, device_type: str, device_rank: int) -> Any:
+    """DeepSpeed's engine around the module, whose weights are the same on all ranks; a collective.
+
+    Args:
+        module: the root.
+        optimizer: of its parameters; None for evaluation.
+        config: see ``zero_config``.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        device_rank: this process' device's index.
+    """
+    import deepspeed
+    from deepspeed.runtime import engine as runtime
+    from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
+    from deepspeed.runtime.zero import partition_parameters as partitioning
+
+    # Sending weights to ranks that have them would copy every page that forked workers share; and it can't send those without dimensions.
+    runtime.DeepSpeedEngine._broadcast_model = lambda self: None
+    partitioning.Init._zero_init_param = _partition
+    partitioning.zero3_linear_wrap = _linear()
+    # It looks for parameters in what each module returns, by ``vars``, which numbers and objects with slots don't have.
+    parameter_offload.vars = _attributes
+    copying = device_type == "cpu" and "offload_param" in config["zero_optimization"]
+    for name in ("NoGatherHandle", "NoGatherCoalescedHandle"):
+        original = _ORIGINALS.setdefault(name, getattr(partitioning, name))
+        setattr(partitioning, name, _copying(original) if copying else original)
+    configure = _ORIGINALS.setdefault("configure", runtime.DeepSpeedEngine._configure_distributed_model)
+
+    def configured(engine: Any, model: nn.Module) -> None:
+        if engine.zero_optimization_partition_weights():
+            # It would move the whole module to the device, before it takes it apart there, parameter by parameter.
+            model._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(engine.device))
+            engine.dont_change_device = True
+        configure(engine, model)
+
+    runtime.DeepSpeedEngine._configure_distributed_model = configured
+    # It counts the parameters that a backward pass will reach, by a view of each, to know its end where it doesn't run backward itself.
+    for stages in (stage3, stage_1_and_2):
+        stages.count_used_parameters_in_backward = lambda parameters: 0
+    # It would switch Lightning's autocast off inside.
+    runtime.autocast_if_enabled = lambda engine: nullcontext()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        args=argparse.Namespace(device_rank=device_rank),
+        config=config,
+        model=module,
+        model_parameters=trained if optimizer is not None else [],
+        optimizer=optimizer,
+        dist_init_required=False,
+    )
+    return engine
+
+
+#: DeepSpeed's own classes of what we put others in the place of.
+_ORIGINALS: dict[str, Any] = {}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What ``vars`` gives, and slots; of what has neither, nothing."""
+    slots = (name for kind in type(value).__mro__ for name in vars(kind) if isinstance(vars(kind)[name], MemberDescriptorType))
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+
+
+def _partition(self: Any, parameter: nn.Parameter) -> None:
+    """``Init._zero_init_param`` without its broadcast."""
+    self._convert_to_deepspeed_param(parameter)
+    parameter.partition()  # type: ignore[attr-defined]
+
+
+def _linear() -> Callable[..., Tensor]:
+    """What DeepSpeed puts in the place of ``torch.nn.functional.linear`` at stage 3, such that it saves what torch's saves.
+
+    DeepSpeed's saves the parameter, which may be gone until backward, rather than a view that keeps it. But it saves the input of a frozen
+    weight, which no gradient is made of, and under autocast the input as it was, rather than its cast (0.19.8, ``runtime/zero/linear.py``).
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3 as Theirs
+
+    class Linear(Theirs):  # type: ignore[misc]
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            Theirs.setup_context(ctx, inputs, output)
+            x, weight, *bias = inputs
+            ctx.save_for_backward(x if weight.requires_grad else None, weight, *(bias or [None]))
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # its names are torch's
+        kind = weight.device.type
+        if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype != torch.float64:
+            input = input.to(torch.get_autocast_dtype(kind))
+        output: Tensor = Linear.apply(input, weight, bias)
+        return output
+
+    return linear
+
+
+def _copying(handle: Any) -> Any:
+    """What fetches offloaded parameters where one rank has all of them: on a CPU device DeepSpeed would use them where they lie.
+
+    Host memory is the device's there, too; a copy keeps apart what is the device's and what is offloaded.
+    """
+
+    class Copying(handle):  # type: ignore[misc]
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters)
+            for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+                parameter.data = parameter.data.clone()
+
+    return Copying
+
+
+def share_partitions(optimizer: Any) -> None:
+    """Have the optimizer step the module's own parameters' parts, where they lie where the step runs; else copies of the same type.
+
+    DeepSpeed 0.19.8 makes copies in 32 bits all the same. What somebody writes into the parameters between two steps is lost with them, a
+    module of 16 bits is trained in 32, and they take memory.
+    """
+    apart = _is_apart(optimizer)
+    for stepped, own in _pairs(optimizer):
+        gradient, stepped.grad = stepped.grad, None
+        stepped.data = stepped.data.to(own.dtype) if apart else own.data
+        if gradient is not None:
+            stepped.grad = gradient.to(own.dtype)
+
+
+def copied_partitions(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the optimizer steps, and the module's own parts, where the former are copies of the latter."""
+    if _is_apart(optimizer):
+        yield from _pairs(optimizer)
+
+
+def forget_order(engine: Any) -> None:
+    """Stage 3 gathers ahead in the order of an earlier step: have it look anew, as this step needs other parameters."""
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    if coordinator is not None and coordinator.is_complete_trace():
+        coordinator._invalidate_trace()
+
+
+def places(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters that stages 1 and 2 have put into flat buffers, each with the view that is its place there."""
+    for flat, group in zip(getattr(optimizer, "bit16_groups_flat", ()), getattr(optimizer, "round_robin_bit16_groups", ()), strict=False):
+        yield from zip(group, optimizer.unflatten(flat, group), strict=True)
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        yield from zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True)
+        return
+    rank = dist.get_rank()
+    own = (parts[rank] for parts in optimizer.parallel_partitioned_bit16_groups)
+    yield from zip(optimizer.single_partition_of_fp32_groups, own, strict=True)
+
+
+def _is_apart(optimizer: Any) -> bool:
+    """Whether the optimizer steps in host memory what isn't there."""
+    return _offloads(optimizer) and not getattr(optimizer, "offload_param", False)
+
+
+def _offloads(optimizer: Any) -> bool:
+    """Whether the optimizer's state lies in host memory."""
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+
+
+def reduce_by(optimizer: Any, reduction: Reduction) -> None:
+    """Have gradients reduced in one order on all ranks; their norm isn't taken, and they aren't scaled any more.
+
+    Args:
+        optimizer: DeepSpeed's.
+        reduction: the order.
+    """
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        reduce, epilogue = optimizer.reduce_ready_partitions_and_remove_grads, optimizer.independent_gradient_partition_epilogue
+
+        def finish() -> None:
+            reduction.finish(reduce, lambda parameter: ())
+            epilogue()
+
+        optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: reduction.arrive(reduce, parameter)
+        optimizer.independent_gradient_partition_epilogue = finish
+        gathering, gather = optimizer.parameter_offload, optimizer.parameter_offload.pre_sub_module_forward_function
+
+        def gather_and_note(module: Any) -> None:
+            reduction.ran(module.ds_id)
+            gather(module)
+
+        gathering.pre_sub_module_forward_function = gather_and_note
+        # Of an offloaded gradient it takes the norm by a copy in 64 bits, twice what the gradient takes.
+        optimizer._constant_buffered_norm2 = lambda gradient: torch.zeros(())
+        optimizer._get_norm_groups = lambda: [torch.zeros(())]
+        optimizer.unscale_and_clip_grads = lambda *_: None
+        return
+    group_of = {id(parameter): number for number, group in enumerate(optimizer.bit16_groups) for parameter in group}
+    process = optimizer.process_gradients
+    last = "independent_gradient_partition_epilogue" if optimizer.partition_gradients else "reduce_gradients"
+    then = getattr(optimizer, last)
+
+    def arrive(parameter: nn.Parameter, group: int) -> None:
+        if optimizer.partition_gradients or optimizer.is_gradient_accumulation_boundary():
+            reduction.arrive(process, parameter, group)
+        else:
+            reduction.note(parameter)
+            process(parameter, group)
+
+    def finish_then(**options: Any) -> None:
+        reduction.finish(process, lambda parameter: (group_of[id(parameter)],))
+        then(**options)
+
+    optimizer.process_gradients = arrive
+    setattr(optimizer, last, finish_then)
+    optimizer.set_norm_for_param_grad_in_gpu = lambda parameter: None  # as at stage 3
+    optimizer.scaled_global_norm = lambda norm_type=2: torch.zeros(())
+    optimizer.unscale_and_clip_grads = lambda *_: None
+
+
+def gradient_parts(optimizer: Any) -> Iterator[Tensor]:
+    """This rank's parts of the reduced gradients, when a step is about to begin."""
+    flats = getattr(optimizer, "fp32_partitioned_groups_flat", None) or optimizer.single_partition_of_fp32_groups
+    for number, flat in enumerate(flats):
+        if _offloads(optimizer):
+            yield flat.grad
+        else:
+            found = optimizer.averaged_gradients[number]
+            yield from [found] if isinstance(found, Tensor) else found
+
+
+def partitions(optimizer: Any) -> Iterator[tuple[int, Any, list[tuple[nn.Parameter, int, int, int]]]]:
+    """This rank's flat partitions, as the ZeRO optimizer steps them.
+
+    Args:
+        optimizer: DeepSpeed's, of any stage.
+
+    Yields:
+        The group's index, the flat tensor, and what is in it: parameters, each with where its part begins and ends in the flat tensor and
+        where that part begins in the parameter.
+    """
+    rank = dist.get_rank()
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+            found, start = [], 0
+            for parameter in optimizer.fp16_groups[number]:
+                part = parameter.partition_numel()
+                begin = min(rank * part, parameter.ds_numel)
+                length = max(0, min(part, parameter.ds_numel - begin))
+                found.append((parameter, start, start + length, begin))
+                start += part
+            yield optimizer.sub_group_to_group_id[number], flat, found
+        return
+    for number, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+        found = []
+        first = rank * optimizer.partition_size[number]
+        for parameter, offset in zip(optimizer.round_robin_bit16_groups[number], optimizer.round_robin_bit16_offsets[number], strict=True):
+            begin = min(max(first - offset, 0), parameter.numel())
+            end = min(max(first + flat.numel() - offset, 0), parameter.numel())
+            start = max(offset - first, 0) if end > begin else 0
+            found.append((parameter, start, start + end - begin, begin))
+        yield number, flat, found

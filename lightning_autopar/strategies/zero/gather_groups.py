@@ -1,0 +1,200 @@
+"""The parts of a module as ZeRO meets them: which of their parameters are gathered together, and what a step holds while each runs.
+
+Arithmetic only; it knows neither stages nor buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
+from lightning_autopar.memory.parts import parts_of
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Elements of a part's parameters.
+
+    Args:
+        elements: all of them.
+        passing: those that are gathered for their use only.
+        persistent: those that stay gathered.
+        gradients: of each parameter that is trained.
+        leaf: of the passing ones those of the one module that has most; a module is gathered with what it holds directly.
+        several: the same among modules with several such parameters, which are gathered into one buffer and copied out of it.
+        around: passing ones of modules that have others in them, and are gathered as long as those run.
+        again: passing ones that are there while each of the gradients is made, if the part's forward runs again in its backward: what that
+            forward gathers stays until its module's backward is over.
+        arrivals: in which order the gradients come at stage 3, where a linear's weight comes before its bias: the last module's first.
+    """
+
+    elements: int
+    passing: int
+    persistent: int
+    gradients: tuple[int, ...]
+    leaf: int
+    several: int
+    around: int
+    again: tuple[int, ...] = ()
+    arrivals: tuple[int, ...] = ()
+
+
+def layers_of(footprint: Footprint, persistence: int) -> list[Layer]:
+    """The parts of the module, in running order; the module as a whole where it wasn't traced.
+
+    Args:
+        footprint: of the module.
+        persistence: elements up to which a parameter stays gathered.
+    """
+    return _LAYERS.get(footprint, persistence, lambda: _layers(footprint, persistence))
+
+
+def _layers(footprint: Footprint, persistence: int) -> list[Layer]:
+    whole, trained = footprint.parameters, footprint.trainable_parameters
+    if not footprint.outer:
+        return [Layer(whole, whole, 0, (trained,), leaf=whole, several=whole, around=0, again=(whole,), arrivals=(0,))]
+    order: list[LayerFootprint] = [footprint.outer[0]]
+    for block, after in zip(footprint.blocks, footprint.outer[1:], strict=True):
+        order += [block, after]
+    element = max(1, footprint.parameter_bytes // max(1, footprint.parameters))
+    found: dict[tuple[object, ...], Layer] = {}  # blocks that are alike differ in the numbers of their modules
+    layers = []
+    for layer in order:
+        modules = layer.parameter_modules or ((0, False),) * len(layer.parameter_rows)
+        first = min((number for number, _ in modules), default=0)
+        alike = layer.parameter_rows, tuple((number - first, holds) for number, holds in modules)
+        if alike not in found:
+            found[alike] = _layer(layer, modules, element, persistence)
+        layers.append(found[alike])
+    return layers
+
+
+def _layer(layer: LayerFootprint, modules: tuple[tuple[int, bool], ...], element: int, persistence: int) -> Layer:
+    sizes = [(rows * row_bytes // element, trained) for rows, row_bytes, trained in layer.parameter_rows]
+    elements = sum(size for size, _ in sizes)
+    leaves: dict[int, list[int]] = {}
+    around = 0
+    for (size, _), (number, holds) in zip(sizes, modules, strict=True):
+        if size <= persistence:
+            continue
+        if holds:
+            around += size
+        else:
+            leaves.setdefault(number, []).append(size)
+    passing = sum(size for size, _ in sizes if size > persistence)
+    # Modules are taken to run in the order in which they were made.
+    there = {number: sum(sum(leaf) for other, leaf in leaves.items() if other <= number) for number, _ in modules}
+    numbers = [number for (_, trained), (number, _) in zip(sizes, modules, strict=True) if trained]
+    return Layer(
+        elements,
+        passing,
+        elements - passing,
+        tuple(size for size, trained in sizes if trained),
+        leaf=max((sum(leaf) for leaf in leaves.values()), default=0),
+        several=max((sum(leaf) for leaf in leaves.values() if len(leaf) > 1), default=0),
+        around=around,
+        again=tuple(there[number] for number in numbers),
+        arrivals=tuple(sorted(range(len(numbers)), key=lambda position: (-numbers[position], position))),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A part in a phase.
+
+    Args:
+        phase: ``"forward"``, ``"again"`` for a forward in backward, or ``"backward"``.
+        number: of the part.
+        begin: bytes of activations and temporaries when it begins.
+        most: when they are most.
+        without: the same without what has a fixed size, such as gradients in the making.
+        end: when it ends.
+    """
+
+    phase: str
+    number: int
+    begin: int
+    most: int
+    without: int
+    end: int
+
+
+#: All parts of a step, in order.
+Course = list[Leg]
+
+
+def course_of(
+    footprint: Footprint, share: float, recomputed: frozenset[int], *, casts: bool, shrink: float, random_bytes: int = 0
+) -> Course:
+    """Every part in forward and backward, in order.
+
+    Args:
+        footprint: of the module, at the whole batch.
+        share: of the batch that runs at once.
+        recomputed: numbers of parts that keep what enters them only.
+        casts: whether what has a fixed size in forward is there until backward: autocast's casts of parameters.
+        shrink: what a byte of fixed size in backward, gradients in the making, comes to.
+        random_bytes: of the state of random numbers that a recomputed part keeps, and that is kept aside while its forward runs again.
+    """
+    key = share, recomputed, casts, shrink, random_bytes
+    return _COURSES.get(footprint, key, lambda: list(_course(footprint, share, recomputed, 1.0 if casts else 0.0, shrink, random_bytes)))
+
+
+def _course(
+    footprint: Footprint, share: float, recomputed: frozenset[int], fixed: float, shrink: float, random_bytes: int
+) -> Iterator[Leg]:
+    if footprint.tape is None or not footprint.outer:
+        most = round((footprint.activation_bytes + footprint.temporary_bytes) * share)
+        numbers = range(2 * len(footprint.blocks) + 1 if footprint.outer else 1)
+        yield from (Leg("backward", number, most, most, most, 0) for number in reversed(numbers))
+        return
+    parts = parts_of(footprint.tape, len(footprint.blocks))
+
+    def at(scaled: int, constant: int) -> int:
+        return round(scaled * share) + round(constant * fixed)
+
+    held = 0
+    inner: list[int] = []
+    until = [0] * len(parts)
+    for number, part in enumerate(parts):
+        begin, most = held, held + max(at(size.scaled, size.fixed) for size in part.forward_given.sizes)
+        for last, size in part.lent.items():
+            until[last] += at(size.scaled, size.fixed)
+            held += at(size.scaled, size.fixed)
+        kept = at(part.inner.scaled, part.inner.fixed)
+        if number in recomputed:
+            kept = round(footprint.blocks[number // 2].input_extra_bytes * share) + random_bytes
+        inner.append(kept)
+        held += kept
+        yield Leg("forward", number, begin, most, most, held)
+    given = 0
+    for number in reversed(range(len(parts))):
+        part = parts[number]
+        begin = held + given
+        held -= until[number] + inner[number]
+        sizes = (part.backward_again if number in recomputed else part.backward)[True, True].sizes
+        # Without casts that are kept, what has a fixed size is at least the gradient that is made, and the cast that it is made by.
+        less = round(part.inner.fixed * (1 - fixed))
+        making = _making(footprint, number)
+        most = max(round(size.scaled * share + max(size.fixed - less, min(size.fixed, making)) * shrink) for size in sizes)
+        without = max(round(size.scaled * share) for size in sizes)
+        if number in recomputed:
+            again = held + until[number] + inner[number] + random_bytes + given
+            again += max(at(size.scaled, size.fixed) for size in part.again.sizes)
+            yield Leg("again", number, begin, again, again, begin)
+            most += inner[number]
+            without += inner[number]
+        given = round(part.returns.scaled * share)
+        yield Leg("backward", number, begin, held + most, held + without, held + given)
+
+
+def _making(footprint: Footprint, number: int) -> int:
+    """Bytes of the largest gradient of a part, and of what it is made by: a cast of its parameter and that cast's gradient."""
+    layer = footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]
+    return 2 * max((count * row_bytes for count, row_bytes, learns in layer.parameter_rows if learns), default=0)
+
+
+#: A search asks for every stage and offload of one module.
+_LAYERS: Remembered[list[Layer]] = Remembered()
+_COURSES: Remembered[Course] = Remembered()

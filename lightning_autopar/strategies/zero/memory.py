@@ -1,0 +1,359 @@
+"""What a rank under DeepSpeed's ZeRO holds, on its device and in host memory. Arithmetic only: imports neither torch nor DeepSpeed.
+
+As DeepSpeed 0.19.8 does it (``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``partitioned_param_coordinator.py``,
+``runtime/comm/coalesced_collectives.py``), under the configuration of our engine, or that which Lightning's ``DeepSpeedStrategy`` writes:
+
+- Under Lightning's configuration a rank keeps a copy of its part in fp32, and the optimizer's state for it; in 16 bits, which Lightning has
+  it compute in under ``bf16-mixed`` as well, and in 32 bits, too. Our engine's optimizer steps the parameters' own part, or a copy of it
+  on the host where that isn't on the host already.
+- Stages 1 and 2: parameters lie in one flat buffer. During backward gradients move into a bucket, or two that take turns
+  (``overlap_comm``); a full one is flattened once more, and reduced. The rank's own part is copied out.
+- Stage 3: one bucket is always there, and so is the rank's part of the gradients. Parameters of few elements stay gathered. A gathered
+  parameter is kept if it is used again within ``max_reuse_elements`` of parameters. Others are gathered ahead, a bucket at each module that
+  runs, up to ``max_live_elements`` in all; the flat buffer of each such gather stays until the last of its parameters is used. Where
+  nothing is gathered ahead, a module's parameters are there while it runs; several of them are copied out of one buffer.
+- gloo makes a copy of what it gathers, and at stage 3 of what it reduces (``ProcessGroupGloo.cpp``, ``_reduce_scatter_base``).
+- Where a block's forward runs again in backward, parameters that it gathers are there until the backward of their module is over.
+- Offloaded, the optimizer's copy, its gradients and its state lie in host memory, and so do the parameters' parts between uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from lightning_autopar.memory.device_bytes import DeviceBytes, Occasion
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.moments import RNG_STATE_BYTES
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.zero.gather_groups import course_of, layers_of
+from lightning_autopar.strategies.zero.settings import ZeroSettings, settings_of
+
+_FP32_BYTES = 4
+_CAST_BYTES = 2
+
+
+def zero_bytes(
+    footprint: Footprint,
+    plan: Plan,
+    *,
+    share: float,
+    precision: str = "32-true",
+    on_cpu: bool = False,
+    settings: ZeroSettings | None = None,
+) -> DeviceBytes:
+    """What a rank's device holds at the fullest moment of start or step: that of the rank with most.
+
+    Args:
+        footprint: of the module, at the whole batch.
+        plan: a ZeRO plan.
+        share: of the batch that the rank takes, all its micro-batches together.
+        precision: the Trainer's.
+        on_cpu: whether the device is a CPU.
+        settings: DeepSpeed's.
+
+    Raises:
+        ValueError: if the plan names a block that isn't there.
+    """
+    assert plan.zero_stage is not None
+    zero = _Zero(footprint, plan, precision, on_cpu, settings or settings_of(footprint, plan, on_cpu=on_cpu))
+    micro = share / plan.micro_batches
+    moments = [zero.fullest(micro)]
+    if on_cpu:  # A GPU that lacks the room makes the flat buffer on the host.
+        moments.append(zero.start())
+    fullest = max(moments, key=_total)
+    return zero.with_states(fullest, round(footprint.input_bytes * share))
+
+
+def zero_host_bytes(
+    footprint: Footprint, plan: Plan, *, precision: str = "32-true", on_cpu: bool = False, settings: ZeroSettings | None = None
+) -> tuple[int, int]:
+    """What one rank offloads to host memory, and how much more of it is page-locked.
+
+    Args:
+        footprint: of the module.
+        plan: a ZeRO plan.
+        precision: the Trainer's.
+        on_cpu: whether the devices are CPUs, which lock no pages.
+        settings: DeepSpeed's.
+
+    Returns:
+        Bytes of pageable and of page-locked memory; zeros without offload.
+    """
+    return _Zero(footprint, plan, precision, on_cpu, settings or settings_of(footprint, plan, on_cpu=on_cpu)).host()
+
+
+class _Moment(NamedTuple):
+    """What there is at a moment of a step beside the states: hundreds of them for each plan, of which one becomes bytes of a device."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    temporary: int = 0
+    communication: int = 0
+    occasion: Occasion = "step"
+
+
+def _total(held: _Moment) -> int:
+    return held.parameters + held.gradients + held.activations + held.temporary + held.communication
+
+
+class _Zero:
+    """A module under a stage: sizes in bytes, of one rank."""
+
+    def __init__(self, footprint: Footprint, plan: Plan, precision: str, on_cpu: bool, settings: ZeroSettings) -> None:
+        known = {block.fqn: index for index, block in enumerate(footprint.blocks)}
+        for fqn in plan.recompute:
+            if fqn not in known:
+                raise ValueError(
+                    f"the plan names the block {fqn!r}, but the footprint has {', '.join(known) or 'no blocks'}; plan again for this module"
+                )
+        assert plan.zero_stage is not None
+        self.footprint = footprint
+        self.settings = settings
+        self.stage = plan.zero_stage
+        self.ranks = plan.world_size
+        self.on_cpu = on_cpu
+        self.accumulates = plan.micro_batches > 1 or (footprint.tape is not None and footprint.tape.batches > 1)
+        self.offload = "optimizer" in plan.offload
+        self.offload_parameters = "parameters" in plan.offload
+        #: Whether parameters are used where they lie: one rank has all of them, and they are on its device.
+        self.whole = plan.world_size == 1 and not self.offload_parameters
+        self.recomputed = frozenset(2 * known[fqn] + 1 for fqn in plan.recompute)
+        converted = precision.endswith("mixed") and settings.converts
+        self.element = _FP32_BYTES if precision.startswith("32") or (precision.endswith("mixed") and not converted) else 2
+        #: Autocast's casts of parameters until backward. They aren't made where the parameters themselves are of 16 bits, nor are they kept
+        #: at stage 3 (``zero_deepspeed._linear``), where each is there while its module runs.
+        self.casts = not converted and self.stage < 3
+        self.passing_casts = self.stage == 3 and precision.endswith("mixed") and not converted
+        self.parameters = footprint.parameters
+        self.trainable = footprint.trainable_parameters
+        self.layers = layers_of(footprint, settings.persistence_elements)
+        #: Of an element of what the optimizer steps, of its gradient and its state: DeepSpeed's own copy is in 32 bits; our engine steps
+        #: the parameters' own part, or a copy of it on the host where that isn't on the host already.
+        self.stepped = _FP32_BYTES if settings.converts else self.element
+        self.copies = settings.converts or (self.offload and not self.offload_parameters)
+        self.on_disk = plan.optimizer_on_disk
+        #: Elements that modules around all others hold.
+        self.around = sum(layer.around for layer in self.layers[::2])
+        #: Elements of parameters that are gathered for their use only, of the parts before each one and of all.
+        self.passing = [*accumulate((layer.passing for layer in self.layers), initial=0)]
+        #: From which part on a parameter stays gathered for backward: what runs in between has few enough parameters, counted twice.
+        after = [*accumulate((layer.elements for layer in reversed(self.layers)), initial=0)][::-1]
+        self.reused = next((index for index, elements in enumerate(after[1:]) if 2 * elements < settings.max_reuse_elements), len(after))
+        self.largest = max((elements for layer in self.layers for elements in layer.gradients), default=0)
+        traced = max(1, footprint.gradient_bytes)
+        self.state = round(footprint.optimizer_bytes / traced * self.part(self.stepped))
+        self.shrink = self.element * footprint.parameters / max(1, footprint.parameter_bytes)
+
+    def part(self, element: int) -> int:
+        """A rank's part of the trainable parameters, in elements of so many bytes."""
+        return -(-self.trainable // self.ranks) * element
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of a bucket of gradients."""
+        return self.settings.reduce_bucket_elements * self.element
+
+    def states(self) -> dict[str, int]:
+        """What is on the device from the first step to the last."""
+        optimizer = 0 if self.offload else self.state + (self.part(self.stepped) if self.copies else 0)
+        if self.stage < 3:
+            return {"parameters": self.parameters * self.element, "optimizer": optimizer, "gradients": 0}
+        parameters = 0 if self.offload_parameters else -(-self.parameters // self.ranks) * self.element
+        return {"parameters": parameters, "optimizer": optimizer, "gradients": 0 if self.offload else self.part(self.element)}
+
+    def with_states(self, moment: _Moment, input_bytes: int) -> DeviceBytes:
+        """A moment, with what is there at any."""
+        held = self.states()
+        return DeviceBytes(
+            parameters=held["parameters"] + moment.parameters,
+            gradients=held["gradients"] + moment.gradients,
+            optimizer=(0 if moment.occasion == "start" and self.stage < 3 else held["optimizer"]) + moment.optimizer,
+            activations=moment.activations,
+            temporary=moment.temporary,
+            buffers=self.footprint.buffer_bytes,
+            input=input_bytes if moment.occasion == "step" else 0,
+            communication=moment.communication + (self._resident() if moment.occasion == "step" else 0),
+            occasion=moment.occasion,
+        )
+
+    def _resident(self) -> int:
+        """Buffers that are always there."""
+        if self.stage == 3:
+            return self.bucket + self._persistent()
+        return self.largest * self.element if self.offload else 0
+
+    def start(self) -> _Moment:
+        """The parameters as they were built, beside those that are flattened already."""
+        again = (self.parameters if self.settings.converts else self.trainable) * self.element
+        return _Moment(parameters=again if self.stage < 3 else 0, occasion="start")
+
+    def fullest(self, share: float) -> _Moment:
+        """The first of the fullest moments of a step, beside the states. There are hundreds: only those fuller than all before are made."""
+        most, fullest = -1, _Moment()
+        bucket = self.settings.reduce_bucket_elements
+        flushed = 0  # elements of gradients that have been reduced
+        filled = 0  # elements that wait for their reduction
+        several = 0  # gradients that these are of
+        beside = 0  # of those the ones in a gradient that is larger than the bucket, and stays where it is
+        kept = self.part(self.element) if self.accumulates and self.stage == 2 and not self.offload else 0
+        waiting = self.trainable if self.accumulates and self.stage == 1 else 0  # elements of gradients of earlier micro-batches
+        buckets = 0
+        size = self.bucket * (2 if self.settings.overlap_comm else 1) if self.stage < 3 else 0
+        random_bytes = RNG_STATE_BYTES if self.on_cpu else 0
+        course = course_of(self.footprint, share, self.recomputed, casts=self.casts, shrink=self.shrink, random_bytes=random_bytes)
+        for leg in course:
+            number, phase = leg.number, leg.phase
+            gathered = self.gathered(phase, number)
+            if self.passing_casts and phase != "backward":
+                gathered += self.layers[number].leaf * _CAST_BYTES
+            if phase != "forward" and self.settings.converts:
+                buckets = size
+            gradients = kept + self._own(flushed) + (waiting + beside) * self.element
+            for level, more in ((leg.begin, self._gathering(number)), (leg.most, gathered)):
+                if gradients + level + buckets + more > most:
+                    most = gradients + level + buckets + more
+                    fullest = _Moment(
+                        gradients=gradients,
+                        activations=level if phase == "forward" else 0,
+                        temporary=level if phase != "forward" else 0,
+                        communication=buckets + more,
+                    )
+            if phase != "backward":
+                continue
+            done = 0
+            layer = self.layers[number]
+            for position in layer.arrivals if self.stage == 3 else reversed(range(len(layer.gradients))):
+                elements = layer.gradients[position]
+                if filled and filled + elements > bucket:
+                    flushed += filled
+                    progress = done / (sum(layer.gradients) or 1)
+                    moment = _Moment(
+                        gradients=kept + self._own(flushed) + (waiting + beside) * self.element,
+                        # What has just arrived still lies where backward made it.
+                        temporary=min(leg.most, round(leg.without * (1 - progress) + leg.end * progress) + elements * self.element),
+                        communication=buckets + self.gathered(phase, number, position) + self._flat(filled, several),
+                    )
+                    if _total(moment) > most:
+                        most, fullest = _total(moment), moment
+                    filled = beside = several = 0
+                buckets = size  # they are made for the first gradient
+                filled += elements
+                several += 1
+                beside += elements if elements > bucket and not self.settings.converts else 0
+                done += elements
+                waiting = max(0, waiting - elements)
+        flat = buckets + self._flat(filled, several)
+        last = _Moment(gradients=kept + self._own(self.trainable) + beside * self.element, communication=flat)
+        return max((fullest, last, *self._update(kept)), key=_total)
+
+    def _flat(self, elements: int, gradients: int) -> int:
+        """Copies through which a bucket of so many gradients is reduced.
+
+        Stage 3 makes one of several gradients, or of one that has to be padded, though there be but one rank; gloo makes another.
+        """
+        if self.stage < 3:
+            return elements * self.element if self.ranks > 1 else 0
+        return elements * self.element * ((gradients > 1 or elements % self.ranks > 0) + self.on_cpu)
+
+    def _own(self, flushed: int) -> int:
+        """The rank's own part of the gradients, under stages 1 and 2: there from the first reduction that brings any of it."""
+        return self.part(self.element) if flushed and self.stage < 3 and not self.offload else 0
+
+    def _update(self, kept: int) -> Iterator[_Moment]:
+        """The optimizer's step on the rank's part: the gradients are flattened, and cast; then its own scratch."""
+        if self.offload:
+            return
+        cast = self.part(self.stepped) if self.element != self.stepped else 0
+        flat = self.part(self.element)
+        own = self.part(self.element) if self.stage < 3 else 0
+        yield _Moment(gradients=kept + own, temporary=flat + cast)
+        fixed = max((moment.fixed_bytes for moment in self.footprint.moments if moment.phase == "optimizer"), default=0)
+        largest_bytes = max(1, self.footprint.largest_parameter_bytes)
+        at_once = fixed > 4 * largest_bytes  # it was traced for all parameters at once, else one by one
+        ratio = fixed / (max(1, self.footprint.gradient_bytes) if at_once else largest_bytes)
+        scratch = ratio * self.part(self.stepped)
+        if not self.settings.converts and not at_once:  # one by one here, too; to DeepSpeed's own the part is one parameter
+            scratch = min(scratch, fixed // (self.ranks if self.stage == 3 else 1))
+        yield _Moment(temporary=round(self.part(self.stepped) + scratch))
+
+    def _persistent(self) -> int:
+        """Gathered parameters that stay."""
+        if self.stage < 3 or self.whole:
+            return 0
+        return sum(layer.persistent for layer in self.layers) * self.element
+
+    def _gathering(self, number: int) -> int:
+        """Gathered parameters, and what that takes, while a part begins: where nothing is gathered ahead."""
+        if self.stage < 3 or self.whole or not self._one_by_one:
+            return 0
+        layer = self.layers[number]
+        passing = layer.leaf
+        if self.ranks > 1:
+            passing = max(layer.leaf * (2 if self.on_cpu else 1), 2 * layer.several)
+        return (self._around(number) + passing) * self.element
+
+    @property
+    def _one_by_one(self) -> bool:
+        return not self.settings.prefetch_elements and not self.settings.max_reuse_elements
+
+    def _around(self, number: int) -> int:
+        return self.around + (self.layers[number].around if number % 2 else 0)
+
+    def gathered(self, phase: str, number: int, gradient: int | None = None) -> int:
+        """Gathered parameters while a part runs: its own, those kept for a later use, those gathered ahead, and flat buffers.
+
+        Args:
+            phase: of the step.
+            number: of the part.
+            gradient: the one of the part's that is just made, if any.
+        """
+        if self.stage < 3 or self.whole:
+            return 0
+        if self._one_by_one:
+            if number in self.recomputed and phase != "forward":
+                layer = self.layers[number]
+                there = layer.passing - layer.around if gradient is None else layer.again[gradient]
+                return (self._around(number) + there) * self.element
+            return (self._around(number) + self.layers[number].leaf) * self.element
+        settings, before = self.settings, self.passing
+        kept = before[number] - before[min(number, self.reused)]
+        live = kept + before[number + 1] - before[number]
+        coming = before[-1] - before[number + 1] if phase == "forward" else before[number]
+        if phase != "forward":
+            coming -= kept
+        ahead = min(coming, max(0, settings.max_live_elements - live)) if settings.prefetch_elements else 0
+        flat = 0
+        if ahead and self.ranks > 1:
+            # Where there is room for all, what is used now lies in a buffer of its own gather; else gathers are as small as what was freed.
+            flat = ahead if ahead < coming else min(before[-1], ahead + settings.prefetch_elements)
+        return (live + ahead + flat) * self.element
+
+    def host(self) -> tuple[int, int]:
+        """Pageable and page-locked bytes."""
+        pageable: list[int] = []
+        locked: list[int] = []  # torch's allocator of such memory rounds each up to a power of two
+        pinned = locked if self.settings.pin_memory and not self.on_cpu else pageable
+        if self.offload:
+            # The optimizer's copy of the parameters, its gradients, its state, and in 16 bits a buffer between them.
+            master, part = self.part(self.stepped), self.part(self.element)
+            # Of states on disk those of one parameter are in memory while they are made.
+            pageable.append(round(self.state * self.largest / max(1, self.trainable)) if self.on_disk else self.state)
+            if self.copies:
+                (pinned if self.stage < 3 else pageable).append(master)
+            pinned += [master, part]
+            if self.stage < 3:
+                pinned.append(self.largest * self.element)
+                if self.accumulates:
+                    gradients = (elements for layer in self.layers for elements in layer.gradients)
+                    pinned += [-(-elements // self.ranks) * self.element for elements in gradients]
+        if self.offload_parameters:
+            frozen = -(-(self.parameters - self.trainable) // self.ranks) * self.element
+            (pageable if self.on_cpu else locked).append(self.part(self.element))
+            pageable.append(frozen)
+        if self.settings.converts:
+            return (0, sum(pageable) + sum(locked)) if self.settings.pin_memory else (sum(pageable), sum(locked))
+        return sum(pageable), sum(1 << (size - 1).bit_length() for size in locked if size)

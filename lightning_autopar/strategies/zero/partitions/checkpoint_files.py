@@ -1,0 +1,194 @@
+"""What a Lightning strategy has to do about weights, optimizer states and files where ZeRO has partitioned them.
+
+A mixin that comes after :class:`..engine.EngineMixin` in an engine's bases. It joins :mod:`.zero_state` and :mod:`.zero_module` to
+Lightning's interface, and to that of snapshots. Knows the trainer, ranks and parts; not how a step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_autopar._lightning_compat import bare_optimizer
+from lightning_autopar.state import scratch_files as scratch
+from lightning_autopar.state.checkpoint import OneFile
+from lightning_autopar.state.fragments import Part
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.zero import deepspeed as doorway
+from lightning_autopar.strategies.zero.disk import DiskStates
+from lightning_autopar.strategies.zero.partitions import state as partitioned
+from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, make_whole, parts
+from lightning_autopar.strategies.zero.partitions.pieces import Piece, fragment_parts
+from lightning_autopar.strategies.zero.partitions.views import Watch
+
+
+class ZeroFiles(OneFile):
+    """Weights, optimizer states and files of a module under ZeRO: whole, plain, one file."""
+
+    # What the engine has.
+    pieces: list[list[Piece]]
+    weights_changed: Any
+    deepspeed_engine: Any
+    assignment: Assignment
+    _exit: ExitStack
+    _disk: DiskStates | None
+    _traces: Traces | None = None
+    _watch: Watch | None = None
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Where ``configure_model`` builds the module: a large one on disk, of which each rank then takes its part.
+
+        Lightning would have DeepSpeed take each layer apart as soon as it is built (``zero.Init``), before the user's optimizer is there.
+        """
+        if not self.assignment.large:
+            yield
+            return
+        with scratch.Scratch(self._scratch_folder) as room, scratch.parameters_in(room):
+            yield
+
+    def init_deepspeed(self) -> None:
+        """Note what the module was before."""
+        assert self.lightning_module is not None
+        traces = Traces(self.lightning_module)
+        super().init_deepspeed()  # type: ignore[misc]  # the next class' in the engine's bases
+        traces.noted()
+        self._traces = traces
+        self._watch = Watch(self.lightning_module, self.weight_parts, lambda: doorway.forget_order(self.deepspeed_engine))
+        self._exit.callback(self._watch.close)
+
+    def own_attributes(self) -> dict[int, set[str]]:
+        """What DeepSpeed has put on each module, by the module's id."""
+        return {} if self._traces is None else self._traces.attributes()
+
+    # -- what the user's code sees -----------------------------------------------------------------------------------------------------
+
+    def inside(self, *, step: bool = False) -> AbstractContextManager[None]:
+        """Around the user's steps and what belongs to them."""
+        return nullcontext() if self._watch is None else self._watch.inside(step=step)
+
+    def handling_parts(self) -> AbstractContextManager[None]:
+        """Around what deals with the parts of parameters, rather than with whole parameters."""
+        return nullcontext() if self._watch is None else self._watch.handling()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step: DeepSpeed lends its parameters."""
+        with self.inside(step=True):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        with self.inside(step=True):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        with self.inside(step=True):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        with self.inside(step=True):
+            return super().predict_step(*args, **kwargs)
+
+    def backward_parts(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass alone, without the hooks around it."""
+        with self.inside():
+            super().backward_parts(loss, *args, **kwargs)  # type: ignore[misc]  # the next class' in the engine's bases
+
+    def step_parts(self) -> None:
+        """The optimizer's step, and what DeepSpeed does around it."""
+        with self.inside():
+            super().step_parts()  # type: ignore[misc]  # as above
+
+    # -- parts -------------------------------------------------------------------------------------------------------------------------
+
+    def weight_parts(self) -> dict[int, Part]:
+        """What this rank has of each parameter that is partitioned, by its id."""
+        assert self.lightning_module is not None
+        return {id(part.parameter): part for part in parts(self.lightning_module)}
+
+    def optimizer_parts(self) -> dict[int, Part]:
+        """What this rank has of each trained parameter, by the id of what stands for it in the user's optimizer."""
+        return fragment_parts((piece for group in self.pieces for piece in group), self.weight_parts())
+
+    def state_room(self, part: Part, dtype: torch.dtype) -> Tensor:
+        """Where this rank's part of a state may lie that is about to be loaded."""
+        room = torch.zeros_like(part.flat, dtype=dtype)
+        return room if self._disk is None else self._disk.take(room)
+
+    def parts_loaded(self) -> None:
+        """Something has been written into the parts of :meth:`weight_parts`, or into whole parameters; a collective."""
+        assert self.lightning_module is not None
+        with self.handling_parts():
+            gather_again(self.lightning_module)
+            if self.optimizers:
+                self.weights_changed()
+
+    # -- files -------------------------------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0, nothing elsewhere; a collective."""
+        assert self.lightning_module is not None
+        with self.handling_parts(), scratch.Scratch(self._scratch_folder) as room:
+            return partitioned.whole_state_dict(
+                self.lightning_module, self.weight_parts(), keep=self.is_global_zero, scratch=room, device=self._between
+            )
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The optimizer's whole state on rank 0, nothing elsewhere; a collective."""
+        with self.handling_parts(), scratch.Scratch(self._scratch_folder) as room:
+            return partitioned.whole_optimizer_state(
+                bare_optimizer(optimizer), self.optimizer_parts(), keep=self.is_global_zero, scratch=room, device=self._between
+            )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's part of the checkpoint's weights."""
+        assert self.lightning_module is not None
+        with self.handling_parts():
+            partitioned.load_state_dict(self.lightning_module, self.weight_parts(), checkpoint["state_dict"], strict=strict)
+            if self.optimizers:
+                self.weights_changed()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's part of the checkpoint's optimizer states."""
+        own, disk = self.optimizer_parts(), self._disk
+        take = Tensor.clone if disk is None else disk.take
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            partitioned.load_optimizer_state(bare_optimizer(optimizer), own, state, take=take)
+
+    @property
+    def _between(self) -> torch.device:
+        """What the group's backend takes tensors from."""
+        return self.root_device
+
+    @property
+    def _scratch_folder(self) -> str:
+        assert self.lightning_module is not None
+        return str(self.lightning_module.trainer.default_root_dir)
+
+    # -- afterwards --------------------------------------------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Take DeepSpeed off module and optimizers, whose weights and states have been handed over; no communication."""
+        assert self.lightning_module is not None
+        by_fragment = {id(piece.fragment): piece.parameter for group in self.pieces for piece in group}
+        for optimizer in self.optimizers:
+            bare = bare_optimizer(optimizer)
+            for group in bare.param_groups:
+                group["params"] = [by_fragment.get(id(parameter), parameter) for parameter in group["params"]]
+            bare.state.clear()
+        if self._traces is not None:
+            self.deepspeed_engine.destroy()
+            self._traces.undo()
+            self._traces = None
+
+    def release(self) -> None:
+        """Make the module whole and plain again on every rank, for what comes after the run in this process; a collective."""
+        assert self.lightning_module is not None
+        make_whole(self.lightning_module)
+        self.let_go()

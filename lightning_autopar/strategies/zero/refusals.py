@@ -1,0 +1,148 @@
+"""What of a Trainer's options, of a module and of its optimizer can't keep the promise under DeepSpeed, each by a sentence.
+
+Knows Lightning's options and torch's optimizers; nothing of memory or time. DeepSpeed isn't imported: planning asks before anybody knows
+whether a ZeRO plan will be taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.memory.fakes.fakes import is_compiled
+from lightning_autopar.memory.footprint import Conduct
+from lightning_autopar.memory.trace.parameter_use import GRADIENT_HOOKS
+from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+#: Precisions that are plain Lightning's to the last rounding under DeepSpeed as our engine drives it.
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+#: Callbacks that copy, regroup or judge the module's own parameters and gradients.
+_WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning", "BaseFinetuning")
+#: Hooks that clip gradients, or run backward and the optimizer's step, in another way. Of those that may look at gradients or not see
+#: :func:`unseen_gradients`.
+_GRADIENT_HOOKS = ("configure_gradient_clipping", "backward")
+_OPTIMIZER_HOOKS = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
+_CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_NONE = "DeepSpeed leaves no gradients in the parameters to look at"
+
+
+def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
+    """Why this fit can't be one under ZeRO, by the trainer's options and the module as it is; None where nothing is known against it.
+
+    Args:
+        trainer: its options, callbacks and module are read.
+        kinds: of the callbacks: the name of each class that one is of, and the callback's own.
+    """
+    module = trainer.lightning_module
+    present: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    if (reason := _precision(trainer)) is not None:
+        return reason
+    for name in _WHOLE_CALLBACKS:
+        if name in kinds:
+            return f"the callback {kinds[name]} works on whole parameters and on which of them are trained, and DeepSpeed partitions them"
+    if "GradientAccumulationScheduler" in kinds:
+        return f"Lightning's DeepSpeedStrategy refuses the callback {kinds['GradientAccumulationScheduler']}"
+    for callback in present:
+        for name in _CALLBACK_HOOKS:
+            if is_overridden(name, callback, parent=Callback):
+                return f"the callback {type(callback).__name__} has {name}, and {_NONE}"
+    for name in (*_GRADIENT_HOOKS, *_OPTIMIZER_HOOKS):
+        if is_overridden(name, module):
+            return f"the module overrides {name}, and {_NONE if name in _GRADIENT_HOOKS else 'DeepSpeed runs the step by itself'}"
+    return unpartitioned_module(module, str(trainer.precision))
+
+
+def unseen_gradients(module: LightningModule, conduct: Conduct | None) -> str | None:
+    """Why the module's hooks can't be called when gradients are in parts; None where they look at none.
+
+    What they look at in a later step is the precision plugin's to notice; see :func:`.zero_precision.refuse_looks`.
+
+    Args:
+        module: whose hooks they are.
+        conduct: what the traced step does; None where it wasn't traced.
+    """
+    looked = {} if conduct is None else dict(conduct.looked)
+    for name in GRADIENT_HOOKS:
+        if not is_overridden(name, module) or (conduct is not None and name not in looked):
+            continue
+        if (parameter := looked.get(name)) is None:
+            return f"the module overrides {name}, and whether it looks at gradients isn't known, as it wasn't traced to its end; {_NONE}"
+        return f"the module's {name} looks at the gradient of {parameter!r}, and {_NONE}"
+    return None
+
+
+def _precision(trainer: Trainer) -> str | None:
+    """Why the precision can't be had."""
+    if trainer.precision not in PRECISIONS:
+        return f"precision {trainer.precision!r} isn't plain Lightning's under DeepSpeed; ZeRO takes {', '.join(PRECISIONS)}"
+    plugin = trainer.precision_plugin
+    if type(plugin) not in (Precision, MixedPrecision, HalfPrecision):
+        return f"the precision plugin {type(plugin).__name__} would be replaced by DeepSpeed's own precision"
+    return None
+
+
+def unpartitioned_module(module: nn.Module, precision: str) -> str | None:
+    """What in a module DeepSpeed can't partition, or not without a change of the run; None if there is nothing.
+
+    Args:
+        module: any.
+        precision: Lightning's name of it. True 16 bits make one dtype of all parameters; otherwise they stay as they are.
+    """
+    for name, parameter in module.named_parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if nn.parameter.is_lazy(parameter):
+            return f"the parameter {name!r} gets its shape in the first step, and DeepSpeed partitions before"
+        if isinstance(parameter, DTensor):
+            return f"the parameter {name!r} is sharded already, and DeepSpeed has to partition it"
+        if not parameter.is_floating_point():
+            return f"the parameter {name!r} is {dtype}, which DeepSpeed doesn't take"
+        if not precision.endswith("16-true") and parameter.dtype != torch.float32:
+            return f"the parameter {name!r} is {dtype}, and at precision {precision!r} DeepSpeed keeps float32"
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"the parameter {name!r} has a hook of its own, which would see a gradient before DeepSpeed has reduced it"
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            return f"{name!r} has sparse gradients, which DeepSpeed can't partition; build it with sparse=False"
+        if isinstance(child, torch._dynamo.OptimizedModule) or is_compiled(child):
+            return "a part of the module is compiled, and DeepSpeed hooks into the modules as they were written"
+    return None
+
+
+def unpartitioned_optimizer(module: LightningModule, optimizers: Iterable[Optimizer]) -> str | None:
+    """Why the optimizer's step can't be partitioned; None where a part of a parameter steps as the whole does.
+
+    How many there are is planning's question.
+
+    Args:
+        module: the one that configured them.
+        optimizers: what it configured.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if kind not in ELEMENTWISE:
+            known = ", ".join(each.__name__ for each in ELEMENTWISE)
+            return f"{kind.__module__}.{kind.__name__} isn't known to step each element by itself, as partitions need it; known are {known}"
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return f"the optimizer {kind.__name__} has hooks of its own around its step, which would see partitions"
+        if optimizer.defaults.get("differentiable"):
+            return f"the optimizer {kind.__name__} is differentiable, and DeepSpeed steps without a graph"
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in _tensors(group)):
+            return f"the optimizer {kind.__name__} has parameters that aren't the module's, which DeepSpeed doesn't see"
+    return None
+
+
+def _tensors(group: Mapping[str, Any]) -> Iterable[Any]:
+    """A parameter group's parameters."""
+    return group["params"]  # type: ignore[no-any-return]

@@ -1,0 +1,141 @@
+"""Whether DeepSpeed runs a module's step right under a ZeRO plan: a rehearsal on forked ranks, by the engine that would run the plan.
+
+DeepSpeed has no front door that says no: what it can't partition fails in its hooks, or is lost in them. Knows Lightning modules and the
+engine; nothing of the devices that there are, nor of how plans are chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.footprint import Conduct
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.parity.check import Check
+from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
+from lightning_autopar.strategies.zero import deepspeed as doorway
+from lightning_autopar.strategies.zero.strategy import ZeroEngine, plugin
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+#: The rehearsal is on CPU devices in 32 bits, whatever the plan's devices and the run's precision are.
+_DEVICE, _PRECISION = "cpu:1GiB", "32-true"
+
+
+def rehearse_zero(
+    module: LightningModule, trainer: Trainer | None, first: FirstBatch, plan: Plan, *, flops: int = 0, conduct: Conduct | None = None
+) -> Check:
+    """Whether DeepSpeed runs the module's training step, as the plan says, as one process does.
+
+    Args:
+        module: the user's module, set up; it stays as it is.
+        trainer: the trainer that it was passed to, read only.
+        first: the first training batch.
+        plan: of engine ``"zero"``; its stage, what it offloads and what it recomputes is tried, on two ranks at most.
+        flops: of a step on the whole batch.
+        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
+    """
+    world_size = min(2, plan.world_size)
+    name = f"ZeRO-{plan.zero_stage}"
+    engine = Engine(
+        steps=partial(_steps, replace(plan, devices=tuple(f"cpu:{rank}" for rank in range(world_size)))),
+        where=f"under {name}",
+        lost=f"what the step does is another thing on partitions of {name}",
+        sentence=lambda reason: f"the step fails under {name} ({reason})",
+        traced=partial(_traced, plan),
+        world_size=world_size,
+    )
+    return rehearse(module, trainer, first, engine, flops=flops, conduct=conduct)
+
+
+def _traced(plan: Plan, conduct: Conduct) -> str | None:
+    """What the traced step does that partitions don't survive."""
+    if conduct.exchanged and plan.zero_stage == 3:
+        return (
+            f"the step puts another parameter in the place of {conduct.exchanged[0]!r}, which ZeRO-3 has partitioned; write to the "
+            "parameter instead (with torch.no_grad(): parameter.copy_(...))"
+        )
+    if conduct.shared:
+        return (
+            f"the step gives the parameter {conduct.shared[0]!r} the values of another one to share (by its data), and DeepSpeed keeps "
+            "them apart; copy them instead (with torch.no_grad(): parameter.copy_(other))"
+        )
+    return None
+
+
+class _Rehearsed(ZeroEngine):
+    """The engine without a run around it: who joins which group, and what a batch's shares are, is the rehearsal's."""
+
+    def __init__(self, plan: Plan, module: LightningModule) -> None:
+        devices = parse_spec(f"{plan.world_size}x{_DEVICE}").devices
+        super().__init__(Assignment(plan=plan, devices=devices))
+        environment = LightningEnvironment()
+        environment.set_world_size(plan.world_size)
+        environment.set_global_rank(dist.get_rank())
+        self.cluster_environment = environment
+        self.precision_plugin = plugin(_PRECISION, "cpu")
+        self.connect(module)
+        self.model = module
+
+    def start(self, optimizers: list[Any]) -> None:
+        """Partition the module and the optimizer; a collective."""
+        doorway.start("gloo")
+        self.optimizers = optimizers
+        self.init_deepspeed()
+
+
+def _steps(plan: Plan, module: LightningModule, trainer: Trainer | None, batch: Batch, keep: bool) -> Run:
+    """A few training steps under DeepSpeed."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # DeepSpeed asks for it; this process is the rehearsal's own
+    engine = _Rehearsed(plan, module)
+    rehearsal = rehearsed(module, trainer)
+    rehearsal.__dict__["_step_optimizer"] = partial(_step, engine)
+    rehearsal._trainer.give(
+        precision_plugin=engine.precision_plugin,
+        strategy=engine,
+        precision=_PRECISION,
+        default_root_dir=gettempdir(),  # where whole weights go on their way
+    )
+    rehearsal.build()
+    engine.start(rehearsal.optimizers)
+    step: Any = rehearsal._call
+
+    def call(*args: Any) -> Any:
+        with engine.inside(step=True):
+            return _through(engine.model, module, partial(step, *args))
+
+    rehearsal.__dict__["_call"] = call
+    module.__dict__["backward"] = lambda loss, *args, **kwargs: engine.backward_parts(loss, *args, **kwargs)
+    with losses_of_backward() as losses:
+        for index in range(STEPS):
+            rehearsal.training_step(batch(), index)
+    return Run(losses=tuple(losses), weights=copied(engine.lightning_module_state_dict() or {}), notes=tuple(rehearsal.notes))
+
+
+def _step(engine: ZeroEngine, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    """The optimizer's step, as the engine's precision plugin does it."""
+    result = closure()
+    engine.step_parts()
+    return result
+
+
+def _through(outer: Any, module: LightningModule, function: Callable[[], Any]) -> Any:
+    """Call the function as if it were the module's ``forward``, so that DeepSpeed's hooks are around it; as Lightning does."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        del module.__dict__["forward"]  # what the step itself calls is the module's own
+        return function()
+
+    module.__dict__["forward"] = forward
+    return outer()

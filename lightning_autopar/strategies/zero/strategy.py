@@ -1,0 +1,332 @@
+"""ZeRO: DeepSpeed's stages under Lightning's DeepSpeedStrategy, such that the run is plain Lightning's on one device.
+
+Lightning's own precision plugins, with backward and the optimizer's step run by DeepSpeed's engine.
+
+Lightning's ``DeepSpeedPrecision`` converts the module, and each batch, to 16 bits under mixed precision, and skips the hooks' order of a
+plain run. These compute what a plain run computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, update_properties
+from lightning_autopar.exact.step.device_draws import drawn_on
+from lightning_autopar.memory.trace.parameter_use import GradientLooks
+from lightning_autopar.state.scratch_files import hand_back_freed
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.host_optimizers import on_host
+from lightning_autopar.strategies.base.mixin import SplitMixin
+from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.zero import deepspeed as doorway
+from lightning_autopar.strategies.zero.disk import DiskStates, disk_folder
+from lightning_autopar.strategies.zero.gradient_reduction import Clipping, Reduction
+from lightning_autopar.strategies.zero.partitions.checkpoint_files import ZeroFiles
+from lightning_autopar.strategies.zero.partitions.pieces import Edits, Piece, Relay
+from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class _ByDeepSpeed(Precision):
+    """What DeepSpeed's engine does by itself."""
+
+    clipping: Clipping
+
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Any:  # type: ignore[override]  # as Lightning's own
+        """``on_after_backward``."""
+        with refuse_looks(module, "on_after_backward"):
+            return super().post_backward(tensor, module)
+
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        """``on_before_optimizer_step`` and clipping."""
+        with refuse_looks(model, "on_before_optimizer_step"):
+            super()._after_closure(model, optimizer)
+
+    def backward(  # type: ignore[override]  # as Lightning's own
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Backward, with the gradients reduced to their ranks' parts."""
+        strategy: Any = model.trainer.strategy
+        strategy.backward_parts(tensor, *args, **kwargs)
+
+    def optimizer_step(  # type: ignore[override]  # as Lightning's own
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """The closure with the hooks that come after it, then the step."""
+        result = self._wrap_closure(model, optimizer, closure)
+        strategy: Any = model.trainer.strategy
+        strategy.step_parts()
+        return result
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = None) -> None:
+        """Clip in the step, which is about to begin: gradients are in parts until then."""
+        if clip_val > 0:
+            self.clipping.ask(float(clip_val), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
+
+
+@contextmanager
+def refuse_looks(module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """Around a hook that looked at no gradients on the traced step, which may do so now.
+
+    Raises:
+        ValueError: if it does, as there are none in the parameters.
+    """
+
+    def refuse(parameter: Parameter) -> None:
+        name = next((name for name, each in module.named_parameters() if each is parameter), "a parameter")
+        raise ValueError(
+            f"{hook} looks at the gradient of {name!r} in step {module.global_step}, though it looked at none in the step that was tried "
+            "before the run; DeepSpeed leaves no gradients in the parameters to look at. Run with allow=['single', 'ddp', 'fsdp']"
+        )
+
+    with GradientLooks(refuse):
+        yield
+
+
+class _Full(_ByDeepSpeed):
+    pass
+
+
+class _Mixed(_ByDeepSpeed, MixedPrecision):
+    pass
+
+
+class _Half(_ByDeepSpeed, HalfPrecision):
+    pass
+
+
+def plugin(precision: str, device_type: str) -> Precision:
+    """The plugin for the Trainer's precision.
+
+    Raises:
+        ValueError: if DeepSpeed can't compute what a plain run at this precision does.
+    """
+    if precision == "32-true":
+        return _Full()
+    if precision == "bf16-mixed":
+        return _Mixed("bf16-mixed", device_type)
+    if precision == "bf16-true":
+        return _Half("bf16-true")
+    raise ValueError(f"a ZeRO plan runs at precision 32-true, bf16-mixed or bf16-true, but the Trainer's is {precision!r}; choose one")
+
+
+class _ZeroStrategy(DeepSpeedStrategy):
+    """Lightning's DeepSpeedStrategy without what it leaves out of a plain run, on CPU devices as well, and with plain checkpoints."""
+
+    assignment: Assignment
+    _relay: Relay | None = None
+    _reduction: Reduction
+    _clipping: Clipping
+    _forked: bool
+    _edits: Edits
+    _disk: DiskStates | None = None
+    _frozen: frozenset[int] = frozenset()
+    _backward_ran = False
+
+    def _configure_launcher(self) -> None:
+        """The processes are there already."""
+
+    def setup_environment(self) -> None:
+        """Join the group, without re-seeding: every rank goes on from the parent's RNG state."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.precision_plugin = plugin(str(self.precision_plugin.precision), self.root_device.type)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        """As Lightning's, but for its demand that devices have indices, which CPUs haven't, and its new seeds."""
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        doorway.import_deepspeed(self.root_device.type)
+        join_group(self, self._process_group_backend)
+        doorway.start(self._process_group_backend)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Build the user's optimizer on the module's parameters, then hand both to DeepSpeed."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        self.model = self.precision_plugin.convert_module(module)
+        if not self._forked:
+            self._take_weights_of_rank_0()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting or self.zero_stage_3:
+            self.init_deepspeed()
+        else:  # without an optimizer there is nothing to partition
+            self.model_to_device()
+        hand_back_freed()
+        self.barrier()
+
+    @property
+    def zero_stage_3(self) -> bool:
+        """Whether parameters are partitioned."""
+        return self.assignment.plan.zero_stage == 3
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where ``configure_model`` builds the module: what is to be partitioned in host memory, by the device's draws.
+
+        Lightning's leaves that to ``zero.Init``, which isn't used here (``model_sharded_context``).
+        """
+        if not self.zero_stage_3:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with torch.device("cpu"), drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
+            yield
+
+    @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """As plain Lightning does: optimizer and schedulers are the user's own objects and stay so."""
+        Strategy.setup_optimizers(self, trainer)
+
+    def _take_weights_of_rank_0(self) -> None:
+        """Processes that were started one by one may have built different modules."""
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            moved = tensor.data.to(self.root_device)
+            dist.broadcast(moved, src=0)
+            if moved is not tensor.data:
+                tensor.data.copy_(moved)
+
+    def init_deepspeed(self) -> None:
+        """Partition the module and its optimizer; a collective."""
+        module, plan = self._module, self.assignment.plan
+        trainer = module.trainer
+        parameters = list(module.parameters())
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise ValueError(
+                "configure_model has sharded the module, which DeepSpeed would do; leave that to the strategy, or run with allow=['fsdp']"
+            )
+        settings = zero_settings(
+            plan,
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            on_cpu=self.root_device.type == "cpu",
+        )
+        self._frozen = frozenset(id(parameter) for parameter in parameters if not parameter.requires_grad)
+        self.config = deepspeed_config(plan, settings, element="bf16" if str(trainer.precision) == "bf16-true" else "fp32")
+        self._config_initialized = True
+        users = bare_optimizer(self.optimizers[0]) if self.optimizers else None
+        if users is not None and "optimizer" in plan.offload and self.root_device.type != "cpu":
+            on_host(users)  # a CPU device's host is itself: there the update stays the one that the plan without offload has
+        relay = self._relay = None if users is None else Relay(users)
+        device = self.root_device
+        self.model = doorway.initialize(module, relay, self.config, device_type=device.type, device_rank=device.index or 0)
+        update_properties(module, device=device)
+        if users is None or relay is None:
+            return
+        optimizer = self.model.optimizer
+        doorway.share_partitions(optimizer)
+        relay.attach(doorway.partitions(optimizer))
+        if plan.optimizer_on_disk:
+            self._disk = DiskStates(users, disk_folder(trainer.default_root_dir))
+        self._reduction = Reduction([parameter for group in relay.trained for parameter in group])
+        doorway.reduce_by(optimizer, self._reduction)
+        self._clipping = Clipping(lambda: doorway.gradient_parts(optimizer))
+        self.precision_plugin.clipping = self._clipping  # type: ignore[attr-defined]
+        relay.clip = self._clipping.apply
+        self._edits = Edits(list(doorway.copied_partitions(optimizer)), list(doorway.places(optimizer)))
+
+    # -- steps -------------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Lightning's own loop does, the ragged last window as well."""
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around a backward pass that no step follows: gradients are kept, and those of stage 1 not yet reduced."""
+        engine = self.deepspeed_engine
+        engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            engine.set_gradient_accumulation_boundary(True)
+
+    def backward_parts(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass; gradients are reduced to this rank's parts."""
+        self._backward_ran = True
+        self.deepspeed_engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+
+    def step_parts(self) -> None:
+        """Step this rank's parts, and gather the parameters, unless they stay in parts."""
+        if not self._backward_ran:  # no step of the window had a loss
+            return
+        self._backward_ran = False
+        assert self._relay is not None
+        self._relay.used = self._reduction.settle(self.root_device)
+        self._clipping.measure(self.root_device)
+        self._edits.take_over()
+        self.deepspeed_engine.step()
+        self._edits.remember()
+        self._clipping.done()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """DeepSpeed partitioned the gradients of those parameters alone that were to be trained when it was set up."""
+        for name, parameter in self._module.named_parameters() if self._frozen else ():
+            if parameter.requires_grad and id(parameter) in self._frozen:
+                raise ValueError(
+                    f"{name!r} was frozen when the run began and is to be trained now, which DeepSpeed doesn't notice. "
+                    "Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'fsdp']"
+                )
+        super().on_train_batch_start(batch, batch_idx)
+
+    # -- pieces ------------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def pieces(self) -> list[list[Piece]]:
+        """This rank's parts of the trained parameters, by group of the user's optimizer."""
+        return [] if self._relay is None else self._relay.pieces
+
+    def weights_changed(self) -> None:
+        """Something has written into the module's parameters (at stage 3 their parts): the optimizer's copies of them follow."""
+        self.deepspeed_engine.optimizer.refresh_fp32_params()
+
+    def teardown(self) -> None:
+        """Leave module and optimizer as they are, for whoever collects them; Lightning would move them, or what is left of them."""
+        assert self.accelerator is not None
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
+    """Executes a ZeRO plan: each rank a part of the optimizer's state, from stage 2 on of the gradients, at stage 3 of the parameters.
+
+    Args:
+        assignment: with a plan of engine ``"zero"``.
+        forked: whether the ranks were forked off one process, so that they hold the same weights.
+    """
+
+    def __init__(self, assignment: Assignment, *, forked: bool = True) -> None:
+        doorway.import_deepspeed(assignment.devices[0].kind)  # before Lightning does, and has it look for devices
+        super().__init__(config={}, parallel_devices=assignment.torch_devices, logging_level=logging.ERROR)
+        self._forked = forked
+        self.attach(assignment)

@@ -1,0 +1,102 @@
+"""Sizes and durations as people write and read them. Knows no torch, no device, no plan.
+
+Text of somebody else's, made fit for a terminal or a log. Knows nothing of what it says.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[_letter] = _UNITS[_letter + "ib"] = 1024**_power
+    _UNITS[_letter + "b"] = 1000**_power
+
+_SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_memory(value: int | str) -> int:
+    """Bytes from ``4294967296``, ``"4GiB"``, ``"500MB"`` or ``"1.5g"`` (a bare letter counts in powers of 1024).
+
+    Raises:
+        ValueError: if the text is no size, or the size isn't positive.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"{value!r} is no memory size; write bytes as a number or a size such as '4GiB' or '500MB'")
+        size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size <= 0:
+        raise ValueError(f"a memory size must be positive, but {value!r} is {size} bytes; write a size such as '4GiB'")
+    return size
+
+
+def parse_seconds(value: float | str) -> float:
+    """Seconds from ``90``, ``"90s"``, ``"30min"``, ``"2h"`` or ``"1.5d"``.
+
+    Raises:
+        ValueError: if it is no duration, or a negative one.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2].lower() not in _SECONDS:
+            raise ValueError(f"{value!r} is no duration; write seconds as a number, or '90s', '30min' or '2h'")
+        seconds = float(match[1]) * _SECONDS[match[2].lower()]
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"a duration must be 0 or more seconds, but {value!r} isn't; write one such as '30min'")
+    return seconds
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``1536`` → ``"1.5 KiB"``; three significant digits, binary units."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 1000 else f"{size:.3g} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_of(size_bytes: float, whole_bytes: float) -> str:
+    """``"3.1 / 3.8 GiB"``: the unit once, where both have the same."""
+    amount, unit = format_bytes(size_bytes).split()
+    whole = format_bytes(whole_bytes)
+    return f"{amount} / {whole}" if whole.endswith(f" {unit}") else f"{amount} {unit} / {whole}"
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.0123`` → ``"12.3 ms"``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 0.9995:  # above, three digits of milliseconds would be 1000
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min"
+
+
+#: Control and format characters (escape sequences, changes of direction), halves of characters, and ends of lines.
+_UNFIT = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+#: For each of these.
+_INSTEAD = "\N{REPLACEMENT CHARACTER}"
+
+
+def printable(text: str, most: int = 500) -> str:
+    """The text on one line, without what would move a cursor, set a title or turn the direction of writing.
+
+    Args:
+        text: anybody's.
+        most: characters of it that are kept; an ellipsis says that there were more.
+    """
+    short = text if len(text) <= most else f"{text[: most - 1]}…"
+    if short.isascii() and short.isprintable():
+        return short
+    return "".join(_INSTEAD if unicodedata.category(character) in _UNFIT else character for character in short)

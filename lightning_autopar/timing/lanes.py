@@ -1,0 +1,386 @@
+"""Replicas and shards: when the gradients and parameters of a step cross the links, and what of it computing hides.
+
+DDP and FSDP2 are played part by part on two lanes: the device computes, the links carry one collective after the other. It knows no
+pipeline, and not how fast anything is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.memory.allocator.play import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.work.work import Work
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.fsdp.memory import sharding_of
+from lightning_autopar.timing.rank import Event, Run
+from lightning_autopar.timing.rates import Collective, Rates
+from lightning_autopar.timing.roofline import Layout
+
+
+@dataclass(frozen=True)
+class Wires:
+    """How a plan's ranks talk: groups of devices, and their collectives' seconds.
+
+    Args:
+        shards: the ranks that hold one copy of the model together.
+        copies: the ranks that hold the same part of it.
+        inventory: whose links count.
+        rates: of single collectives.
+    """
+
+    shards: Sequence[Device]
+    copies: Sequence[Device]
+    inventory: Inventory
+    rates: Rates
+    _known: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def over_shards(self, collective: Collective, size_bytes: float) -> float:
+        """One collective among those that hold one copy together."""
+        if len(self.shards) < 2 or size_bytes <= 0:
+            return 0.0
+        key = collective, round(size_bytes)
+        if key not in self._known:
+            self._known[key] = self.rates.collective_seconds(collective, key[1], self.shards, self.inventory)
+        return self._known[key]
+
+    def over_copies(self, size_bytes: float) -> float:
+        """One all-reduce among those that hold the same part."""
+        if len(self.copies) < 2 or size_bytes <= 0:
+            return 0.0
+        key = "copies", round(size_bytes)
+        if key not in self._known:
+            self._known[key] = self.rates.collective_seconds("all_reduce", key[1], self.copies, self.inventory)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Played:
+    """How a step went.
+
+    Args:
+        end: when its last collective and its last backward are done; the update follows.
+        carried: seconds in which the links were busy.
+        copied: seconds of the device's lane that went into flat buffers and out of them.
+    """
+
+    end: float
+    carried: float
+    copied: float = 0.0
+
+
+_BUCKETS: dict[int, tuple[weakref.ref[Layout], tuple[tuple[int, int, float], ...]]] = {}
+
+
+def buckets_of(layout: Layout) -> tuple[tuple[int, int, float], ...]:
+    """DDP's buckets in the order in which they fill: bytes, and the layer, and how far into its backward, that fills it.
+
+    Gradients come in the opposite order of the parameters, evenly over a layer's backward. A bucket is sent when it has reached its size.
+    """
+    known = _BUCKETS.get(id(layout))
+    if known is None or known[0]() is not layout:
+        key = id(layout)
+        known = weakref.ref(layout, lambda _: _BUCKETS.pop(key, None)), tuple(_fill(layout))
+        _BUCKETS[key] = known
+    return known[1]
+
+
+def _fill(layout: Layout) -> list[tuple[int, int, float]]:
+    buckets: list[tuple[int, int, float]] = []
+    size, most, place = 0, FIRST_BUCKET_BYTES, (0, 1.0)
+    for number in range(len(layout.layers) - 1, -1, -1):
+        gradients = layout.layers[number].gradients
+        total, seen = sum(gradients), 0
+        for gradient in reversed(gradients):
+            if size and size + gradient > most and size >= most / 2 and gradient >= most:
+                # A gradient that is as large as a bucket by itself leaves the one before it as it is.
+                buckets.append((size, *place))
+                size, most = 0, BUCKET_BYTES
+            size, seen = size + gradient, seen + gradient
+            place = number, seen / total if total else 1.0
+            if size >= most:
+                buckets.append((size, *place))
+                size, most = 0, BUCKET_BYTES
+    if size:
+        buckets.append((size, *place))
+    return buckets
+
+
+def play_replicas(layout: Layout, run: Run, wires: Wires, scale: float, events: list[Event] | None = None) -> Played:
+    """DDP: each bucket is reduced when the last part's backward has filled it.
+
+    Args:
+        layout: of the step.
+        run: the rank's own work.
+        wires: between the ranks.
+        scale: bytes that a gradient has on the wire, beside those that it has at rest.
+        events: where what happens is written down.
+    """
+    backwards = run.backwards()
+    before = run.copied + run.parts * sum(run.forward) + (run.parts - 1) * sum(backwards)
+    done = [0.0] * (len(backwards) + 1)
+    for number in range(len(backwards) - 1, -1, -1):
+        done[number] = done[number + 1] + backwards[number]
+    carried = link = 0.0
+    for size, number, far in buckets_of(layout):
+        seconds = wires.over_copies(size * scale)
+        start = max(link, before + done[number + 1] + far * backwards[number])
+        link = start + seconds
+        carried += seconds
+        if events is not None and seconds:
+            events.append(Event("communication", start, link, "communication", "all-reduce"))
+    if events is not None:
+        note_computing(layout, run, events)
+    return Played(max(link, before + done[0]), carried)
+
+
+def note_computing(layout: Layout, run: Run, events: list[Event]) -> None:
+    """The compute lane of a rank that nothing stops."""
+    clock = run.copied
+    if clock:
+        events.append(Event("compute", 0.0, clock, "input", "batch"))
+    for _ in range(run.parts):
+        for number, seconds in enumerate(run.forward):
+            clock = note(events, clock, seconds, "forward", label_of(layout, number))
+        for number in range(len(run.backward) - 1, -1, -1):
+            clock = note(events, clock, run.again[number], "recompute", label_of(layout, number))
+            clock = note(events, clock, run.backwards()[number] - run.again[number], "backward", label_of(layout, number))
+
+
+def note(events: list[Event] | None, clock: float, seconds: float, kind: str, label: str, lane: str = "compute") -> float:
+    """Write down what begins now; returns when it ends."""
+    if events is not None and seconds > 0:
+        events.append(Event(lane, clock, clock + seconds, kind, label))
+    return clock + seconds
+
+
+def label_of(layout: Layout, number: int) -> str:
+    """A layer's name."""
+    fqn = layout.layers[number].fqn
+    return fqn if fqn is not None else "head" if number == len(layout.layers) - 1 else "between" if number else "embedding"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered and reduced together, in seconds.
+
+    Args:
+        gather: of an all-gather.
+        unpack: of copying it out of its flat buffer.
+        reduce: of a reduce-scatter, and an all-reduce among the copies of the model.
+        fetch: of a shard from the host's memory, where parameters lie there.
+        store: of a shard's gradients to it.
+    """
+
+    gather: float
+    unpack: float
+    reduce: float
+    fetch: float = 0.0
+    store: float = 0.0
+
+
+def play_shards(
+    layout: Layout, run: Run, units: Sequence[Unit | None], root: Unit, *, again: bool, training: bool, events: list[Event] | None = None
+) -> Played:
+    """FSDP2, and ZeRO-3, which works alike: parameters come a unit ahead of what computes with them, gradients leave behind it.
+
+    As torch 2.13 does it (``_fully_shard/_fsdp_param_group.py``): the next unit's all-gather begins when this unit's parameters have been
+    copied out of their buffer; in backward that of the unit before it does. Links carry one collective after the other.
+
+    Args:
+        layout: of the step.
+        run: the rank's own work; all its parts gather and reduce.
+        units: of each layer, its own or None where the root has its parameters.
+        root: the rest, which stays gathered from forward's begin to backward's end.
+        again: whether backward gathers a second time.
+        training: whether there is a backward.
+        events: where what happens is written down.
+    """
+    player = _Player(layout, run, units, root, again, training, events)
+    play = player.part if events is not None else player.quiet_part
+    clock = run.copied
+    ends = []
+    for _ in range(run.parts):
+        clock = play(clock)
+        ends.append(clock)
+        if events is None and len(ends) == 3 and run.parts > 3:  # each further one is like the third
+            left = run.parts - 3
+            clock += left * (ends[2] - ends[1])
+            player.carried *= run.parts / 3
+            player.unpacked *= run.parts / 3
+            break
+    return Played(clock, player.carried, player.unpacked)
+
+
+class _Player:
+    """The state of a step of shards: when the links are free, and how long they were busy."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        run: Run,
+        units: Sequence[Unit | None],
+        root: Unit,
+        again: bool,
+        training: bool,
+        events: list[Event] | None,
+    ) -> None:
+        self.layout, self.run, self.units, self.root = layout, run, units, root
+        self.again, self.training, self.events = again, training, events
+        self.link = self.carried = self.unpacked = 0.0
+        self._forwards, self._backwards = run.forward, run.backwards()
+
+    def carry(self, ready: float, seconds: float, label: str) -> float:
+        """One collective, when it is ready and the links are free; returns when it is done."""
+        self.link = note(self.events, max(self.link, ready), seconds, "communication", label, "communication")
+        self.carried += seconds
+        return self.link
+
+    def unpack(self, clock: float, unit: Unit, label: str) -> float:
+        """Copy a unit out of its buffer."""
+        self.unpacked += unit.unpack
+        return note(self.events, clock, unit.unpack, "communication", f"copy out {label}")
+
+    def quiet_part(self, clock: float) -> float:
+        """The same as :meth:`part` with nothing written down, as a search asks for it hundreds of times."""
+        units, root, link, carried, unpacked = self.units, self.root, self.link, self.carried, self.unpacked
+        own = [number for number, unit in enumerate(units) if unit is not None]
+        gathers = [unit.fetch + unit.gather for unit in units if unit is not None]
+
+        seconds = root.fetch + root.gather
+        link = clock = max(link, clock) + seconds
+        carried += seconds
+        unpacked += root.unpack
+        clock += root.unpack
+        ready, ahead = 0.0, 0  # when the next unit is gathered, and which of those that are
+        if own:
+            link = ready = max(link, clock) + gathers[0]
+            carried += gathers[0]
+        for unit, seconds in zip(units, self._forwards, strict=True):
+            if unit is not None:
+                unpacked += unit.unpack
+                clock = max(clock, ready) + unit.unpack
+                ahead += 1
+                if ahead < len(own):
+                    link = ready = max(link, clock) + gathers[ahead]
+                    carried += gathers[ahead]
+            clock += seconds
+        if self.training:
+            again = self.again and bool(own)
+            ahead = len(own) - 1
+            if again:
+                link = ready = max(link, clock) + gathers[ahead]
+                carried += gathers[ahead]
+            for unit, repeated, seconds in zip(reversed(units), reversed(self.run.again), reversed(self._backwards), strict=True):
+                if unit is not None and again:
+                    unpacked += unit.unpack
+                    clock = max(clock, ready) + unit.unpack
+                    ahead -= 1
+                    if ahead >= 0:
+                        link = ready = max(link, clock) + gathers[ahead]
+                        carried += gathers[ahead]
+                clock = clock + repeated + (seconds - repeated)
+                if unit is not None:
+                    seconds = unit.reduce + unit.store
+                    link = max(link, clock) + seconds
+                    carried += seconds
+            seconds = root.reduce + root.store
+            link = max(link, clock) + seconds
+            carried += seconds
+        self.link, self.carried, self.unpacked = link, carried, unpacked
+        return max(clock, link) if self.training else clock
+
+    def part(self, clock: float) -> float:
+        """Forward and backward of one part of the batch; returns when its gradients are reduced."""
+        own = [number for number, unit in enumerate(self.units) if unit is not None]
+        following = dict(pairwise(own))
+        gathered: dict[int, float] = {}
+
+        def gather(number: int | None, ready: float) -> None:
+            if number is not None:
+                unit = self.units[number]
+                assert unit is not None
+                gathered[number] = self.carry(ready, unit.fetch + unit.gather, f"gather {label_of(self.layout, number)}")
+
+        clock = self.carry(clock, self.root.fetch + self.root.gather, "gather root")
+        clock = self.unpack(clock, self.root, "root")
+        gather(own[0] if own else None, clock)
+        for number, seconds in enumerate(self._forwards):
+            label = label_of(self.layout, number)
+            unit = self.units[number]
+            if unit is not None:
+                clock = self.unpack(max(clock, gathered[number]), unit, label)
+                gather(following.get(number), clock)
+            clock = note(self.events, clock, seconds, "forward", label)
+        if not self.training:
+            return clock
+        before = {later: earlier for earlier, later in following.items()}
+        if self.again and own:
+            gather(own[-1], clock)
+        for number in range(len(self._backwards) - 1, -1, -1):
+            label = label_of(self.layout, number)
+            unit = self.units[number]
+            if unit is not None and self.again:
+                clock = self.unpack(max(clock, gathered[number]), unit, label)
+                gather(before.get(number), clock)
+            clock = note(self.events, clock, self.run.again[number], "recompute", label)
+            clock = note(self.events, clock, self._backwards[number] - self.run.again[number], "backward", label)
+            if unit is not None:
+                self.carry(clock, unit.reduce + unit.store, f"reduce {label}")
+        self.carry(clock, self.root.reduce + self.root.store, "reduce root")
+        return max(clock, self.link)
+
+
+def fsdp_units(
+    footprint: Footprint, layout: Layout, plan: Plan, wires: Wires, device: Device, *, parameter_scale: float, gradient_scale: float
+) -> tuple[list[Unit | None], Unit]:
+    """The units of a plan with their seconds: of each layer, and of the root.
+
+    Args:
+        footprint: of the module.
+        layout: of its step.
+        plan: an fsdp plan.
+        wires: between the ranks.
+        device: on which buffers are copied.
+        parameter_scale: bytes of a parameter on the wire, beside those that it has at rest; ``gradient_scale`` of a gradient.
+    """
+    sharding = sharding_of(footprint, plan)
+    offloaded = "parameters" in plan.offload
+    made: dict[tuple[int, int], Unit] = {}
+
+    def unit(gathered: int, reduced: int) -> Unit:
+        key = gathered, reduced
+        if key not in made:
+            wide, back = gathered * parameter_scale, reduced * gradient_scale
+            shards = sharding.shards
+            fetch = wires.rates.host_copy_seconds(device, gathered // shards) if offloaded and gathered else 0.0
+            # Of one rank nothing is gathered: parameters come from the host when they are needed (torch 2.13, ``wait_for_unshard``), and
+            # gradients are copied once more instead of being reduced.
+            made[key] = Unit(
+                gather=wires.over_shards("all_gather", wide),
+                unpack=copy_seconds(wires.rates, device, 2 * wide) + (fetch if shards == 1 else 0.0),
+                reduce=wires.over_shards("reduce_scatter", back)
+                + copy_seconds(wires.rates, device, 2 * back * (2 if shards == 1 else 1))
+                + wires.over_copies(back / shards),
+                fetch=fetch if shards > 1 else 0.0,
+                store=wires.rates.host_copy_seconds(device, reduced // shards) if offloaded and reduced else 0.0,
+            )
+        return made[key]
+
+    blocks = {block.fqn: one for block, one in zip(footprint.blocks, sharding.blocks, strict=True) if one.gathered}
+    units = [
+        unit(blocks[layer.fqn].gathered, blocks[layer.fqn].reduced) if layer.fqn is not None and layer.fqn in blocks else None
+        for layer in layout.layers
+    ]
+    return units, unit(sharding.root.gathered, sharding.root.reduced)
+
+
+def copy_seconds(rates: Rates, device: Device, size_bytes: float) -> float:
+    """Reading and writing on the device."""
+    if size_bytes <= 0:
+        return 0.0
+    return rates.work_seconds(device, Work(kind="copy", name="copy_", dtype="fp32", moved_bytes=round(size_bytes), fixed_bytes=0))

@@ -1,0 +1,170 @@
+"""What a rank does by itself in one step: its parts' seconds, the update's, and what the host adds. It knows no collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_autopar.devices.inventory import Device, idle_share
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.work.work import Work
+from lightning_autopar.plans import Plan
+from lightning_autopar.timing.rates import Phase, Rates
+from lightning_autopar.timing.roofline import Layout, Load, part_load, update_load
+
+
+class Event(NamedTuple):
+    """Something that a rank does in a step, on one of its lanes."""
+
+    lane: str
+    start: float
+    end: float
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rank's own work in a step; a list has an entry for each layer of the layout.
+
+    Args:
+        device: on which.
+        parts: in how many parts its batch runs, one after the other.
+        forward: seconds of a part's forwards on the device; ``backward`` and ``again`` (a second forward) likewise.
+        update: of the optimizer.
+        copied: of the batch to the device.
+        issued: what the host needs to issue forwards and backwards, while the device is at work; 0 of a CPU device, which does both.
+        issued_update: the same of the update.
+        beside: what the host does besides: the loop, hooks.
+        synced: whether the host waits for the device in each step, as a scaler of gradients does before the update.
+    """
+
+    device: Device
+    parts: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    again: tuple[float, ...]
+    update: float
+    copied: float
+    issued: float
+    issued_update: float
+    beside: float
+    synced: bool
+
+    @property
+    def compute(self) -> float:
+        """Forwards and backwards of the step."""
+        return self.parts * (sum(self.forward) + sum(self.backward))
+
+    @property
+    def recompute(self) -> float:
+        """Second forwards of the step."""
+        return self.parts * sum(self.again)
+
+    @property
+    def alone(self) -> float:
+        """The whole step, if there were nothing to communicate."""
+        busy = self.compute + self.recompute + self.update + self.copied
+        return busy + self.overhead(busy)
+
+    def overhead(self, busy: float) -> float:
+        """What the host adds to a device that is busy for so long in a step.
+
+        A GPU's host runs ahead of it, from step to step: the longer of the two counts. Where it waits for the device before the update,
+        that goes for what comes before and for what comes after by itself. A CPU's host is the device.
+        """
+        if self.device.kind == "cpu":
+            return self.beside
+        if not self.synced:
+            return max(0.0, self.issued + self.issued_update + self.beside - busy)
+        return max(0.0, self.issued - (busy - self.update)) + max(0.0, self.issued_update + self.beside - self.update)
+
+    def backwards(self) -> tuple[float, ...]:
+        """Seconds of each layer's backward, its second forward included."""
+        return tuple(map(sum, zip(self.backward, self.again, strict=True)))
+
+
+def batch_parts(plan: Plan, rows: tuple[int, ...]) -> int:
+    """How many parts of its batch each rank runs: as many as any of them has samples at most."""
+    return max(1, min(plan.micro_batches, max(rows, default=1)))
+
+
+def run_of(
+    footprint: Footprint,
+    layout: Layout,
+    plan: Plan,
+    device: Device,
+    rates: Rates,
+    *,
+    share: float,
+    parts: int,
+    held: float = 1.0,
+    updates: bool = True,
+    units: int = 0,
+    layers: range | None = None,
+) -> Run:
+    """What a rank does in a step.
+
+    Args:
+        footprint: of the module.
+        layout: its parts.
+        plan: what is recomputed.
+        device: of the rank.
+        rates: of single operations.
+        share: of the batch that it gets, all its parts together.
+        parts: of its batch.
+        held: the part of the optimizer's work that is its own.
+        updates: whether the device does the update.
+        units: of FSDP, whose hooks take the host's time.
+        layers: which layers are its own; all of them by default.
+    """
+    own = layers if layers is not None else range(len(layout.layers))
+    again = frozenset(plan.recompute) if footprint.training else frozenset()
+    # All wait for the slowest, in every collective; the update is bound by memory, in which devices don't differ.
+    pace = rates.slowest_of(device, plan.world_size)
+    idle = idle_share(device)
+    on_cpu = device.kind == "cpu"
+    each = share / parts
+    own_layers = [layout.layers[number] for number in own]
+
+    def loads(indices: list[int], phase: Phase) -> list[Load]:
+        """Of each layer. Blocks are mostly alike, so each kind is asked for once."""
+        found: dict[int, Load] = {}
+        for index in set(indices):
+            part = part_load(layout, index, each, device, rates, phase)
+            stream = pace * part.stream / idle
+            found[index] = Load(stream + part.issue, 0.0) if on_cpu else Load(stream, part.issue)
+        return [found[index] for index in indices]
+
+    forwards = loads([layer.forward for layer in own_layers], "forward")
+    backwards = loads([layer.backward for layer in own_layers], "backward")
+    repeated = [layer.fqn in again for layer in own_layers]
+    second = tuple(load.stream if twice else 0.0 for load, twice in zip(forwards, repeated, strict=True))
+    whole = update_load(layout, held, device, rates) if updates and layout.optimizer else Load(0.0, 0.0)
+    update = whole.stream / idle + (whole.issue if on_cpu else 0.0)
+    twice = sum(load.issue for load, again_too in zip(forwards, repeated, strict=True) if again_too)
+    issued = parts * (sum(load.issue for load in (*forwards, *backwards)) + twice)
+    added = _accumulation(layout, own, device, rates, parts) if parts > 1 and footprint.training else (0.0,) * len(forwards)
+    return Run(
+        device=device,
+        parts=parts,
+        forward=tuple(load.stream for load in forwards),
+        backward=tuple(load.stream + seconds / idle for load, seconds in zip(backwards, added, strict=True)),
+        again=second,
+        update=update,
+        copied=rates.host_copy_seconds(device, round(footprint.input_bytes * share)),
+        issued=0.0 if on_cpu else issued,
+        issued_update=0.0 if on_cpu else whole.issue,
+        beside=rates.loop_seconds(device, plan.engine) + units * rates.unit_seconds(device) * parts,
+        synced=layout.synced,
+    )
+
+
+def _accumulation(layout: Layout, own: range, device: Device, rates: Rates, parts: int) -> tuple[float, ...]:
+    """What adding a part's gradients to those of the parts before it takes, evened out over the parts."""
+    known: dict[int, float] = {0: 0.0}
+    sizes = [sum(layout.layers[number].gradients) for number in own]
+    for size in set(sizes) - {0}:
+        work = Work(kind="pointwise", name="add_", dtype="fp32", moved_bytes=3 * size, fixed_bytes=3 * size)
+        known[size] = rates.work_seconds(device, work) * (parts - 1) / parts
+    return tuple(known[size] for size in sizes)

@@ -1,0 +1,183 @@
+"""What planning asks of whoever knows how fast devices are: a data sheet, or measurements. Data and a contract; it measures nothing.
+
+Rates of devices of which somebody knows that they are slow for now: each takes longer by its own slowdown. It measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal, Protocol
+
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.memory.work.work import Work
+from lightning_autopar.plans import Engine
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+class _Token:
+    """Equal for the same object alone, which it keeps alive as long as anything is remembered by it."""
+
+    __slots__ = ("_rates",)
+
+    def __init__(self, rates: object) -> None:
+        self._rates = rates
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Token) and other._rates is self._rates
+
+    def __hash__(self) -> int:
+        return id(self._rates)
+
+
+class Rates(Protocol):
+    """Seconds of single things, on devices that nobody else uses. Answers are quick and may be asked thousands of times.
+
+    Answers are remembered: an object gives the same ones as long as it lives. Implementations subclass this.
+    """
+
+    @property
+    def token(self) -> Hashable:
+        """What tells these rates from others: objects with equal tokens give equal answers. By default each object has its own."""
+        return _Token(self)
+
+    def device_class(self, device: Device) -> Hashable:
+        """Devices of one class have the same rates."""
+        return device.id
+
+    def among(self, devices: Sequence[Device], inventory: Inventory) -> Rates:
+        """The rates while a rank works on each of these devices at once: CPU devices share the host's cores and its memory."""
+        return self
+
+    def work_seconds(self, device: Device, work: Work) -> float:
+        """One run of an operation (its ``count`` isn't read), without the host's part."""
+
+    def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
+        """What the host needs to issue one operation; on a CPU device it comes on top of the operation, on a GPU it runs ahead of it."""
+
+    def loop_seconds(self, device: Device, engine: Engine) -> float:
+        """What a step costs the host of a rank beside its operations and collectives: the trainer's loop and hooks, the engine's own."""
+
+    def unit_seconds(self, device: Device) -> float:
+        """What the hooks of one unit of FSDP cost the host in one step."""
+
+    def slowest_of(self, device: Device, count: int) -> float:
+        """How much longer the slowest of so many devices takes than what these rates say of one, where they don't know each by itself."""
+        return 1.0
+
+    def call_seconds(self, device: Device) -> float:
+        """What a call costs the host in a framework's own Python, one of a builtin included: engines are known by how many they make."""
+
+    def action_seconds(self, device: Device) -> float:
+        """What a micro-batch's forward or backward costs a rank of a pipeline beside its operations and the sending: on CPU devices."""
+
+    def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
+        """One collective between ranks on these devices, its latency included.
+
+        Args:
+            collective: which.
+            size_bytes: of the whole result of an all_gather, the whole input of a reduce_scatter, the tensor of the others.
+            devices: one a rank.
+            inventory: whose links count.
+        """
+
+    def host_copy_seconds(self, device: Device, size_bytes: int) -> float:
+        """Between pinned host memory and the device, in one direction; 0 on a CPU device."""
+
+    def host_adam_seconds(self, elements: int, device: Device) -> float:
+        """AdamW's update of so many fp32 elements by torch's fused kernel: on all of a GPU's host's cores, on a CPU device's threads."""
+
+    def disk_seconds(self, size_bytes: int, *, write: bool) -> float | None:
+        """Writing so many bytes through to the disk, or reading them from there; None where it wasn't measured."""
+        return None
+
+    def overlap(self, device: Device) -> float:
+        """Which share of computing can hide communication: 0 where the same cores do both (gloo), near 1 with copy engines and NCCL."""
+
+
+def slowed(rates: Rates, devices: Sequence[Device]) -> Rates:
+    """The rates of these devices with their slowdowns; the very same where none is slowed."""
+    return rates if all(device.slowdown == 1 for device in devices) else _Slowed(rates)
+
+
+class _Slowed(Rates):
+    """Other rates, multiplied by each device's slowdown.
+
+    A CPU device is slow in all that it does: it is its own host, and gloo runs on it. Of a GPU the operations are; its host and its links
+    have nothing to do with what slows it.
+
+    Args:
+        rates: of devices that nothing slows.
+    """
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+
+    @property
+    def token(self) -> Hashable:
+        """Equal slowdowns of equal rates are equal: the rest is in :meth:`device_class`."""
+        return "slowed", self._rates.token
+
+    def device_class(self, device: Device) -> Hashable:
+        """Devices of one class that are slowed alike."""
+        return self._rates.device_class(device), device.slowdown
+
+    def among(self, devices: Sequence[Device], inventory: Inventory) -> Rates:
+        """The other rates among these devices, slowed."""
+        return _Slowed(self._rates.among(devices, inventory))
+
+    def work_seconds(self, device: Device, work: Work) -> float:
+        """An operation on a slowed device."""
+        return device.slowdown * self._rates.work_seconds(device, work)
+
+    def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
+        """What the host needs for an operation."""
+        return _of_host(device) * self._rates.issue_seconds(device, phase)
+
+    def loop_seconds(self, device: Device, engine: Engine) -> float:
+        """What a step costs the host besides."""
+        return _of_host(device) * self._rates.loop_seconds(device, engine)
+
+    def unit_seconds(self, device: Device) -> float:
+        """What a unit's hooks cost the host."""
+        return _of_host(device) * self._rates.unit_seconds(device)
+
+    def slowest_of(self, device: Device, count: int) -> float:
+        """As the other rates say."""
+        return self._rates.slowest_of(device, count)
+
+    def call_seconds(self, device: Device) -> float:
+        """What a call costs the host."""
+        return _of_host(device) * self._rates.call_seconds(device)
+
+    def action_seconds(self, device: Device) -> float:
+        """What a micro-batch costs a rank besides."""
+        return _of_host(device) * self._rates.action_seconds(device)
+
+    def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
+        """One collective, as fast as the slowest of the ranks' hosts."""
+        slowest = max(map(_of_host, devices), default=1.0)
+        return slowest * self._rates.collective_seconds(collective, size_bytes, devices, inventory)
+
+    def host_copy_seconds(self, device: Device, size_bytes: int) -> float:
+        """As the other rates say: of a CPU device it is nothing, and a link isn't slowed."""
+        return self._rates.host_copy_seconds(device, size_bytes)
+
+    def host_adam_seconds(self, elements: int, device: Device) -> float:
+        """An update on the host."""
+        return _of_host(device) * self._rates.host_adam_seconds(elements, device)
+
+    def disk_seconds(self, size_bytes: int, *, write: bool) -> float | None:
+        """As the other rates say."""
+        return self._rates.disk_seconds(size_bytes, write=write)
+
+    def overlap(self, device: Device) -> float:
+        """As the other rates say."""
+        return self._rates.overlap(device)
+
+
+def _of_host(device: Device) -> float:
+    """By what a device's host is slowed with it."""
+    return device.slowdown if device.kind == "cpu" else 1.0
