@@ -5,7 +5,7 @@ It does make the name ``"autopar"`` known to Lightning, for where ``TORCH_DEVICE
 """
 
 from lightning_autopar import _autoload
-from lightning_autopar._version import __version__
+from lightning_autopar._version import __version__ as __version__
 
 TYPE_CHECKING = False  # typing's own, without the price of importing typing in every process that imports torch
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ __all__ = [
     "PlanMonitor",
     "Report",
     "Turn",
-    "__version__",
     "load_pretrained",
     "plan",
     "yield_run",
