@@ -18,9 +18,9 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Residuals
 from lightning_autopar.planning.host_memory import HostNeed
 from lightning_autopar.planning.refusals import cannot_run
-from lightning_autopar.planning.timing import Seconds
 from lightning_autopar.plans import ENGINES, Plan
 from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.step import Seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -25,7 +25,7 @@ from lightning_autopar.text import format_bytes, format_of, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from lightning_autopar.planning.timing import Seconds
+    from lightning_autopar.timing.step import Seconds
 
 
 #: From this width on the parts of the time and the headroom have columns; below that the reasons stand under the plans.

@@ -171,7 +171,7 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
         return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None)).evaluation(hook)
     except Exception as error:  # the user's step, under circumstances that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
-        note = f"how what {hook} logs and keeps of parts of a batch makes the whole batch's couldn't be tried ({_words(error)})"
+        note = f"not checked: whether what {hook} logs and keeps is the same when a batch is split ({_words(error)})"
         return SplitFinding(notes=(note,))
     finally:
         rng.restore(state, {})
@@ -284,7 +284,7 @@ class _Probe:
         except Exception as error:  # the step ran on these parts; on others, or once more, it doesn't
             _LOG.debug("what %s keeps can't be tried", hook, exc_info=True)
             names = ", ".join(title(self.module, name) for name in self.watched)
-            note = f"how what {hook} keeps in {names} grows with the samples couldn't be tried ({_words(error)})"
+            note = f"not checked: how what {hook} keeps in {names} grows with the samples ({_words(error)})"
             return replace(finding, notes=(*finding.notes, note))
         finally:
             self.watched = ()

@@ -340,7 +340,7 @@ def _split(
         told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite}
         return run_forked(partial(probe_split, **told), module, trainer, batch)
     except ChildFailed as error:
-        reason = f"whether its parts make the whole batch couldn't be tried ({error.reason})"
+        reason = f"not checked: whether the parts of a batch make up the whole ({error.reason})"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
 
 
@@ -423,7 +423,9 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
     batch, validation = batches
     footprint = _traced(trainer, questions, batch, validation)
     unpartitionable = _unpartitionable(module, trainer) if questions.partitioned and stage == "fit" else None
-    untried = SplitFinding(splittable=False, probed=False, reason=f"whether its parts make the whole batch couldn't be tried, as {reason}")
+    untried = SplitFinding(
+        splittable=False, probed=False, reason=f"not checked: whether the parts of a batch make up the whole, as {reason}"
+    )
     return Findings(
         footprint=footprint,
         split=untried if stage != "predict" else None,
@@ -524,7 +526,7 @@ def _with_evaluation(
     except ChildFailed as error:
         return replace(
             split,
-            notes=(*split.notes, f"how the values that {hook} logs on parts make the whole batch's couldn't be tried ({error.reason})"),
+            notes=(*split.notes, f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"),
         )
     rules, kept = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
     return replace(split, log_rules=rules, kept_rules=kept, notes=(*split.notes, *found.notes))
