@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_autopar._fork import run_forked
-from lightning_autopar.constraints import Constraints, check_allow
+from lightning_autopar.constraints import Constraints, check_allow, check_memory_limit
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.footprint import Footprint
@@ -20,7 +20,6 @@ from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.report.report import Report
 from lightning_autopar.strategies.calibration.calibration import calibrated
-from lightning_autopar.text import parse_memory
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -64,7 +63,7 @@ def plan(
     rates = None if any(device.kind == "catalogue" for device in inventory.devices) else calibrated(inventory)
     constraints = Constraints(
         allow=BUILT_ENGINES if allow is None else check_allow(allow),
-        memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
+        memory_limit_bytes=None if memory_limit is None else check_memory_limit(memory_limit),
         memory_margin=memory_margin,
         objective=objective,
         precision=str(precision),

@@ -14,6 +14,10 @@ from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.allocator.options import AllocatorOptions
 from lightning_autopar.memory.learned.corrections import Residuals
 from lightning_autopar.plans import BUILT_ENGINES, ENGINES, Engine, Plan
+from lightning_autopar.text import format_bytes, parse_memory
+
+#: A CUDA context alone takes hundreds of times as much; a bare number below it is a size without its unit.
+_LEAST_MEMORY = 1 << 20
 
 Objective = Literal["speed", "memory"]
 #: Refusals that a user may overrule, as nothing but the promise speaks against such plans.
@@ -135,6 +139,21 @@ def overruled(name: str, sentence: str) -> str:
 def overrule(name: str) -> str:
     """How to overrule a refusal, as the end of its sentence."""
     return f"; batch=Batch(despite=[{name!r}]) takes such plans all the same"
+
+
+def check_memory_limit(limit: int | str) -> int:
+    """The bytes of a user's ``memory_limit``.
+
+    Raises:
+        ValueError: if it is no size, or less than any plan could use.
+    """
+    size = parse_memory(limit)
+    if size < _LEAST_MEMORY:
+        raise ValueError(
+            f"memory_limit={limit!r} is {size} bytes, and less than {format_bytes(_LEAST_MEMORY)} is of no use; write the unit, such as "
+            f"'{limit}GiB'"
+        )
+    return size
 
 
 def check_allow(allow: str | Sequence[str]) -> tuple[Engine, ...]:

@@ -159,6 +159,14 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
         ([], "no script is named"),
         (["--plan", "nowhere.json", "here.py"], "the plan file 'nowhere.json' can't be read"),
         (["--plan", "here.py", "here.py"], "holds no JSON"),
+        (
+            ["--allow", "dpp", "here.py"],
+            "names the unknown engine 'dpp'; the engines are 'single', 'ddp', 'fsdp', 'zero', 'pipeline': did you",
+        ),
+        (
+            ["--memory-limit", "20", "here.py"],
+            "memory_limit='20' is 20 bytes, and less than 1 MiB is of no use; write the unit, such as '20GiB'",
+        ),
         (["--picture", "run.svg", "here.py"], "there is nothing to draw into 'run.svg': no Trainer of the script has run"),
         (["--picture", "run.png", "here.py"], "choose '.svg' for a picture or '.html' for a page"),
     ],
@@ -169,6 +177,17 @@ def test_what_cannot_be_started_is_said_in_a_sentence(
     _script(tmp_path, "pass", "here.py")
     assert main(["run", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_options_after_the_script_are_named_where_the_script_refuses_them(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = _script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()")
+    assert main([command, script, "--devices", "2xcpu:1GiB"]) != 0
+    assert "--devices stands after train.py, which got it; options of lightning-autopar go before the script" in capsys.readouterr().err
+    assert main([command, script, "--lr", "1"]) != 0
+    assert "go before the script" not in capsys.readouterr().err
 
 
 def test_how_long_and_how_important(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

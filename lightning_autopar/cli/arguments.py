@@ -8,11 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lightning_autopar.constraints import check_allow, check_memory_limit
 from lightning_autopar.devices.discover import DEVICES_VARIABLE
 from lightning_autopar.strategies.processes.script import Script
 
 #: What Lightning's Trainer takes as devices, rather than a spec.
 _TRAINER_DEVICES = re.compile(r"auto|-1|\d+|\d+(,\d+)*,?")
+#: Options of ``plan`` and ``run`` that are easily written after the script.
+_OPTIONS = {"--allow", "--batch", "--devices", "--exact", "--json", "--memory-limit", "--memory-margin", "--objective", "--picture"}
+_OPTIONS |= {"--plan", "--priority", "--wait"}
 
 
 def add_devices(command: argparse.ArgumentParser, what: str) -> None:
@@ -71,12 +75,14 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     """Those that were given, as arguments of ``AutoParallelStrategy``.
 
     Raises:
-        ValueError: if the plan's file holds none, or the time to wait is none.
+        ValueError: if an engine is unknown, a size is none, the plan's file holds none, or the time to wait is none.
     """
     names = ("batch", "memory_limit", "memory_margin", "objective")
     found = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.memory_limit is not None:
+        found["memory_limit"] = check_memory_limit(options.memory_limit)
     if options.allow is not None:
-        found["allow"] = [engine.strip() for engine in options.allow.split(",")]
+        found["allow"] = list(check_allow([engine.strip() for engine in options.allow.split(",")]))
     if options.exact:
         found["exact"] = True
     if options.plan is not None:
@@ -86,6 +92,14 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
 
         found["wait"] = Turn(wait=wait, priority=options.priority)
     return found
+
+
+def misplaced_options(script: Script) -> str | None:
+    """A sentence where the script was handed options of ours, which it may not know; None where it wasn't."""
+    given = [word for word in script.arguments if word.partition("=")[0] in _OPTIONS]
+    if not given:
+        return None
+    return f"lightning-autopar: {given[0]} stands after {script.name}, which got it; options of lightning-autopar go before the script"
 
 
 def option_words(options: argparse.Namespace) -> list[str]:

@@ -21,7 +21,6 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Device, Inventory, device_label
-from lightning_autopar.report.table import host_words
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.ledger import is_leased, less_promised, live
 from lightning_autopar.sharing.runs.folders import user_name
@@ -247,6 +246,8 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
         )
     console.print(table)
     if inventory.node_host_bytes:
+        from lightning_autopar.report.table import host_words
+
         console.print(Text.assemble(("host memory ", "bold"), host_words(inventory)))
     else:
         host_used = inventory.host_total_bytes - inventory.host_free_bytes

@@ -18,6 +18,7 @@ from lightning_autopar.cli.arguments import (
     add_strategy_options,
     add_turn_options,
     check_picture,
+    misplaced_options,
     option_words,
     script_of,
     split_devices,
@@ -28,6 +29,9 @@ from lightning_autopar.strategies.processes.script import Script, own_traceback,
 if TYPE_CHECKING:
     from lightning_autopar.cli.replace_strategy import Replacement
     from lightning_autopar.report.run_history import RunHistory
+
+#: What argparse and click leave with where a command line isn't theirs.
+_MISUSED = 2
 
 _EXAMPLES = """\
 examples:
@@ -106,6 +110,8 @@ def _run(script: Script) -> int:
     try:
         script.run()
     except SystemExit as error:
+        if error.code == _MISUSED and (hint := misplaced_options(script)) is not None:
+            print(hint, file=sys.stderr)
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
         print(error.code, file=sys.stderr)

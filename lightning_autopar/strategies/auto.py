@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders
+from lightning_autopar.constraints import check_allow, check_memory_limit
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.exact.data.loader import unwrapped
-from lightning_autopar.planning.candidates import check_allow
 from lightning_autopar.plans import BUILT_ENGINES, Plan
 from lightning_autopar.report.report import Report
 from lightning_autopar.report.run_history import RunHistory
@@ -27,7 +27,6 @@ from lightning_autopar.strategies.engines import build_engine
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.preparation.decide import CalibrationRule, Settings
 from lightning_autopar.strategies.processes.external import is_alone
-from lightning_autopar.text import parse_memory
 
 
 class AutoParallelStrategy(ParallelStrategy):
@@ -94,7 +93,7 @@ class AutoParallelStrategy(ParallelStrategy):
             parse_spec(devices)
         self.settings = Settings(
             allow=check_allow(allow) if allow is not None else BUILT_ENGINES,
-            memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
+            memory_limit_bytes=None if memory_limit is None else check_memory_limit(memory_limit),
             memory_margin=float(memory_margin),
             batch=whole_batch.rule,
             own_draws=whole_batch.draws == "per-rank",

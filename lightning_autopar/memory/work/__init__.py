@@ -2,7 +2,8 @@
 
 Modules, in reading order:
 
-    work              FLOPs and bytes of operations, and their kinds
+    work              FLOPs and bytes of operations
+    kinds             the kind of an operation, by its name; imports torch
     operations        what is known of each operator
     calls             one call gives its kernels
     tally             the operations of a step, added up

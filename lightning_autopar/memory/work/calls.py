@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.work.batch_dependence import Input
+from lightning_autopar.memory.work.kinds import dtype_name
 from lightning_autopar.memory.work.operations import Operation
-from lightning_autopar.memory.work.work import Work, dtype_name
+from lightning_autopar.memory.work.work import Work
 
 #: Which tensors of a call depend on the batch → which entry of the shape grows with it.
 Growth = Callable[[Sequence[bool]], int | None]

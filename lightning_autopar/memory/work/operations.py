@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_autopar.memory.work.work import WorkKind, kind_of, names_of
+from lightning_autopar.memory.work.kinds import kind_of, names_of
+from lightning_autopar.memory.work.work import WorkKind
 
 aten = torch.ops.aten
 
