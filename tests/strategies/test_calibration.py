@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_what_is_measured_depends_on_what_there_is() -> None:
 def test_a_thing_that_time_did_not_suffice_for_is_left_to_the_data_sheet_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A curve through the smallest size alone once had an LSTM's step at 58 times what it takes."""
     passed = [0.0]
-    monkeypatch.setattr(calibration_cases, "time", SimpleNamespace(perf_counter=lambda: passed[0]))
+    monkeypatch.setattr(calibration_cases, "time", SimpleNamespace(perf_counter=lambda: passed[0], process_time=time.process_time))
 
     def some(device: torch.device) -> Iterator[calibration_cases.Case]:
         def run_late() -> None:
@@ -83,7 +84,7 @@ def test_what_comes_after_its_time_is_still_measured(monkeypatch: pytest.MonkeyP
         for size in (1.0, 2.0):
             yield calibration_cases.Case(thing="late", dtype="fp32", size=size, run=lambda: sum(range(20_000)))
 
-    monkeypatch.setattr(calibration_cases, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(calibration_cases, "time", SimpleNamespace(perf_counter=lambda: 0.0, process_time=time.process_time))
     monkeypatch.setattr(calibration_cases, "cases", some)
     measured = {curve.thing: curve.sizes for curve in calibration_cases.measure_device(torch.device("cpu"), "cpu/1", seconds=1e-6)}
     assert measured["late"] == (1.0, 2.0)

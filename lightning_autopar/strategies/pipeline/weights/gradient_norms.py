@@ -58,7 +58,7 @@ class StageGradients:
         #: The first place in the pipeline that has a parameter: there its gradient counts.
         self._homes = {name: next(place for place, names in enumerate(holders) if name in names) for name in self._numbers}
         #: The sets of parameters whose norm all ranks have asked for at once.
-        self._asked: set[tuple[str, ...]] = set()
+        self._asked: dict[tuple[str, ...], tuple[bool, ...]] = {}
         self._exit = ExitStack()
         for optimizer in optimizers:
             self._exit.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -244,24 +244,43 @@ class StageGradients:
         if norm_type > 0 and len(types) == 1:  # then those without a gradient, whose norm is 0, change nothing
             asked = tuple(dict.fromkeys(names))
             table = self._gather_norms(asked, norm_type)
-            if asked not in self._asked:
-                self._check(table)
-                self._asked.add(asked)
-            numbers = index_of(tuple(self._numbers[name] for name in names), table.device)
-            each = table[0].index_select(0, numbers).to(types.pop()) if names else None
+            if (key := tuple(names)) not in self._asked:
+                there = self._check(table)
+                self._asked[key] = tuple(bool(there[self._numbers[name]]) for name in names)
+            if names:
+                total = self._total_of(table, names, self._asked[key], norm_type, types.pop())
+                return self._finite(total, norm_type, error_if_nonfinite).to(like.device)
+            each = None
         else:
             norms = self.norms(names, norm_type)
             found = [norms[name] for name in names if name in norms]
             each = torch.stack(found) if found else None
         if each is None:
             return torch.tensor(0.0, device=like.device)
-        total: Tensor = torch.linalg.vector_norm(each, norm_type)
+        return self._finite(torch.linalg.vector_norm(each, norm_type), norm_type, error_if_nonfinite).to(like.device)
+
+    def _total_of(self, table: Tensor, names: Sequence[str], had: tuple[bool, ...], norm_type: float, dtype: torch.dtype) -> Tensor:
+        """The norm of the norms of those that have gradients, without a wait.
+
+        A norm of 0 for one that has none changes nothing but the order in which a vector unit adds the others. So those that had gradients
+        when it was asked for first are taken alone, as one device does, as long as the same ones have them.
+        """
+        every = index_of(tuple(self._numbers[name] for name in names), table.device)
+        total: Tensor = torch.linalg.vector_norm(table[0].index_select(0, every).to(dtype), norm_type)
+        if all(had) or not any(had):
+            return total
+        those = index_of(tuple(self._numbers[name] for name, has in zip(names, had, strict=True) if has), table.device)
+        alone = torch.linalg.vector_norm(table[0].index_select(0, those).to(dtype), norm_type)
+        as_before = (table[1].index_select(0, those) > 0).all() & (table[1].index_select(0, every).sum() == len(those))
+        return torch.where(as_before, alone, total)
+
+    def _finite(self, total: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
                 "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
             )
-        return total.to(like.device)
+        return total
 
     def owns_all(self, module: nn.Module) -> bool:
         """Whether these are parameters of the module in stages."""
