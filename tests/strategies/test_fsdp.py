@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.nn.utils import parametrizations
 
+from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.fsdp import strategy as fsdp
-from lightning_autopar.strategies.fsdp import whole_parameters as gathered
 from lightning_autopar.strategies.fsdp.strategy import shard, unshard
 from lightning_autopar.strategies.fsdp.whole_parameters import Gathered
 
@@ -317,7 +318,7 @@ def test_hooks_may_call_parts_and_change_parameters(reshard: bool) -> None:
 
 
 def test_a_call_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "_PATIENCE", gathered.timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "_PATIENCE", datetime.timedelta(seconds=1))
 
     def call(rank: int, world_size: int) -> str:
         module = Fitted()

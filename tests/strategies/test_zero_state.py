@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from lightning_autopar.plans import Plan
 from lightning_autopar.state.fragments import Part
 from lightning_autopar.state.scratch_files import Scratch
-from lightning_autopar.strategies.fsdp import whole_parameters as gathered
+from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.zero import deepspeed as doorway
 from lightning_autopar.strategies.zero.partitions import state as zero_state
 from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, is_whole, make_whole, parts
@@ -159,7 +160,7 @@ def expected_before(kind: str) -> dict[str, Any]:
 
 
 def test_weights_of_stage_3_come_whole_go_in_parts_and_are_seen_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "_PATIENCE", gathered.timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "_PATIENCE", datetime.timedelta(seconds=1))
 
     def work(rank: int, world_size: int) -> str:
         expected, _ = plain_steps("AdamW", 2)
@@ -230,7 +231,7 @@ def test_weights_of_stage_3_come_whole_go_in_parts_and_are_seen_whole(tmp_path: 
 
 
 def test_a_use_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "_PATIENCE", gathered.timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "_PATIENCE", datetime.timedelta(seconds=1))
 
     def work(rank: int, world_size: int) -> str:
         module: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
