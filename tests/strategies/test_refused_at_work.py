@@ -56,7 +56,14 @@ def test_parameters_that_are_unfrozen_under_ddp() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_loaders_whose_batches_weigh_differently() -> None:
-    loaders = {"a": DataLoader(torch.randn(7, 4), batch_size=4), "b": DataLoader(torch.randn(8, 4), batch_size=4)}
-    with pytest.raises(ValueError, match="of one step have 3, 4 samples"):
+@pytest.mark.parametrize(
+    ("foretold", "says"),
+    [(True, "of one step have 3 and 4 samples"), (False, "of one step have 3, 4 samples")],
+    ids=["told before", "a sampler that tells nothing"],
+)
+def test_loaders_whose_batches_weigh_differently(foretold: bool, says: str) -> None:
+    data = torch.randn(7, 4)
+    ragged: Any = DataLoader(data, batch_size=4) if foretold else DataLoader(data, batch_sampler=[[0, 1, 2, 3], [4, 5, 6]])
+    loaders = {"a": ragged, "b": DataLoader(torch.randn(8, 4), batch_size=4)}
+    with pytest.raises(ValueError, match=says):
         fit(Two(), CombinedLoader(loaders, "max_size_cycle"))
