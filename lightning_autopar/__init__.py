@@ -5,12 +5,12 @@ It does make the name ``"autopar"`` known to Lightning, for where ``TORCH_DEVICE
 """
 
 from lightning_autopar import _autoload
-from lightning_autopar._version import __version__ as __version__
 
 TYPE_CHECKING = False  # typing's own, without the price of importing typing in every process that imports torch
 if TYPE_CHECKING:
     from typing import Any
 
+    from lightning_autopar._version import __version__ as __version__
     from lightning_autopar.api import plan
     from lightning_autopar.callbacks.elastic import ElasticReplan
     from lightning_autopar.callbacks.migrate import CheckpointMigrate
@@ -48,6 +48,7 @@ _HOMES = {
     "PlanMonitor": "lightning_autopar.callbacks.monitor",
     "Report": "lightning_autopar.report.report",
     "Turn": "lightning_autopar.sharing.turn",
+    "__version__": "lightning_autopar._version",
     "load_pretrained": "lightning_autopar.state.pretrained",
     "plan": "lightning_autopar.api",
     "yield_run": "lightning_autopar.sharing.runs.requests",

@@ -51,7 +51,7 @@ OPTIONS = {
     },
     "PlanMonitor": {},
     "Turn": {"wait": None, "priority": None},
-    "Batch": {"rule": "global", "draws": "whole"},
+    "Batch": {"rule": "global", "draws": "whole", "despite": ()},
 }
 
 pytestmark = [
