@@ -220,7 +220,9 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         unmade = _whole_of([each for each in more if each.samples is None], stage, collates=False)
         if unmade is not None and split.splittable:
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
-        if time.monotonic() - began < _QUICK_SECONDS and split.probed:
+        # What the first batch leaves open (a count that is 0 in it may be a mean or a sum) other batches decide, however long that takes.
+        is_open = any(len(ways) > 1 for ways in split.log_rules.values())
+        if split.probed and (is_open or time.monotonic() - began < _QUICK_SECONDS):
             split, draws = _on_others(split_one, module, more, split, draws)
         routed = _routed(module, split.uneven_calls, units)
         if routed is not None and sharded.refusal is None:
