@@ -48,7 +48,7 @@ from lightning_autopar.constraints import Constraints  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
-from lightning_autopar.sharing.sweep.jobs import Job, SweepDevice, Way, devices_of, scaled, ways_of  # noqa: E402  # noqa: E402
+from lightning_autopar.sharing.sweep.jobs import Job, SweepDevice, Way, devices_of, scaled, ways_of  # noqa: E402
 from lightning_autopar.sharing.sweep.scheduler import (  # noqa: E402
     Listing,
     at_most,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_autopar.cli.replace_strategy import Replacement
     from lightning_autopar.report.run_history import RunHistory
 
-#: What argparse and click leave with where a command line isn't theirs.
+#: The exit code of argparse and click for a command line that they refuse.
 _MISUSED = 2
 
 _EXAMPLES = """\

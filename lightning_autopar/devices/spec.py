@@ -27,8 +27,8 @@ _EXAMPLES = (
 )
 _MOST_DEVICES = 4096
 _LEAST_BUDGET_BYTES, _LEAST_HOST_BYTES = 2**20, 2**30
-#: What a host of devices that are only planned for has where nobody says so: so many times its devices' memory, and at most so much for
-#: each of them. That is no more than what common cloud nodes of eight have: 1,266 GiB for A100 of 80 GB (a2-ultragpu-8g has as much,
+#: The memory that a catalogue device's host is assumed to have where the spec states none: so many times its devices' memory, and at most
+#: so much for each of them. Common cloud nodes of eight have at least as much: 1,266 GiB for A100 of 80 GB (a2-ultragpu-8g has as much,
 #: p4de.24xlarge 1,152), 2 TiB for B200 and H200 (p6-b200.48xlarge, p5en.48xlarge), 352 GiB for L4 (g2-standard-96: 384 GB).
 _HOST_TIMES, _MOST_HOST_BYTES = 2, 256 * 2**30
 
