@@ -94,6 +94,7 @@ class Stage:
     trainer: Any = None
     run: Any = None
     moving: Action | None = None
+    doomed: Any = None
     tries: int = 0
     done: list[Action] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -175,6 +176,8 @@ class Stage:
     def look(self, run: Any) -> Wish | None:
         """What the agent is to do now."""
         self.run = run
+        if self.doomed is not None and self.doomed is run._run:
+            return None  # one of its workers is to be killed: what comes next happens to those that come after it
         if not self.actions or (not run.parked and self.cells[_REACHED] < self.actions[0].at):
             return None
         action = self.actions[0]
@@ -191,11 +194,15 @@ class Stage:
         ranks = run.decision.assignment.plan.world_size
         if action.where in ("preparing", "during_preparation", "starting"):
             assert action.plan is not None, "such a fault comes with a move"
+            if action.where == "preparing" and self.moving is action and self.cells[_ARMED] == -1:
+                self.finish()  # it was struck, and the old workers waited for that: they may be at the run's end
+                self.moving = None
+                return None
             self.arm(action, action.plan.world_size if action.where != "during_preparation" else ranks)
             if action.where == "during_preparation":
                 self._kill_soon(action)
             wish = self._move(run, action)
-            if action.where != "starting":  # the move may come to nothing
+            if action.where == "during_preparation":  # the move may come to nothing
                 self.finish()
                 self.moving = None
             return wish
@@ -225,6 +232,8 @@ class Stage:
         self.finish()
 
     def _kill_soon(self, action: Action) -> None:
+        self.doomed = self.run._run
+
         def kill() -> None:
             until = time.monotonic() + _KILL_SECONDS
             while time.monotonic() < until:  # a worker may just have left, and the next one not be known yet
@@ -235,6 +244,7 @@ class Stage:
                         os.kill(pid, signal.SIGKILL)
                         return
                 time.sleep(0.005)
+            self.doomed = None
 
         timer = threading.Timer(action.after_seconds, kill)
         timer.daemon = True
