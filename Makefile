@@ -15,7 +15,7 @@ STUB := $(wildcard tests/nullgpu/*.py tests/nullgpu/src/* tests/nullgpu/compute/
 # Where a shell has set it, each of the hundred processes that tests start compiles this package anew, half a second of a core each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages fuzz chaos lightning-suite check docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages fuzz chaos lightning-suite check walks docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -90,6 +90,10 @@ check: $(INSTALLED)
 	$(RUN)/lint-imports --no-cache
 	$(RUN)/python tools/size.py
 	$(RUN)/mypy --strict
+
+# Which modules a batch, a plan and a move run through, counted by running them.
+walks: $(INSTALLED)
+	$(RUN)/python tools/walks.py
 
 # build/site; fails on a warning. The variable silences what mkdocs-material prints about mkdocs 2, which isn't used.
 docs: $(INSTALLED)

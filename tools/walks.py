@@ -1,0 +1,221 @@
+"""Which modules of the package a reader meets on three walks; fails above a ceiling. `make walks` runs it.
+
+A tiny module trains on CPU devices, and every module of the package whose code runs is noted, in the order of its first call:
+
+- a batch through one DDP step, and one FSDP2 step: rank 0, from one batch's start to the next, with a logged value;
+- a plan, from the search's end to the first batch: modules that are handed the plan or an object that holds one;
+- a move, from the request to the new generation's first batch: modules that neither a start nor a step runs.
+
+Whoever shortens a walk lowers its ceiling.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.callbacks.migrate import CheckpointMigrate
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.preparation.decide import decide_again
+
+PACKAGE = "lightning_autopar."
+#: Modules of each walk, at most.
+CEILINGS = {"ddp step": 22, "fsdp step": 24, "plan": 24, "move": 18}
+SEARCH, START, STEP, MOVE, OTHER = range(5)
+#: The batch whose step is walked; the steps before it are measured.
+_BATCH = 12
+#: A run moves after so many batches.
+_MOVE_AT = 20
+_BATCHES = 60
+
+
+def holds_a_plan(value: Any, depth: int = 3) -> bool:
+    """Whether this is a plan, or one of our objects that has one within three attributes."""
+    if isinstance(value, Plan):
+        return True
+    if depth == 0 or not type(value).__module__.startswith(PACKAGE):
+        return False
+    inside = getattr(value, "__dict__", None) or {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
+    return any(holds_a_plan(each, depth - 1) for each in inside.values())
+
+
+class Recorder:
+    """Notes which modules run, in this process and in those forked from it, by what the run is doing.
+
+    Args:
+        path: each line is a phase, a process, whether the call was handed a plan, and a module.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._phase = mmap.mmap(-1, 1)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._seen: set[tuple[int, int, bool, str]] = set()
+
+    def enter(self, phase: int) -> None:
+        """All processes are in this phase from now on."""
+        self._phase[0] = phase
+
+    @property
+    def phase(self) -> int:
+        """What the run is doing."""
+        return self._phase[0]
+
+    def start(self) -> None:
+        """Note this thread's calls, and those of threads and processes that begin later."""
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(f"{PACKAGE}planning.") and frame.f_code.co_name in ("make_report", "advise") and self.phase in (SEARCH, START):
+            self.enter(START if event == "return" else SEARCH)
+        if event != "call" or not name.startswith(PACKAGE) or frame.f_code.co_name == "<module>":
+            return
+        phase, process = self._phase[0], os.getpid()
+        if (phase, process, True, name) in self._seen:
+            return
+        code = frame.f_code
+        arguments = [frame.f_locals.get(each) for each in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if each != "self"]
+        key = (phase, process, phase == START and any(map(holds_a_plan, arguments)), name)
+        if key not in self._seen:
+            self._seen.add(key)
+            os.write(self._file, " ".join(map(str, key)).encode() + b"\n")
+
+    def modules(self, phase: int, *, process: int | None = None, plan: bool = False) -> list[str]:
+        """What ran in a phase, in the order of the first calls.
+
+        Args:
+            process: by this process alone.
+            plan: that were handed a plan.
+        """
+        found: dict[str, None] = {}
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            its, pid, handed, name = line.split()
+            if int(its) == phase and process in (None, int(pid)) and (handed == "True" or not plan):
+                found[name.removeprefix(PACKAGE)] = None
+        return list(found)
+
+
+class Phases(pl.Callback):
+    """Tells the recorder what rank 0 is doing."""
+
+    def __init__(self, recorder: Recorder, rank_0: mmap.mmap) -> None:
+        self.recorder, self.rank_0 = recorder, rank_0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Rank 0 begins a batch."""
+        process = os.getpid().to_bytes(8, "little")
+        if trainer.global_rank != 0 or (self.recorder.phase == MOVE and process == self.rank_0[:8]):
+            return  # the old workers go on until the new ones are ready
+        self.recorder.enter(STEP if batch_idx == _BATCH else OTHER)
+        self.rank_0[:8] = process
+
+
+class MoveOnce(pl.Callback):
+    """A watcher that moves the run to two other devices once."""
+
+    interval_seconds = 0.01
+
+    def __init__(self, recorder: Recorder, trainer: Any, plan: Plan) -> None:
+        self.recorder, self.trainer, self.plan = recorder, trainer, plan
+        self.done = False
+
+    def look(self, run: Any) -> Wish | None:
+        """The move, when enough batches are done."""
+        if self.done or (run.step or 0) < _MOVE_AT:
+            return None
+        self.done = True
+        decision = decide_again(self.trainer, run.decision, run.inventory(), plan=self.plan)
+        self.recorder.enter(MOVE)
+        return Wish(action="move", decision=decision, reason="a walk")
+
+
+class Net(pl.LightningModule):
+    """Six blocks and a logged loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Its inputs again."""
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[0])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters())
+
+
+def walk(folder: Path, plan: Plan, then: Plan | None = None) -> tuple[Recorder, int]:
+    """A run under a plan, which another follows in the middle of it; what was noted, and rank 0's process."""
+    recorder, rank_0 = Recorder(folder / "calls.txt"), mmap.mmap(-1, 8)
+    strategy = AutoParallelStrategy(plan=plan, devices="4xcpu:1GiB", calibrate="off")
+    callbacks: list[Any] = [Phases(recorder, rank_0)]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_steps=_BATCHES,
+        log_every_n_steps=1,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    if then is not None:
+        trainer.callbacks += [CheckpointMigrate(snapshot_seconds=60.0), MoveOnce(recorder, trainer, then)]  # type: ignore[attr-defined]
+    recorder.start()
+    try:
+        trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(4 * _BATCHES, 8)), batch_size=4))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return recorder, int.from_bytes(rank_0[:8], "little")
+
+
+def main() -> int:
+    """Prints the walks; 1 where one is longer than its ceiling."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    os.environ.update(AUTOPAR_CACHE="off", AUTOPAR_LEDGER="off", OMP_NUM_THREADS="1")
+    pl.seed_everything(0, verbose=False)
+    ddp = Plan(engine="ddp", devices=("cpu:0", "cpu:1"))
+    elsewhere = Plan(engine="ddp", devices=("cpu:2", "cpu:3"))
+    fsdp = Plan(engine="fsdp", devices=("cpu:0", "cpu:1"), shard=tuple(f"net.{number}" for number in range(6)), reshard_after_forward=True)
+    with tempfile.TemporaryDirectory() as name:
+        runs = [(Path(name) / each) for each in ("ddp", "fsdp", "move")]
+        for each in runs:
+            each.mkdir()
+        (replicated, rank), (sharded, its_rank), (moved, _) = walk(runs[0], ddp), walk(runs[1], fsdp), walk(runs[2], ddp, elsewhere)
+        known = {module for phase in (SEARCH, START, STEP, OTHER) for module in replicated.modules(phase)}
+        walks = {
+            "ddp step": replicated.modules(STEP, process=rank),
+            "fsdp step": sharded.modules(STEP, process=its_rank),
+            "plan": replicated.modules(START, plan=True),
+            "move": [module for module in moved.modules(MOVE) if module not in known],
+        }
+    longer = 0
+    for title, modules in walks.items():
+        print(f"{title}: {len(modules)} modules of at most {CEILINGS[title]}: {', '.join(modules)}\n")
+        longer += len(modules) > CEILINGS[title]
+    return 1 if longer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
