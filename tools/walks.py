@@ -34,7 +34,7 @@ from lightning_autopar.strategies.preparation.decide import decide_again
 
 PACKAGE = "lightning_autopar."
 #: Modules of each walk, at most.
-CEILINGS = {"ddp step": 22, "fsdp step": 24, "plan": 24, "move": 18}
+CEILINGS = {"ddp step": 18, "fsdp step": 20, "plan": 24, "move": 18}
 SEARCH, START, STEP, MOVE, OTHER = range(5)
 #: The batch whose step is walked; the steps before it are measured.
 _BATCH = 12

@@ -96,7 +96,7 @@ class GlobalLogging:
         self._device = device or torch.device("cpu")
         self._combiner = Combiner(rules)
         self._exchange = Exchange(self._combiner, device=self._device, ranks_per_replica=ranks_per_replica)
-        self._kept = KeptSteps(trainer, kept or {}, device=self._device, group=lambda: self._exchange.host_group, parts=parts)
+        self._kept = KeptSteps(trainer, kept, device=self._device, group=lambda: self._exchange.host_group, parts=parts) if kept else None
         self._installed = False
         self._in_parts = parts
         self._alone = True
@@ -178,7 +178,8 @@ class GlobalLogging:
         self._current = share = self._share()
         self._parts.clear()
         self._last.clear()
-        self._metric_parts.clear()
+        if self._in_parts:
+            self._metric_parts.clear()
         self._metric_states.clear()
         self._in_step = True
         if self._exchange.staged:
@@ -187,7 +188,7 @@ class GlobalLogging:
             if self._trainer._logger_connector._first_loop_iter:
                 self._adopt_metrics()
             empty = share is not None and share.rows == 0
-            with self._kept.step(share), hold_metrics(self._module) if empty else nullcontext():
+            with self._kept.step(share) if self._kept else nullcontext(), hold_metrics(self._module) if empty else nullcontext():
                 yield
         finally:
             self._current, self._in_step = None, False
@@ -231,7 +232,8 @@ class GlobalLogging:
             self._metric_parts.clear()
         try:
             holds = hold_metrics(self._module) if share.rows == 0 else nullcontext()
-            with self._kept.part(share), self._metric_parts.part(share.rows, stage, self._owns), holds:
+            kept = self._kept.part(share) if self._kept else nullcontext()
+            with kept, self._metric_parts.part(share.rows, stage, self._owns), holds:
                 yield
         finally:
             self._current, self._in_part, self._stage, self._owns = whole, False, None, _always

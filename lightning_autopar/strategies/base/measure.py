@@ -189,6 +189,8 @@ class Meter:
         self._runs = False
         self._begun = 0
         self._recorder = Recorder()
+        #: Whether it runs; asked at every step, of which it sees two.
+        self._recording = False
         self._recorded = 0
         self._tries = 0
         self._quiet = Exits()
@@ -233,7 +235,7 @@ class Meter:
 
     def note(self, strategy: Strategy, point: Point) -> None:
         """The running step has come so far; costs nothing outside of the steps that are measured."""
-        if self._recorder.running:
+        if self._recording:
             self._recorder.note(
                 gradients=storage_sizes(gradients_of(strategy), strategy.root_device),
                 host=storage_sizes(gradients_on_host(strategy), strategy.root_device),
@@ -262,7 +264,7 @@ class Meter:
         if not self._runs:
             return
         self._runs = False
-        if self._recorder.running:
+        if self._recording:
             self._recorded += 1
             if self._recorded == _RECORDED:
                 self._conclude(strategy)
@@ -278,13 +280,14 @@ class Meter:
 
     @property
     def _wanted(self) -> bool:
-        return self._begun >= _WARM_UP and self._tries < _TRIES and not self._bytes and not self._recorder.running
+        return self._begun >= _WARM_UP and self._tries < _TRIES and not self._bytes and not self._recording
 
     def _record(self, strategy: Strategy) -> None:
         self._tries += 1
         self._recorded = 0
         self._quiet.enter_context(without_noise())
-        if not self._recorder.start(**held_storages(strategy)):
+        self._recording = self._recorder.start(**held_storages(strategy))
+        if not self._recording:
             self._abandon()
         elif plan_of(strategy).offload:
             # Whichever object steps: an engine may put another in the place of the user's.
@@ -295,6 +298,7 @@ class Meter:
     def _conclude(self, strategy: Strategy) -> None:
         self._recorder.note(**held_storages(strategy))
         recording = self._recorder.stop()
+        self._recording = False
         self._quiet.close()
         if recording is None:
             return
@@ -305,7 +309,9 @@ class Meter:
 
     def _abandon(self) -> None:
         """Stop recording; what came of it so far is no figure."""
-        self._recorder.abandon()
+        if self._recording:
+            self._recorder.abandon()
+            self._recording = False
         self._quiet.close()
 
     # -- GPUs --------------------------------------------------------------------------------------------------------------------------

@@ -52,6 +52,10 @@ class EngineMixin(Strategy):
     def attach(self, assignment: Assignment) -> None:
         """Give the engine its assignment; called once, before the trainer sees the engine."""
         self.assignment = assignment
+        #: Whether a batch is split at all.
+        self.splits = assignment.plan.data_ranks > 1 and assignment.batch == "global"
+        #: Whether a rank's batch is worked off in parts, one after the other.
+        self.in_parts = assignment.plan.micro_batches > 1
         self._share: BatchShare | None = None
         #: Of how many samples the loader made the batch that is worked on, where this rank has all of them.
         self._samples: int | None = None
@@ -84,19 +88,9 @@ class EngineMixin(Strategy):
         return int(getattr(self, "global_rank", 0))
 
     @property
-    def splits(self) -> bool:
-        """Whether a batch is split at all."""
-        return self.assignment.plan.data_ranks > 1 and self.assignment.batch == "global"
-
-    @property
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that have other parts of a batch for the same parameters; None for all ranks."""
         return None
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether a rank's batch is worked off in parts, one after the other."""
-        return self.assignment.plan.micro_batches > 1
 
     def share(self) -> BatchShare | None:
         """This rank's part of the batch that is being worked on, None between batches and where batches aren't split."""

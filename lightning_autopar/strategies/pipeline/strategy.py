@@ -176,6 +176,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
     def attach(self, assignment: Assignment) -> None:
         """See :class:`.engine.EngineMixin`."""
         super().attach(assignment)
+        self.in_parts = True  # whatever their number: a step is brought together from what stages saw of it
         self._owned: Owned | None = None
         #: Whether a step's gradients wait for Lightning's backward.
         self._laid_aside = False
@@ -186,11 +187,6 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that have the same stages."""
         return self._replicas.data
-
-    @property
-    def in_parts(self) -> bool:
-        """Whatever the number of micro-batches, a step is brought together from what stages saw of it."""
-        return True
 
     # -- setup -------------------------------------------------------------------------------------------------------------------------
 
