@@ -64,6 +64,25 @@ class Kept(Squares):
         return torchmetrics.utilities.dim_zero_cat(self.errors).mean()
 
 
+class Large(Kept):
+    """Keeps large errors alone, of which a rank may have none: then its list is empty, and leads to no parameter."""
+
+    def update(self, prediction: Tensor, target: Tensor) -> None:
+        errors = (prediction - target) ** 2
+        if (errors > 4.0).any():
+            self.errors.append(errors[errors > 4.0])
+
+    def compute(self) -> Tensor:
+        return super().compute() if len(self.errors) else torch.zeros((), requires_grad=True)
+
+
+class LargeSum(Squares):  # the same by states that may stay as they begin
+    def update(self, prediction: Tensor, target: Tensor) -> None:
+        if ((prediction - target) ** 2 > 4.0).any():
+            self.total = self.total + ((prediction - target) ** 2).clamp(min=4.0).sum() - 4.0 * len(target)
+        self.count = self.count + len(target)
+
+
 class OwnWay(Squares):
     """Exchanges its states by a method of its own."""
 
@@ -127,6 +146,14 @@ class Rooted(Metrical):
     make = Root
 
 
+class OfLarge(Metrical):
+    make = Large
+
+
+class PartOfLarge(Part):
+    make = LargeSum
+
+
 class Missing(Metrical):
     make = Masked
 
@@ -167,7 +194,7 @@ class Collected(Metrical):
         return values["squares"]
 
 
-ALL = (Metrical, Part, Rooted, Missing, Keeping, Composed, Together, Collected)
+ALL = (Metrical, Part, Rooted, Missing, Keeping, OfLarge, PartOfLarge, Composed, Together, Collected)
 
 
 @pytest.mark.parametrize("make", ALL)

@@ -34,6 +34,8 @@ Group: TypeAlias = tuple[dist.ProcessGroup | None, int]
 #: A metric's states, and how many updates they have seen.
 States: TypeAlias = tuple[dict[str, Any], int]
 _REDUCED = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
+#: The attribute in which a metric has what its step gives it, meanwhile.
+_INPUTS = "_autopar_inputs"
 #: Of a container that may hold metrics: a data set has millions of elements.
 _LOOKED_AT = 100
 
@@ -83,14 +85,24 @@ def adopt(
             if _has_graph(states):  # of which torchmetrics keeps this rank's own
                 _share_gradients(self, states, process_group or self.process_group, on_host=False)
         elif size > 1 and not (is_thrown_away(self) and keep(self, (dict(self._copy_state_dict()), self._update_count))):
-            sync_states(self, among, size)
+            fixed, graph = _agreed(self, among)
+            if fixed and size == dist.get_world_size():
+                _sync_on_device(self, size, graph)
+            else:
+                sync_states(self, among, size, graph=graph)
 
+    hooks = [
+        metric.register_forward_pre_hook(_note_inputs, with_kwargs=True),
+        metric.register_forward_hook(_drop_inputs, always_call=True),
+    ]
     if replaced:
         # A bound method of the method's own name: a copy of the metric gets its own, an unpickled one the class's.
         metric.__dict__["_sync_dist"] = types.MethodType(_sync_dist, metric)
 
     def undo() -> None:
         metric.dist_sync_on_step = on_step
+        for hook in hooks:
+            hook.remove()
         if replaced:
             del metric.__dict__["_sync_dist"]
 
@@ -119,25 +131,47 @@ def value_of(metric: Any, states: States | None, synchronise: Callable[[Any], No
         metric.__dict__.update(kept)
 
 
-def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0) -> None:
+def _note_inputs(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What leads from a metric to the parameters, for :func:`_share_gradients`. No closure: metrics are pickled with their hooks."""
+    metric.__dict__[_INPUTS] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _drop_inputs(metric: Metric, args: tuple[Any, ...], value: Any) -> None:
+    metric.__dict__.pop(_INPUTS, None)
+
+
+def _agreed(metric: Metric, group: dist.ProcessGroup | None) -> tuple[bool, bool]:
+    """Whether the states have fixed shapes on all ranks, and whether any rank's have a graph.
+
+    A rank's own states don't say: on one that saw nothing, or nothing that counts, they are as they begin.
+    """
+    states = {name: getattr(metric, name) for name in metric._reductions}
+    fixed = all(_is_fixed(metric, name, state) for name, state in states.items())
+    answers = torch.tensor([fixed, not _has_graph(states)], dtype=torch.uint8)
+    dist.all_reduce(answers, op=dist.ReduceOp.MIN, group=group)
+    all_fixed, none_has = answers.tolist()
+    return bool(all_fixed), not none_has
+
+
+def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0, *, graph: bool = False) -> None:
     """``Metric._sync_dist`` for ranks that may have seen unequal numbers of samples: as many as the group has, or all.
 
     torchmetrics gathers tensor by tensor, which needs equally many of one type on every rank, and lets a rank that saw nothing count as one
-    that did. Here each rank's states travel as a whole, and those of ranks without an update are left out. Tensors of fixed shapes that are
-    added up, averaged, or of which the largest or smallest counts stay on their device, without the host's waiting for it.
+    that did. Here each rank's states travel as a whole, and those of ranks without an update are left out.
+
+    Args:
+        metric: whose states become those of all.
+        group: of the ranks.
+        size: how many they are; 0 for all.
+        graph: whether any rank's states have a graph, which backward goes through on all of them then.
     """
-    reductions: dict[str, Any] = metric._reductions
-    world_size = dist.get_world_size()
-    if size in (0, world_size) and all(_is_fixed(metric, name, getattr(metric, name)) for name in reductions):
-        _sync_on_device(metric, world_size)
-        return
     own = {name: getattr(metric, name) for name in metric._reductions}
-    gathered: list[Any] = [None] * (size or world_size)
+    gathered: list[Any] = [None] * (size or dist.get_world_size())
     dist.all_gather_object(gathered, (metric._update_count, {name: _to_host(state) for name, state in own.items()}), group=group)
-    if _has_graph(own):
+    if graph:
         gathered[dist.get_rank(group)] = metric._update_count, own
     merge_states(metric, gathered)
-    if _has_graph(own):
+    if graph:
         _share_gradients(metric, own, group, on_host=True)
 
 
@@ -217,17 +251,17 @@ def unpack(metric: Metric, gathered: Tensor) -> None:
         setattr(metric, name, whole.to(state.dtype).reshape(state.shape).to(state.device))
 
 
-def _sync_on_device(metric: Metric, world_size: int) -> None:
-    """All states of all ranks by one collective."""
+def _sync_on_device(metric: Metric, world_size: int, graph: bool) -> None:
+    """All states of all ranks by one collective, without the host's waiting for the device."""
     own = {name: getattr(metric, name) for name in metric._reductions}
     mine = packed(metric, (own, metric._update_count))
     assert mine is not None, "they are of fixed shapes"
     gathered = mine.new_empty(world_size, mine.numel())
     dist.all_gather(list(gathered.unbind()), mine.detach())
-    if mine.requires_grad:
+    if graph:
         gathered = torch.stack([mine if rank == dist.get_rank() else row for rank, row in enumerate(gathered.unbind())])
     unpack(metric, gathered)
-    if mine.requires_grad:
+    if graph:
         _share_gradients(metric, own, None, on_host=False)
 
 
@@ -240,7 +274,8 @@ def _share_gradients(metric: Metric, own: dict[str, Any], group: dist.ProcessGro
 
     Args:
         metric: which has the whole batch's states by now.
-        own: this rank's. Every rank goes through backward with the others, also one whose states count for nothing.
+        own: this rank's. Every rank goes through backward with the others, also one whose states count for nothing or have no graph: its
+            inputs' gradients are 0 then.
         group: to add up gradients among.
         on_host: whether they are added up there.
     """
@@ -248,6 +283,7 @@ def _share_gradients(metric: Metric, own: dict[str, Any], group: dist.ProcessGro
     leaves, spec = tree_flatten(whole)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     theirs = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    theirs = theirs or metric.__dict__.get(_INPUTS) or [torch.zeros((), requires_grad=True)]
     shared = _SharedStates.apply(group, on_host, len(places), *(leaves[place] for place in places), *theirs)  # type: ignore[no-untyped-call]
     for place, state in zip(places, shared, strict=True):
         leaves[place] = state
@@ -260,7 +296,8 @@ class _SharedStates(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup | None, on_host: bool, count: int, *states: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.on_host, ctx.own = group, on_host, len(states) - count
+        ctx.group, ctx.on_host = group, on_host
+        ctx.nothing = [state.new_zeros(()).expand_as(state) for state in states[count:]]
         return tuple(state.clone() for state in states[:count])
 
     @staticmethod
@@ -271,7 +308,7 @@ class _SharedStates(torch.autograd.Function):
         dist.all_reduce(summed, group=ctx.group)
         parts = summed.to(flat.device).split([gradient.numel() for gradient in gradients])
         whole = [part.view(gradient.shape).to(gradient.dtype) for part, gradient in zip(parts, gradients, strict=True)]
-        return None, None, None, *whole, *[None] * ctx.own
+        return None, None, None, *whole, *ctx.nothing
 
 
 def _to_host(state: Any) -> Any:
