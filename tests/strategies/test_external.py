@@ -17,10 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.processes import external
 from lightning_autopar.strategies.processes.external import Peers
 from tests.fakes.nvml import FakeGpu, FakeNvml
 from tests.processes import ForkedScript, lean_path
@@ -217,6 +219,16 @@ def test_a_rerun_has_had_the_earlier_runs_when_it_joins(script: Path, plain: lis
     assert [plans for _, _, plans in results] == [[["single", 1], ["ddp", 2]]] * 2
     for values, *_ in results:
         assert values == pytest.approx(plain[:6], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(("allow", "alone"), [(("single",), True), (("single", "ddp"), False)])
+def test_what_may_use_one_device_only_runs_without_the_reruns(allow: Any, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a fit on two devices, by a script and its rerun: "2 processes were started", said the next one that may use one device only."""
+    monkeypatch.setenv(external.PARENT, "1")
+    peers = Peers(store=dist.HashStore(), rank=0, world_size=2, node=0, environment=LightningEnvironment())
+    monkeypatch.setattr(external, "_peers", peers)
+    strategy: Any = SimpleNamespace(settings=SimpleNamespace(plan=None, allow=allow), inventory=lambda: (probe("2xcpu:1GiB"), None))
+    assert external.under_external_launcher(strategy) is (None if alone else peers)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -212,8 +212,13 @@ _alone = 0
 
 
 def under_external_launcher(strategy: AutoParallelStrategy) -> Peers | None:
-    """This process's peers for a run that begins, where somebody else has started several processes; None where it is alone."""
+    """This process's peers for a run that begins, where somebody else has started several processes; None where it is alone.
+
+    A script and its reruns each run by themselves what may use one device only, as reruns do what came before them.
+    """
     global _peers, _alone
+    if _peers is not None and _peers.are_reruns and _asks_for_one_device(strategy):
+        return None
     if _peers is None and _alone >= int(os.environ.get(EARLIER, "0")):
         _peers = _find_peers(strategy)
     if _peers is None:
@@ -221,6 +226,13 @@ def under_external_launcher(strategy: AutoParallelStrategy) -> Peers | None:
     else:
         _peers.introduce(strategy)
     return _peers
+
+
+def _asks_for_one_device(strategy: AutoParallelStrategy) -> bool:
+    settings, (here, most) = strategy.settings, strategy.inventory()
+    if settings.plan is not None:
+        return settings.plan.engine == "single"
+    return tuple(settings.allow) == ("single",) or 1 in (len(here.devices), most)
 
 
 def is_alone(environment: ClusterEnvironment) -> bool:
