@@ -89,6 +89,7 @@ check: $(INSTALLED)
 	$(RUN)/ruff format --check .
 	$(RUN)/lint-imports --no-cache
 	$(RUN)/python tools/size.py
+	$(RUN)/python tools/private_patches.py
 	$(RUN)/mypy --strict
 
 # Which modules a batch, a plan and a move run through, counted by running them.

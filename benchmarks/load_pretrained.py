@@ -74,7 +74,7 @@ def run(way: str, folder: Path, ranks: int, layers: int) -> None:
     def load() -> Any:
         if way != "load_pretrained":
             return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        pretrained._MEMORY_SHARE = 0.0
+        pretrained.MEMORY_SHARE = 0.0
         return lightning_autopar.load_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32)
 
     class Module(L.LightningModule):
@@ -113,7 +113,7 @@ def run(way: str, folder: Path, ranks: int, layers: int) -> None:
         sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo")
         options = {"devices": ranks, "strategy": sharded}
     else:
-        prospect._LARGE_BYTES = 1  # at its real size a model counts as large from 1 GiB on
+        prospect.LARGE_BYTES = 1  # at its real size a model counts as large from 1 GiB on
         blocks = tuple(f"model.model.layers.{index}" for index in range(layers))
         devices = tuple(f"cpu:{rank}" for rank in range(ranks))
         plan = lightning_autopar.Plan(engine="fsdp", devices=devices, shard=blocks, reshard_after_forward=True)

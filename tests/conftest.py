@@ -19,6 +19,7 @@ for _name in (*_SETTINGS, "LIGHTNING_AUTOPAR_AUTOLOAD", "TORCH_DEVICE_BACKEND_AU
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.later import COLLECTED, left_to_later  # noqa: E402
 from tests.nullgpu.plugin import pytest_report_teststatus, pytest_runtest_setup  # noqa: E402, F401
 
 torch.set_num_threads(1)
@@ -36,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = [(item, *item.nodeid.removesuffix("]").partition("[")[::2]) for item in items]
+    config.stash[COLLECTED] = [(function, case) for _, function, case in named]
+    for item, function, case in named:
+        if left_to_later(function, case):
+            item.add_marker(pytest.mark.slow)
     if not config.getoption("--slow"):
         later = [item for item in items if item.get_closest_marker("slow") is not None]
         config.hook.pytest_deselected(items=later)

@@ -201,7 +201,7 @@ def test_devices_with_what_was_measured_of_them(
         Curve(subject=key, thing="matmul/512", dtype="fp32", sizes=(512,), seconds=(2 * 512**3 / 90e9,)),
         Curve(subject=key, thing="all_reduce", ranks=2, sizes=(1024,), seconds=(1e-3,)),
     ]
-    monkeypatch.setattr(calibration, "_measurements", lambda *_: [Measurement(title="it", run=lambda _: curves)])
+    monkeypatch.setattr(calibration, "measurements", lambda *_: [Measurement(title="it", run=lambda _: curves)])
     assert main(["calibrate", "--devices", "2xcpu:4MiB", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["curves"]) == 2
     for command in ("devices", "calibrate"):

@@ -63,7 +63,7 @@ HANG = """
 from lightning_autopar.strategies.processes import peer_watch
 from lightning_autopar.strategies.processes import stalls
 from tests.nullgpu import control
-stalls.STOOD_SECONDS, stalls._FIRST_SECONDS, stalls._PATIENCE, peer_watch._QUEUE_SECONDS = 2.0, 2.0, 0, 0.5
+stalls.STOOD_SECONDS, stalls.FIRST_SECONDS, stalls.PATIENCE, peer_watch._QUEUE_SECONDS = 2.0, 2.0, 0, 0.5
 def hang(module, batch, batch_idx):
     if module.global_rank == 1 and batch_idx == 1:
         control.fault("hang", rank=1)

@@ -30,7 +30,7 @@ from lightning_autopar.sharing.processes import is_drivers
 #: Names the folder that all runs of the host share; "off": there are no leases.
 LEDGER_VARIABLE = "AUTOPAR_LEDGER"
 #: So long somebody else's undecided claim counts: its process may have been stopped. Whoever decides later than half of it asks anew.
-_FRESH_SECONDS = 4.0
+FRESH_SECONDS = 4.0
 #: What there is on each device for whoever asks, beside these leases of others; as it was when it was looked at.
 Room = Callable[[Sequence[Lease]], Mapping[str, int]]
 #: Between two looks at whether others have decided.
@@ -172,7 +172,7 @@ class Ledger:
                 if verdict is None:
                     file.grant()
                     # Others count a claim no more that was undecided for too long: this process may have been stopped.
-                    if time.monotonic_ns() - file.made_ns <= _FRESH_SECONDS / 2 * 1e9:
+                    if time.monotonic_ns() - file.made_ns <= FRESH_SECONDS / 2 * 1e9:
                         held = Held(file, wants)
                         if instead_of is not None:
                             instead_of.release()
@@ -193,19 +193,19 @@ class Ledger:
             others = self._others(file, besides)
             now = time.monotonic_ns()
             granted = [lease for lease in others if lease.granted]
-            asking = [lease for lease in others if not lease.granted and now - lease.made_ns <= _FRESH_SECONDS * 1e9]
+            asking = [lease for lease in others if not lease.granted and now - lease.made_ns <= FRESH_SECONDS * 1e9]
             room = look()
             short = _shortage(wants, room, granted)
             if short is not None:
                 again = [lease for lease in self._others(file, besides) if lease.granted]
-                if again == granted or now - file.made_ns > _FRESH_SECONDS / 2 * 1e9:
+                if again == granted or now - file.made_ns > FRESH_SECONDS / 2 * 1e9:
                     return short
                 continue  # somebody took what was promised, or gave it back: it may have been counted twice
             short = _shortage(wants, room, [*granted, *asking])
             if short is None:
                 return None
             before = any(lease.order < (file.made_ns, file.name) for lease in asking if any(lease.bytes.get(each) for each in wants))
-            if before or now - file.made_ns > _FRESH_SECONDS / 2 * 1e9:
+            if before or now - file.made_ns > FRESH_SECONDS / 2 * 1e9:
                 return short
             time.sleep(_LOOK_SECONDS)  # whoever asked later gives way, and asks again
 

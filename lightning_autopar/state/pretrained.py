@@ -51,7 +51,7 @@ def move_tensors(module: nn.Module, device: str, which: Callable[[Tensor], bool]
 
 _CPU = torch.device("cpu")
 #: What a load computes stays in ordinary memory up to this share of what is free.
-_MEMORY_SHARE = 0.5
+MEMORY_SHARE = 0.5
 #: So much of a scratch may be written before its pages are handed back.
 _WINDOW_BYTES = 256 * 1024**2
 #: Tells transformers (5.x, ``core_model_loading.convert_and_load_state_dict_in_model``) to convert one tensor after the other: its threads
@@ -80,7 +80,7 @@ def load_pretrained(model_class: Any, source: str | os.PathLike[str], **options:
         return model_class.from_pretrained(source, **options)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     with Scratch(Path.cwd()) as scratch:
-        room = _Room(scratch, int(psutil.virtual_memory().available * _MEMORY_SHARE / processes))
+        room = _Room(scratch, int(psutil.virtual_memory().available * MEMORY_SHARE / processes))
         return _loaded(lambda: model_class.from_pretrained(source, **options), room.place)
 
 

@@ -103,17 +103,28 @@ QUICK = {
 
 
 def is_quick(cell: Cell) -> bool:
-    """Whether every run of the tests has it: each module, under one of the engines that split any batch, and where it can be refused or
-    warned of under all; and each feature on one of its modules, under each engine another."""
+    """Whether every run of the tests has it; `make conformance` has all.
+
+    What is refused or warned of is quick. Of the rest, each module runs under one of the engines that split any batch, and each third one as
+    a pipeline, too; each feature under one engine, in turns and on one of its modules; each pinned plan under all of its engines, each on
+    another module. On one device what doesn't depend on an engine is tried by tests/strategies.
+    """
     if cell.engine in KINDS:
         return cell.id in QUICK
-    if cell in MODULE_CELLS and cell.engine in SPLITTING and expected(cell) == "parity":
-        return (list(ZOO).index(cell.case) + SPLITTING.index(cell.engine)) % 2 == 0
-    feature = FEATURES.get(cell.feature)
-    if feature is None or cell.feature == PLAIN.name or cell.engine == "pipeline":
-        return True
-    turn = list(FEATURES).index(cell.feature) + list(ENGINES).index(cell.engine)
-    return cell.case == feature.cases[turn % len(feature.cases)]
+    if cell in PLAN_CELLS:
+        pinned = PINNED[cell.feature]
+        return cell.case == pinned.cases[list(pinned.plans).index(cell.engine) % len(pinned.cases)]
+    engine = list(ENGINES).index(cell.engine)
+    if cell in MODULE_CELLS:
+        number = list(ZOO).index(cell.case)
+        return expected(cell) != "parity" or cell.engine == SPLITTING[number % 2] or (cell.engine == "pipeline" and number % 3 == 0)
+    feature, number = FEATURES[cell.feature], list(FEATURES).index(cell.feature)
+    first = cell.engine == "pipeline" or cell.case == feature.cases[(number + engine) % len(feature.cases)]
+    return first and (expected(cell) != "parity" or cell.engine == _TURNS[number % len(_TURNS)])
+
+
+#: In this order every run of the tests tries features: replicated, staged, sharded, and now and then on one device.
+_TURNS = ("ddp", "pipeline", "fsdp", "ddp", "pipeline", "fsdp", "single")
 
 
 #: (feature, engine): words of the sentence that refuses it, whatever the module.

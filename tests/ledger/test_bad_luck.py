@@ -267,7 +267,7 @@ def test_who_asks_in_the_future_blocks_nobody_for_ever(folder: Path, monkeypatch
         now = time.monotonic_ns
         patched.setattr(time, "monotonic_ns", lambda: now() + 10**15)
         undecided, early = LeaseFile(folder, {"gpu": 50}, "of the future"), PlaceFile(folder, run="of the future", since_ns=now() + 10**15)
-    monkeypatch.setattr("lightning_autopar.sharing.ledger._FRESH_SECONDS", 0.2)
+    monkeypatch.setattr("lightning_autopar.sharing.ledger.FRESH_SECONDS", 0.2)
     began = time.monotonic()
     found = claim(folder, 50, within_seconds=0.5)
     assert time.monotonic() - began < 5

@@ -183,7 +183,7 @@ def test_a_child_does_not_hold_its_parents_lease(book: Ledger) -> None:
 
 
 def test_a_process_that_is_stopped_holds_up_nobody_for_long(book: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "_FRESH_SECONDS", 0.4)
+    monkeypatch.setattr(ledger, "FRESH_SECONDS", 0.4)
     told, answer = os.pipe(), os.pipe()
 
     def stopped() -> None:

@@ -72,7 +72,7 @@ CASES = [
 def test_it_is_what_from_pretrained_gives(
     folders: dict[str, Path], model_class: Any, folder: str, dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretrained, "_MEMORY_SHARE", share)
+    monkeypatch.setattr(pretrained, "MEMORY_SHARE", share)
     torch.manual_seed(1)
     expected = model_class.from_pretrained(folders[folder], dtype=dtype)
     torch.manual_seed(1)
@@ -92,7 +92,7 @@ def anonymous_bytes() -> int:
 def test_weights_on_disk_take_no_memory_and_are_each_process_s_own(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     load_pretrained(AutoModelForCausalLM, folders["llama"], dtype=torch.float32)  # whatever the first one imports
     before = anonymous_bytes()
-    monkeypatch.setattr(pretrained, "_MEMORY_SHARE", 0.0)
+    monkeypatch.setattr(pretrained, "MEMORY_SHARE", 0.0)
     model = load_pretrained(AutoModelForCausalLM, folders["llama"], dtype=torch.float32)
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert anonymous_bytes() - before < 0.25 * size_bytes
@@ -188,7 +188,7 @@ def reference(folders: dict[str, Path]) -> tuple[Classifier, float]:
 def test_a_large_model_loads_in_configure_model_under_every_engine(
     folders: dict[str, Path], reference: tuple[Classifier, float], engine: str, load: Any, on_meta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prospect, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(prospect, "LARGE_BYTES", 1)
     devices = ("cpu:0", "cpu:1")
     pinned = Plan(engine="zero", devices=devices, zero_stage=3) if engine == "zero" else None
     strategy = AutoParallelStrategy(allow=[engine], plan=pinned, devices="2xcpu:2GiB", calibrate=False)

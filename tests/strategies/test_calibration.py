@@ -45,7 +45,7 @@ def inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
 
 
 def titles(inventory: Inventory, known: Calibration = Calibration()) -> list[str]:  # noqa: B008
-    return [each.title for each in calibration._measurements(inventory, known)]
+    return [each.title for each in calibration.measurements(inventory, known)]
 
 
 # -- what there is to measure ----------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_it_is_measured_once_and_kept(inventory: Inventory, monkeypatch: pytest.
         runs.append(1)
         return run(known)  # type: ignore[no-any-return]  # a measurement's
 
-    monkeypatch.setattr(calibration, "_measurements", measurements)
+    monkeypatch.setattr(calibration, "measurements", measurements)
     monkeypatch.setattr(calibration, "run_forked", forked)
     assert calibration.calibrated(inventory) is None
     with caplog.at_level("INFO"):
@@ -166,7 +166,7 @@ def test_what_fails_or_hangs_is_left_to_the_data_sheet(inventory: Inventory, mon
         return []
 
     wanted = [Measurement(title=run.__name__, run=run) for run in (fails, hangs)] + [Measurement(title="works", run=lambda _: [ADD])]
-    monkeypatch.setattr(calibration, "_measurements", lambda *_: wanted)
+    monkeypatch.setattr(calibration, "measurements", lambda *_: wanted)
     monkeypatch.setattr(calibration, "_LIMIT_SECONDS", 0.5)
     with pytest.warns(UserWarning, match="could not be measured") as warned:
         found = calibration.calibrate(inventory)
@@ -250,7 +250,7 @@ def test_what_failed_is_not_tried_at_every_start(inventory: Inventory, monkeypat
 
 def test_a_process_that_cannot_fork_asks_another_python(inventory: Inventory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(calibration, "unforkable", lambda: "this process has used a GPU already")
-    monkeypatch.setattr(calibration, "_measurements", lambda *_: [Measurement(title="it", run=lambda _: [ADD])])
+    monkeypatch.setattr(calibration, "measurements", lambda *_: [Measurement(title="it", run=lambda _: [ADD])])
 
     def answers(command: list[str], *, input: str, **_: Any) -> None:
         monkeypatch.setattr(sys, "stdin", io.StringIO(input))

@@ -54,7 +54,7 @@ def gpus(count: int, **figures: Any) -> list[FakeGpu]:
 
 def measured_on(known: Calibration = Calibration()) -> list[tuple[str, list[str]]]:  # noqa: B008
     """Title and GPUs of what would be measured now."""
-    return [(each.title, [device.id for device in each.devices]) for each in calibration._measurements(probe(), known)]
+    return [(each.title, [device.id for device in each.devices]) for each in calibration.measurements(probe(), known)]
 
 
 def of(subject: str, thing: str, ranks: int = 1) -> Curve:

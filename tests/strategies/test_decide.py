@@ -147,7 +147,7 @@ def test_a_step_that_takes_too_long_to_look_at_is_guessed(tmp_path: Path, monkey
         time.sleep(60)
 
     monkeypatch.setattr(findings, "trace", wait)
-    monkeypatch.setattr(findings, "_TRACE_SECONDS", 2.0)
+    monkeypatch.setattr(findings, "TRACE_SECONDS", 2.0)
     trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
     with pytest.warns(UserWarning, match="guessed: the child process was stopped after 2 seconds"):
         decision = decide(trainer, Settings(allow=("ddp",)), (parse_spec("2xcpu:1GiB"), None))
@@ -160,7 +160,7 @@ def test_a_loader_that_never_gives_a_batch_is_a_clear_error(tmp_path: Path, monk
         def __getitem__(self, index: int) -> Any:
             time.sleep(60)
 
-    monkeypatch.setattr(findings, "_TRACE_SECONDS", 0.3)
+    monkeypatch.setattr(findings, "TRACE_SECONDS", 0.3)
     with pytest.raises(RuntimeError, match=r"needs the run's first batch, and couldn't have it: .* stopped after 0.3 seconds"):
         plan(trainer_for(Net(), DataLoader(Slow(), batch_size=4), tmp_path))
 

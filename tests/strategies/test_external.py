@@ -126,8 +126,8 @@ def _results(output: str) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def plain(script: Path) -> list[float]:
-    """What five fits of plain Lightning come to, three figures each."""
-    code, output = _end(_fork(script, {"fits": 5}))
+    """What three fits of plain Lightning come to, three figures each."""
+    code, output = _end(_fork(script, {"fits": 3}))
     assert code == 0, output
     values: list[float] = _results(output)[0][0]
     return values
@@ -136,7 +136,7 @@ def plain(script: Path) -> list[float]:
 @pytest.mark.timeout(240)  # a fit in processes that have run before checks in a fresh Python
 def test_torchrun_several_fits(script: Path, plain: list[float]) -> None:
     """One after the other in the same processes, which torchrun starts as it does; in the tests after this one it forks them."""
-    engines = ["ddp", "ddp", "fsdp", "pipeline", "fsdp"]
+    engines = ["ddp", "pipeline", "fsdp"]
     task = _task(script, {"strategies": [{"allow": [engine]} for engine in engines]})
     code, output = _end(_start([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *task]), 220)
     assert code == 0, output

@@ -318,7 +318,7 @@ def test_hooks_may_call_parts_and_change_parameters(reshard: bool) -> None:
 
 
 def test_a_call_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_PATIENCE", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "PATIENCE", datetime.timedelta(seconds=1))
 
     def call(rank: int, world_size: int) -> str:
         module = Fitted()

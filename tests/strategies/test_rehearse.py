@@ -134,7 +134,7 @@ def test_a_step_that_takes_too_long_doesnt_pass(monkeypatch: pytest.MonkeyPatch)
             time.sleep(60)
             return super().loss(batch)
 
-    monkeypatch.setattr(rehearse, "_TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(rehearse, "TIMEOUT_SECONDS", 2.0)
     check = rehearse_fsdp(Slow(), None, _first(), BLOCKS)
     assert check.outcome == "not made"
     assert "it takes more than 2 s" in (check.refusal or "")
@@ -159,7 +159,7 @@ def large(make: Any, units: Any = None, **plan: Any) -> str | None:
 
 @pytest.mark.parametrize("make", [Fitted, Rescaling, Regularised, Exchanging, InPlace, Normed, Averaged, Penalised])
 def test_what_is_too_large_to_rehearse_is_passed_by_its_trace(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearse, "_PARAMETER_BYTES", 0)
+    monkeypatch.setattr(rehearse, "PARAMETER_BYTES", 0)
     assert large(make) is None
     assert large(make, zero_stage=3) is None
 
@@ -180,7 +180,7 @@ def test_what_is_too_large_to_rehearse_is_passed_by_its_trace(make: Any, monkeyp
 def test_what_is_too_large_to_rehearse_is_refused_by_its_trace(
     make: Any, fsdp: str, zero: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rehearse, "_PARAMETER_BYTES", 0)
+    monkeypatch.setattr(rehearse, "PARAMETER_BYTES", 0)
     assert fsdp in (large(make) or "")
     refusal = large(make, zero_stage=3)
     assert refusal is None if zero is None else zero in (refusal or "")

@@ -32,7 +32,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pipeline": {"cuts": ("net.3",), "schedule": "1f1b", "micro_batches": 2},
 }
 #: Between looks, instead of seconds.
-OFTEN = {"_LOOK_SECONDS": 0.2, "_SEARCH_SECONDS": 0.5, "_AGAIN_SECONDS": 0.3}
+OFTEN = {"LOOK_SECONDS": 0.2, "SEARCH_SECONDS": 0.5, "AGAIN_SECONDS": 0.3}
 #: What a run may take beside the time for which a rank is stopped: to plan, to start (DeepSpeed's import takes seconds), to train, to end.
 _AROUND_SECONDS = 70.0
 
@@ -88,7 +88,7 @@ def _struck(engine: str, kind: str, at: int, number: int, folder: Path) -> tuple
     strikes, words = Strikes(at, number, folder), None
     before = descendants()
     began = time.monotonic()
-    with mock.patch.multiple(stalls, STOPPED_SECONDS=2.0, _LOOK_SECONDS=0.2):
+    with mock.patch.multiple(stalls, STOPPED_SECONDS=2.0, LOOK_SECONDS=0.2):
         try:
             _fit(engine, kind, folder, strikes)
         except WorkerFailed as error:
@@ -148,7 +148,7 @@ class HangsItsGpu(pl.Callback):
 def _hung(engine: str, folder: Path) -> tuple[str | None, float]:
     """Fit while a GPU hangs; what the run ends with, and after how many seconds."""
     before, words, began = descendants(), None, time.monotonic()
-    with mock.patch.multiple(stalls, STOOD_SECONDS=2.0, _FIRST_SECONDS=2.0, _PATIENCE=0, **OFTEN):
+    with mock.patch.multiple(stalls, STOOD_SECONDS=2.0, FIRST_SECONDS=2.0, PATIENCE=0, **OFTEN):
         try:
             _fit(engine, "gpu", folder, HangsItsGpu())
         except WorkerFailed as error:
@@ -176,7 +176,7 @@ def test_a_gpu_that_hangs_while_its_process_lives(engine: str, tmp_path: Path, m
 
 def test_the_bounds_are_what_was_promised() -> None:
     assert stalls.STOPPED_SECONDS + 5 < 60
-    assert stalls.STOOD_SECONDS + stalls._SEARCH_SECONDS + stalls._AGAIN_SECONDS + 3 * stalls._LOOK_SECONDS < 60
+    assert stalls.STOOD_SECONDS + stalls.SEARCH_SECONDS + stalls.AGAIN_SECONDS + 3 * stalls.LOOK_SECONDS < 60
 
 
 def test_ranks_that_all_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

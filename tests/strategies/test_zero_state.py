@@ -160,7 +160,7 @@ def expected_before(kind: str) -> dict[str, Any]:
 
 
 def test_weights_of_stage_3_come_whole_go_in_parts_and_are_seen_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_PATIENCE", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "PATIENCE", datetime.timedelta(seconds=1))
 
     def work(rank: int, world_size: int) -> str:
         expected, _ = plain_steps("AdamW", 2)
@@ -231,7 +231,7 @@ def test_weights_of_stage_3_come_whole_go_in_parts_and_are_seen_whole(tmp_path: 
 
 
 def test_a_use_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_PATIENCE", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "PATIENCE", datetime.timedelta(seconds=1))
 
     def work(rank: int, world_size: int) -> str:
         module: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -85,7 +85,7 @@ def _leave_group() -> None:
 
 
 #: How long a rank waits for the others where the user's code calls the module outside of a step.
-_PATIENCE = timedelta(minutes=5)
+PATIENCE = timedelta(minutes=5)
 
 
 def meet(what: str) -> None:
@@ -102,9 +102,9 @@ def meet(what: str) -> None:
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/all", "")
     try:
-        store.wait([f"{key}/all"], _PATIENCE)
+        store.wait([f"{key}/all"], PATIENCE)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{what} outside of a step on rank {dist.get_rank()}, but not on all ranks within {_PATIENCE}; parameters are sharded, so that "
+            f"{what} outside of a step on rank {dist.get_rank()}, but not on all ranks within {PATIENCE}; parameters are sharded, so that "
             "all ranks must do so: remove the condition on the rank around it"
         ) from error

@@ -81,7 +81,7 @@ def calibrated(inventory: Inventory) -> Calibrated | None:
 
 def is_calibrated(inventory: Inventory) -> bool:
     """Whether there is nothing left to measure, or nothing that may be measured now."""
-    return not _measurements(inventory, load_calibration(inventory))
+    return not measurements(inventory, load_calibration(inventory))
 
 
 def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = True) -> Calibrated:
@@ -94,18 +94,18 @@ def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = Tru
     """
     known = load_calibration(inventory)
     before = Calibration() if again else known
-    if not _measurements(inventory, before):
+    if not measurements(inventory, before):
         return Calibrated(known, DataSheet())
     begun = time.monotonic()
 
     def wanted(there: Inventory) -> list[Device]:
-        return [device for each in _measurements(there, before) for device in each.devices]
+        return [device for each in measurements(there, before) for device in each.devices]
 
     with leased(inventory, wanted) as there:
         if unforkable() is not None:
             curves, failures = _in_another_process(there, again=again)
         else:
-            curves, failures = _measure(_measurements(there, before), known, _most_seconds(there), progress=progress)
+            curves, failures = _measure(measurements(there, before), known, _most_seconds(there), progress=progress)
     took, today = time.monotonic() - begun, datetime.date.today().isoformat()
     for failure in failures:
         rank_zero_warn(f"autopar: {failure.words}; the data sheet is taken for that")
@@ -133,7 +133,7 @@ def _most_seconds(inventory: Inventory) -> float:
 # -- what there is to measure ----------------------------------------------------------------------------------------------------------
 
 
-def _measurements(inventory: Inventory, known: Calibration) -> list[Measurement]:
+def measurements(inventory: Inventory, known: Calibration) -> list[Measurement]:
     """What isn't known of what may be measured now, the most important first; what has failed lately is left out."""
     devices = [device for device in inventory.devices if may_be_measured(device)]
     by_kind: dict[str, list[Device]] = {"cpu": [], "cuda": []}
@@ -378,7 +378,7 @@ def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curv
             subprocess.run(command, input=words, text=True, timeout=most_seconds + _START_SECONDS, check=True, stdout=subprocess.DEVNULL)
             data = json.loads(answer.read_text(encoding="utf-8"))
         except (subprocess.SubprocessError, OSError, ValueError) as error:
-            names = tuple(name for each in _measurements(inventory, Calibration()) for name in each.names)
+            names = tuple(name for each in measurements(inventory, Calibration()) for name in each.names)
             return [], [Failure(words=f"this machine could not be measured ({error})", names=names)]
     failures = [Failure(words=words, names=tuple(names)) for words, names in data["failures"]]
     return list(Calibration.from_dict(data["calibration"]).all()), failures
@@ -389,7 +389,7 @@ def answer() -> None:
     asked = json.loads(sys.stdin.read())
     inventory = _from_words(asked["inventory"])
     known = load_calibration(inventory)
-    wanted = _measurements(inventory, Calibration() if asked["again"] else known)
+    wanted = measurements(inventory, Calibration() if asked["again"] else known)
     curves, failures = _measure(wanted, known, asked["most_seconds"], progress=True)
     found = Calibration().with_curves(curves, day="", took_seconds=0.0)
     told = [(failure.words, failure.names) for failure in failures]

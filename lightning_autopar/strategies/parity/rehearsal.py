@@ -47,8 +47,8 @@ STEPS = 3
 #: Of all steps on all ranks: about two seconds on a CPU core.
 _FLOPS = 4e10
 #: Copies are made: of parameters, gradients and optimizer states, on three processes.
-_PARAMETER_BYTES = 64 << 20
-_TIMEOUT_SECONDS = 60.0
+PARAMETER_BYTES = 64 << 20
+TIMEOUT_SECONDS = 60.0
 #: The same arithmetic on the same numbers; what is lost or stale is off by as much as a step changes.
 _EQUAL = 1e-5
 #: How far off parameters begin to see what rounding does to them, in units of their last place; and how much further an engine's rounding,
@@ -127,11 +127,11 @@ def rehearse(
         return not_made("the process that would try it is in a process group already")
     for last in (False, True):
         try:
-            return run_forked(_rehearse, module, trainer, first, count, engine, timeout_seconds=_TIMEOUT_SECONDS)
+            return run_forked(_rehearse, module, trainer, first, count, engine, timeout_seconds=TIMEOUT_SECONDS)
         except ChildFailed as error:
             _LOG.debug("the step can't be rehearsed %s", engine.where, exc_info=True)
             if error.timed_out:
-                return not_made(f"it takes more than {_TIMEOUT_SECONDS:.0f} s on the CPU")
+                return not_made(f"it takes more than {TIMEOUT_SECONDS:.0f} s on the CPU")
             # gloo's threads abort their process where a connection breaks off: once, that says nothing of the module.
             if last or not error.crashed:
                 return failed(engine.sentence(error.reason))
@@ -155,9 +155,9 @@ def by_trace(conduct: Conduct | None, refusal: Callable[[Conduct], str | None], 
 def _too_large(module: nn.Module) -> str | None:
     """Why a module is too large to be rehearsed; None for any other."""
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    if size_bytes <= _PARAMETER_BYTES:
+    if size_bytes <= PARAMETER_BYTES:
         return None
-    return f"{format_bytes(size_bytes)} of parameters are more than the {format_bytes(_PARAMETER_BYTES)} that are tried"
+    return f"{format_bytes(size_bytes)} of parameters are more than the {format_bytes(PARAMETER_BYTES)} that are tried"
 
 
 def _samples(first: FirstBatch, flops: int) -> int:
@@ -219,14 +219,14 @@ def _partner(writer: int, folder: Path, *args: Any) -> None:
         _rank(1, folder, *args)
 
     with suppress(ChildFailed):  # rank 0 fails likewise, and tells of it
-        run_forked(rank_1, timeout_seconds=_TIMEOUT_SECONDS)
+        run_forked(rank_1, timeout_seconds=TIMEOUT_SECONDS)
     os.write(writer, b"1")
 
 
 def _rank(
     rank: int, folder: Path, module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int, engine: Engine
 ) -> Run | None:
-    timeout = timedelta(seconds=_TIMEOUT_SECONDS / 2)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS / 2)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=engine.world_size, timeout=timeout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a library deprecates is no failure, also where warnings are made errors

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: Tracing and probing together may take so long; after that the estimate is coarse, and the report says so.
-_TRACE_SECONDS = 600.0
+TRACE_SECONDS = 600.0
 #: Where the first batch's probe takes longer, other batches' isn't tried: the run's first step waits for it.
-_QUICK_SECONDS = 0.4
+QUICK_SECONDS = 0.4
 #: What a split of a batch changes.
 Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
 _OWN_DRAWS = (
@@ -131,13 +131,13 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
         RuntimeError: if not even the first batch can be had.
     """
     try:
-        findings = run_clean(_find, trainer, questions, timeout_seconds=_TRACE_SECONDS)
+        findings = run_clean(_find, trainer, questions, timeout_seconds=TRACE_SECONDS)
     except CannotTravel as error:
         findings = _find_here(trainer, questions, error.reason)
     except ChildFailed as error:
         rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {error.reason}")
         try:
-            findings = run_forked(_guess, trainer, questions, error.reason, timeout_seconds=_TRACE_SECONDS)
+            findings = run_forked(_guess, trainer, questions, error.reason, timeout_seconds=TRACE_SECONDS)
         except ChildFailed as again:
             raise RuntimeError(
                 f"planning needs the run's first batch, and couldn't have it: {again.reason}; "
@@ -222,7 +222,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         # What the first batch leaves open (a count that is 0 in it may be a mean or a sum) other batches decide, however long that takes.
         is_open = any(len(ways) > 1 for ways in split.log_rules.values())
-        if split.probed and (is_open or time.monotonic() - began < _QUICK_SECONDS):
+        if split.probed and (is_open or time.monotonic() - began < QUICK_SECONDS):
             split, draws = _on_others(split_one, module, more, split, draws)
         routed = _routed(module, split.uneven_calls, units)
         if routed is not None and sharded.refusal is None:
@@ -419,7 +419,7 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
     """
     module = trainer.lightning_module
     stage = stage_of(trainer)
-    batches = run_forked(_batches, trainer, stage, timeout_seconds=_TRACE_SECONDS)
+    batches = run_forked(_batches, trainer, stage, timeout_seconds=TRACE_SECONDS)
     if isinstance(batches, Failure):
         return batches
     batch, validation = batches

@@ -136,7 +136,7 @@ def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> Check:
 
 
 #: From this size on, a module is built whole on rank 0 alone.
-_LARGE_BYTES = 1024**3
+LARGE_BYTES = 1024**3
 
 
 class Prospect:
@@ -188,7 +188,7 @@ class Prospect:
                 kept_rules={} if findings.split is None else findings.split.kept_rules,
                 from_snapshot=self._from_snapshot,
                 weights_only=self._weights_only,
-                large=findings.footprint.parameter_bytes >= _LARGE_BYTES,
+                large=findings.footprint.parameter_bytes >= LARGE_BYTES,
                 candidate=report.best_candidate,
                 budgets=report.budgets,
                 staging=None if findings.staging is None else findings.staging.staging,

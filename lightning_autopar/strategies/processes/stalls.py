@@ -32,15 +32,15 @@ from lightning_autopar.strategies.processes import whereabouts
 
 #: A stopped process is let go on for so long: who pauses a run may do so by mistake, or look at one rank.
 STOPPED_SECONDS = 30.0
-#: For so long all ranks are seen to stand still, in looks that begin `_SEARCH_SECONDS` after the last batch has.
+#: For so long all ranks are seen to stand still, in looks that begin `SEARCH_SECONDS` after the last batch has.
 STOOD_SECONDS = 35.0
 #: A GPU that others use as well may take so many times as long as the longest batch has.
-_PATIENCE = 10
+PATIENCE = 10
 #: How long it may take before that is known: kernels are loaded and tried out, and the first batch of all may be a long one.
-_FIRST_SECONDS, _KNOWN_BATCHES = 120.0, 3
+FIRST_SECONDS, _KNOWN_BATCHES = 120.0, 3
 #: Between two looks at processes' states. When no batch has begun for the second time, they include a search through all processes, and
 #: stacks, the third time apart.
-_LOOK_SECONDS, _SEARCH_SECONDS, _AGAIN_SECONDS = 1.0, 10.0, 5.0
+LOOK_SECONDS, SEARCH_SECONDS, AGAIN_SECONDS = 1.0, 10.0, 5.0
 #: Less than so much of a core: what waiting threads and the interpreter take, and a transfer of data doesn't do with.
 _IDLE_SHARE = 0.02
 
@@ -99,7 +99,7 @@ def hung_seconds(longest_batch_seconds: float, batches: int) -> float:
         longest_batch_seconds: from one batch's begin to the next one's.
         batches: how many of a rank's have begun.
     """
-    return max(STOOD_SECONDS, _PATIENCE * longest_batch_seconds, 0.0 if batches >= _KNOWN_BATCHES else _FIRST_SECONDS)
+    return max(STOOD_SECONDS, PATIENCE * longest_batch_seconds, 0.0 if batches >= _KNOWN_BATCHES else FIRST_SECONDS)
 
 
 @dataclass(kw_only=True)
@@ -136,17 +136,17 @@ class Stalls:
             batches: how many batches have begun, in rank order.
         """
         now = self.clock()
-        if now - self._looked < _LOOK_SECONDS:
+        if now - self._looked < LOOK_SECONDS:
             return None
         # What this process itself was stopped for doesn't count: then everything may have been.
-        took, self._looked = min(now - self._looked, 2 * _LOOK_SECONDS), now
+        took, self._looked = min(now - self._looked, 2 * LOOK_SECONDS), now
         if tuple(batches) != self._batches:
             if self._batches and min(self._batches) > 1:  # the first batch takes longer
                 self._longest_seconds = max(self._longest_seconds, now - self._moved)
             self._batches, self._moved, self._asked_for_stands = tuple(batches), now, False
             self._stands.clear()
             self._idle_seconds = 0.0
-        search = now - self._moved > _SEARCH_SECONDS and now - self._searched > _AGAIN_SECONDS
+        search = now - self._moved > SEARCH_SECONDS and now - self._searched > AGAIN_SECONDS
         if search:
             self._searched = now
         for rank, pid in pids.items():
@@ -200,7 +200,7 @@ class Stalls:
         answers = {rank: answer for rank in pids if (answer := whereabouts.answer(self.folder, rank)) is not None}
         if len(answers) < len(self.devices):
             return None
-        took, self._seen = min(now - self._seen, 2 * (_AGAIN_SECONDS + _LOOK_SECONDS)), now
+        took, self._seen = min(now - self._seen, 2 * (AGAIN_SECONDS + LOOK_SECONDS)), now
         for rank, (place, queue) in answers.items():
             self._stands.setdefault(rank, Stand()).see(place, queue, took)
         before, self._cpu_seconds = self._cpu_seconds, sum(map(_cpu_seconds, pids.values()))

@@ -211,8 +211,8 @@ def test_replicas_compute_what_one_device_does(schedule: Schedule, shard: bool) 
 
 def test_a_parameter_that_two_stages_of_a_rank_use_is_averaged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And large gradients are averaged where they are, small ones in several buckets."""
-    monkeypatch.setattr(replicas, "_LARGE_BYTES", 100)
-    monkeypatch.setattr(replicas, "_BUCKET_BYTES", 60)
+    monkeypatch.setattr(replicas, "LARGE_BYTES", 100)
+    monkeypatch.setattr(replicas, "BUCKET_BYTES", 60)
     check(make_plan("interleaved_1f1b", shard=False), shares=True)
 
 

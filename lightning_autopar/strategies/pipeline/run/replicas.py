@@ -21,9 +21,9 @@ from lightning_autopar.plans import Plan
 #: The mesh's dimensions. Rank ``r`` is in replica ``r // ranks``, and has place ``r % ranks`` in its pipeline.
 DIMENSIONS = ("replicas", "stages")
 #: Small gradients are averaged together, so many bytes at a time, as DDP's ``bucket_cap_mb`` has it.
-_BUCKET_BYTES = 25 * 1024**2
+BUCKET_BYTES = 25 * 1024**2
 #: A gradient of as many bytes is averaged where it is, without a copy: by then it takes longer to send than to begin.
-_LARGE_BYTES = 1024**2
+LARGE_BYTES = 1024**2
 
 
 class Replicas:
@@ -299,11 +299,11 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Gradients of one type that are sent together; a large one is sent alone, without a copy."""
     waiting: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
-        if gradient.nbytes >= _LARGE_BYTES:
+        if gradient.nbytes >= LARGE_BYTES:
             yield [gradient]
             continue
         bucket = waiting.setdefault(gradient.dtype, [])
-        if sum(one.nbytes for one in bucket) + gradient.nbytes > _BUCKET_BYTES:
+        if sum(one.nbytes for one in bucket) + gradient.nbytes > BUCKET_BYTES:
             yield bucket
             waiting[gradient.dtype] = bucket = []
         bucket.append(gradient)
