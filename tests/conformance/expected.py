@@ -105,9 +105,9 @@ QUICK = {
 def is_quick(cell: Cell) -> bool:
     """Whether every run of the tests has it; `make conformance` has all.
 
-    What is refused or warned of is quick. Of the rest, each module runs under one of the engines that split any batch, and each third one as
-    a pipeline, too; each feature under one engine, in turns and on one of its modules; each pinned plan under all of its engines, each on
-    another module. On one device what doesn't depend on an engine is tried by tests/strategies.
+    What is refused or warned of is quick. Of the rest, each module runs under one of the engines that split any batch, and every third one
+    as a pipeline, too; each feature under one engine, in turns and on one of its modules; each pinned plan under all of its engines, each
+    on another module.
     """
     if cell.engine in KINDS:
         return cell.id in QUICK
