@@ -32,7 +32,8 @@ test: $(INSTALLED)
 	$(RUN)/python -m pytest --ignore tests/strategies --ignore tests/conformance; first=$$?; \
 	wait $$second; second=$$?; cat build/engine-tests.txt; exit $$((first > second ? first : second))
 
-# What takes most of a minute each and `make test` leaves out: benchmarks run from end to end, the second demo, scripts started anew each time.
+# What `make test` leaves out: the rest of each promise's crossing with every engine (tests/later.py says what covers it there), and what takes
+# most of a minute each: benchmarks run from end to end, the second demo, scripts started anew each time.
 test-slow: export OMP_NUM_THREADS = 1
 test-slow: $(INSTALLED)
 	$(RUN)/python -m pytest --slow -m slow
@@ -59,7 +60,7 @@ test-cuda-build: $(CUDA_INSTALLED)
 # Every feature under every engine, half an hour or more; `make test` has a part of it. Writes docs/features.md.
 conformance: export OMP_NUM_THREADS = 1
 conformance: $(INSTALLED)
-	$(RUN)/python -m pytest tests/conformance --all-cells --deselect tests/conformance/test_conformance.py::test_the_page_shows_what_is_expected
+	$(RUN)/python -m pytest tests/conformance --all-cells --slow --deselect tests/conformance/test_conformance.py::test_the_page_shows_what_is_expected
 	$(RUN)/python -m tests.conformance.render
 
 # The same on GPUs: on stub ones, or on real ones where there are two. Writes docs/features_cuda.md from what was run.
