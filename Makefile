@@ -32,7 +32,7 @@ test: $(INSTALLED)
 	$(RUN)/python -m pytest --ignore tests/strategies --ignore tests/conformance; first=$$?; \
 	wait $$second; second=$$?; cat build/engine-tests.txt; exit $$((first > second ? first : second))
 
-# What `make test` leaves out: the rest of each promise's crossing with every engine (tests/later.py says what covers it there), and what takes
+# What `make test` leaves out: the rest of each promise's crossing with every engine (tests/later.md says what covers it there), and what takes
 # most of a minute each: benchmarks run from end to end, the second demo, scripts started anew each time.
 test-slow: export OMP_NUM_THREADS = 1
 test-slow: $(INSTALLED)

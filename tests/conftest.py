@@ -25,8 +25,17 @@ from tests.nullgpu.plugin import pytest_report_teststatus, pytest_runtest_setup 
 torch.set_num_threads(1)
 
 
+#: Tests of these marks run with the option of the same name alone.
+LATER_MARKS = {
+    "slow": "also run what `make test` leaves to `make test-slow`",
+    "all_cells": "also run the cells that `make test` leaves to `make conformance`",
+    "nightly_chaos": "also make as many moves and kills as `make chaos` does",
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the slow tests, too, as `make test-slow` does")
+    for mark, about in LATER_MARKS.items():
+        parser.addoption(f"--{mark.replace('_', '-')}", action="store_true", help=about)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,10 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, function, case in named:
         if left_to_later(function, case):
             item.add_marker(pytest.mark.slow)
-    if not config.getoption("--slow"):
-        later = [item for item in items if item.get_closest_marker("slow") is not None]
-        config.hook.pytest_deselected(items=later)
-        items[:] = [item for item in items if item not in later]
+    wanted = {mark for mark in LATER_MARKS if config.getoption(mark)}
+    later = {item for item in items if any(item.get_closest_marker(mark) for mark in LATER_MARKS.keys() - wanted)}
+    config.hook.pytest_deselected(items=[*later])
+    items[:] = [item for item in items if item not in later]
 
 
 @pytest.fixture(autouse=True, scope="session")

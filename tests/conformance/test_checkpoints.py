@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -19,7 +16,6 @@ from tests.conformance.features import FEATURES
 from tests.conformance.harness import TOLERANCES, Difference, Run, compare, compare_leaves, leaves, run, scratch
 from tests.conformance.verdict import autopar
 from tests.conformance.zoo import ZOO
-from tests.processes import lean_path
 
 WRITERS = ("plain", *(engine for engine in ENGINES if engine not in KINDS))
 #: Neither shuffled nor with draws, so that going on from a checkpoint is the uninterrupted run: tied weights under AdamW, and BatchNorm.
@@ -89,36 +85,6 @@ def test_going_on_under_another_engine_is_the_uninterrupted_run(name: str, write
     shared = {name: value for name, value in whole.observed.items() if "metrics." in name}
     assert shared
     compare_leaves(shared, {name: resumed.observed.get(name) for name in shared}, 1e-5, difference)
-    assert not difference.beyond
-
-
-@cache
-def loaded_without_this_package() -> Path:
-    """Where the weights lie of all modules that plain Lightning loads from what was written, in one process for all of them."""
-    there = scratch()
-    files = [(name, str(written(writer, name)), str(there / f"{writer} {name}.pt")) for writer, name in WRITTEN]
-    script = f"""
-import sys
-sys.modules["lightning_autopar"] = None
-import torch
-from tests.conformance.zoo import ZOO
-for name, path, weights in {files!r}:
-    module = ZOO[name].module.load_from_checkpoint(path, weights_only=False)
-    torch.save(dict(module.state_dict()), weights)
-"""
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    # The hook that makes the strategy's name known is part of the package, too.
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": lean_path()}
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return there
-
-
-@pytest.mark.parametrize(("writer", "name"), WRITTEN)
-def test_plain_lightning_loads_it_where_this_package_is_missing(writer: str, name: str) -> None:
-    loaded = torch.load(loaded_without_this_package() / f"{writer} {name}.pt", weights_only=True)
-    difference = Difference()
-    compare_leaves(torch.load(written("plain", name), weights_only=True)["state_dict"], loaded, 1e-5, difference, "weights")
     assert not difference.beyond
 
 

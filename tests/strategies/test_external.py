@@ -200,16 +200,6 @@ def test_slurm(script: Path, plain: list[float]) -> None:
         assert _results(output)[0][0] == pytest.approx(plain[:3], rel=1e-4, abs=1e-5)
 
 
-def test_the_script_is_run_again_where_cuda_is_initialised(script: Path, plain: list[float]) -> None:
-    command = [sys.executable, *_task(script, {"cuda": True, "fits": 2, "strategy": {"allow": ["fsdp"], "devices": "2xcpu:1GiB"}})]
-    code, output = _end(_start(command))
-    assert code == 0, output
-    results = _results(output)
-    assert [plans for _, _, plans in results] == [[["fsdp", 2]] * 2] * 2
-    for values, *_ in results:
-        assert values == pytest.approx(plain[:6], rel=1e-4, abs=1e-5)
-
-
 def test_a_rerun_has_had_the_earlier_runs_when_it_joins(script: Path, plain: list[float]) -> None:
     """Those that its starter ran alone; it took its first one for the run that it was started for."""
     task = {"cuda": True, "strategies": [{"allow": [engine], "devices": "2xcpu:1GiB"} for engine in ("single", "ddp")]}
