@@ -26,10 +26,11 @@ demo: $(INSTALLED)
 	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.html
 
 # Two halves side by side, as many tests keep one core busy; what the second says follows when it is done.
+SECOND_HALF := tests/strategies tests/conformance
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
-	@mkdir -p build; $(RUN)/python -m pytest tests/strategies tests/conformance > build/engine-tests.txt 2>&1 & second=$$!; \
-	$(RUN)/python -m pytest --ignore tests/strategies --ignore tests/conformance; first=$$?; \
+	@mkdir -p build; $(RUN)/python -m pytest $(SECOND_HALF) > build/engine-tests.txt 2>&1 & second=$$!; \
+	$(RUN)/python -m pytest $(SECOND_HALF:%=--ignore=%); first=$$?; \
 	wait $$second; second=$$?; cat build/engine-tests.txt; exit $$((first > second ? first : second))
 
 # What `make test` leaves out: the rest of each promise's crossing with every engine (tests/later.md says what covers it there), and what takes
