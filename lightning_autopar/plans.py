@@ -234,8 +234,16 @@ class Plan:
 
     def rows(self, batch_size: int) -> tuple[int, ...]:
         """How many samples of a batch each rank gets; of a pipeline each replica's ranks share what the replica gets alike."""
-        counts = count_dealt(self.dealing, batch_size)
-        return tuple(counts[self.data_rank(rank)] for rank in range(self.world_size))
+        turns = self.shares or (1,) * self.data_ranks
+        whole, rest = divmod(batch_size, sum(turns))
+        counts = tuple(whole * share for share in turns)
+        if rest and self.shares:
+            counts = count_dealt(self.dealing, batch_size)
+        elif rest:
+            counts = (whole + 1,) * rest + counts[rest:]
+        if self.engine != "pipeline":
+            return counts
+        return tuple(count for count in counts for _ in range(self.devices_per_replica))
 
     def title(self) -> str:
         """A few words for a table: ``"fsdp ×2, reshard, recompute 4"``."""
@@ -320,7 +328,7 @@ def deal(shares: tuple[int, ...]) -> tuple[int, ...]:
     """
     total, turns = sum(shares), []
     # Ranks of one share take turns in their order, so that only the next of each share is to be looked at.
-    alike = {share: [rank for rank, its in enumerate(shares) if its == share] for share in shares}
+    alike = {share: [rank for rank, its in enumerate(shares) if its == share] for share in dict.fromkeys(shares)}
     taken = dict.fromkeys(alike, 0)
     for turn in range(1, total + 1):
         whole = {share: divmod(taken[share], len(ranks)) for share, ranks in alike.items()}

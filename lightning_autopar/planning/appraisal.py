@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -127,12 +128,12 @@ class Appraiser:
         if lost is None:
             return found.needs
         margin = 1 + self.footprint_of(plan).margin
-        known: dict[int, int] = {}
-        for size in found.sizes.values():
-            if id(size) not in known:
-                held = size.reserved - size.rounding + lost if isinstance(size, DeviceBytes) else max(size.allocated, size.reserved)
-                known[id(size)] = math.ceil(held * margin)
-        return {device: known[id(size)] for device, size in found.sizes.items()}
+
+        def needed(size: DeviceNeed) -> int:
+            held = size.reserved - size.rounding + lost if isinstance(size, DeviceBytes) else max(size.allocated, size.reserved)
+            return math.ceil(held * margin)
+
+        return _each(found.sizes, needed)
 
     def learn(self, plan: Plan, lost_bytes: int, *, failed: bool) -> None:
         """Count on what the allocator lost in a replay of a plan, for all of its sort; of one that failed it is known to be more."""
@@ -188,18 +189,12 @@ class Appraiser:
 
     @staticmethod
     def _with_margin(sizes: Mapping[str, DeviceNeed], margin: float) -> dict[str, int]:
-        """What must be there; ranks alike share an object."""
-        known: dict[int, int] = {}
-        found: dict[str, int] = {}
-        for device, size in sizes.items():
-            if id(size) not in known:
-                known[id(size)] = math.ceil(max(size.allocated, size.reserved) * (1 + margin))
-            found[device] = known[id(size)]
-        return found
+        """What must be there."""
+        return _each(sizes, lambda size: math.ceil(max(size.allocated, size.reserved) * (1 + margin)))
 
     def lack(self, needs: Mapping[str, int]) -> int:
         """Bytes missing on the device that misses most; none or negative where there are enough."""
-        return max(need - self.budget[device] for device, need in needs.items())
+        return max(map(operator.sub, needs.values(), map(self.budget.__getitem__, needs)))
 
     def shortage(self, needs: Mapping[str, int]) -> str | None:
         """Where memory is missing, by the device that misses most; None where it suffices."""
@@ -287,6 +282,12 @@ class Appraiser:
     def batch_seconds(self, candidate: Candidate) -> float:
         """Of a candidate, for each batch in its step."""
         return self.of_a_batch(candidate.step_seconds, candidate.plan)
+
+
+def _each(sizes: Mapping[str, DeviceNeed], needed: Callable[[DeviceNeed], int]) -> dict[str, int]:
+    """What of each device is needed, by id; ranks alike share an object, which is looked at once."""
+    known = {key: needed(size) for key, size in {id(size): size for size in sizes.values()}.items()}
+    return dict(zip(sizes, map(known.__getitem__, map(id, sizes.values())), strict=True))
 
 
 def links_seconds(seconds: Seconds) -> float:

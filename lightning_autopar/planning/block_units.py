@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 
-from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
 from lightning_autopar.plans import Plan
 
 
 def shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Blocks that can be units of FSDP, and those that can't: those of which something outside has or uses a parameter."""
+    return _SHARDABLE.get(footprint, None, lambda: _shardable(footprint))
+
+
+#: Every plan of a search asks for them.
+_SHARDABLE: Remembered[tuple[tuple[str, ...], tuple[str, ...]]] = Remembered()
+
+
+def _shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
     units: list[str] = []
     groups = [group for group in footprint.tied if len(group) > 1]
     for block in footprint.blocks:

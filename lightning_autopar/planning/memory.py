@@ -10,6 +10,7 @@ Arithmetic only: neither torch nor Lightning. Each function gives a rank's bytes
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -115,11 +116,14 @@ def _locked_bytes(rows: int, row_bytes: int, learns: bool, shards: int) -> int:
     return (1 + learns) * (1 << (part - 1).bit_length()) if part else 0
 
 
-def _all_rows(footprint: Footprint) -> list[tuple[int, int, bool]]:
-    """Of each parameter the rows, their bytes, and whether it learns; all as one where they aren't known."""
-    layers = (*footprint.blocks, *footprint.outer)
+def _all_rows(footprint: Footprint) -> Counter[tuple[int, int, bool]]:
+    """The rows of a parameter, their bytes, and whether it learns, with how many are such; all as one where they aren't known."""
+    found = Counter(row for layer in (*footprint.blocks, *footprint.outer) for row in layer.parameter_rows)
     frozen = footprint.parameter_bytes - footprint.gradient_bytes
-    return [row for layer in layers for row in layer.parameter_rows] or [(1, footprint.gradient_bytes, True), (1, frozen, False)]
+    return found or Counter([(1, footprint.gradient_bytes, True), (1, frozen, False)])
+
+
+_ROWS_BY_SIZE: Remembered[Counter[tuple[int, int, bool]]] = Remembered()
 
 
 def host_bytes(
@@ -163,7 +167,8 @@ def host_bytes(
         if on_cpu:
             offload += (total.shard + total.kept) * ranks
         else:
-            pinned = ranks * sum(_locked_bytes(*row, sharding.shards) for row in _all_rows(footprint))
+            rows = _ROWS_BY_SIZE.get(footprint, None, lambda: _all_rows(footprint))
+            pinned = ranks * sum(count * _locked_bytes(*row, sharding.shards) for row, count in rows.items())
     return HostBytes(
         # Forked ranks share the pages of the module that the first process holds; one device takes it over.
         module=footprint.parameter_bytes + footprint.buffer_bytes if plan.world_size > 1 else 0,
@@ -219,15 +224,13 @@ def predict(
     rows = [count or _least(footprint) for count in plan.rows(footprint.batch_size)]
     padded = plan.engine == "fsdp" and plan.world_size > 1 and _padded(footprint, plan)
     found: dict[tuple[int, str, int], DeviceBytes] = {}
-    result = {}
-    for rank, device_id in enumerate(plan.devices):
-        device = inventory.device(device_id)
-        key = rows[rank], "cpu" if device.kind == "cpu" else device.name, _alike(plan, rank, padded)
-        if key not in found:
-            held = _fullest(footprint, plan, rank, rows[rank], recomputed, device, precision, widths or Widths(), zero)
-            found[key] = _on_device(held, footprint, plan, device)
-        result[device_id] = found[key]
-    return result
+    keys = list(zip(rows, inventory.models(plan.devices), _alike(plan, padded), strict=True))
+    for key in dict.fromkeys(keys):
+        rank = keys.index(key)
+        device = inventory.device(plan.devices[rank])
+        held = _fullest(footprint, plan, rank, rows[rank], recomputed, device, precision, widths or Widths(), zero)
+        found[key] = _on_device(held, footprint, plan, device)
+    return dict(zip(plan.devices, map(found.__getitem__, keys), strict=True))
 
 
 def _least(footprint: Footprint) -> int:
@@ -235,13 +238,13 @@ def _least(footprint: Footprint) -> int:
     return 1 if footprint.batch_size else 0
 
 
-def _alike(plan: Plan, rank: int, padded: bool) -> int:
-    """Ranks with one number hold the same of as many samples: those in one place of their pipelines; of FSDP's all but the first, whose
-    shards may be padded less; otherwise all.
+def _alike(plan: Plan, padded: bool) -> list[int]:
+    """A number for each rank. Those with one number hold the same of as many samples: those in one place of their pipelines; of FSDP's all
+    but the first, whose shards may be padded less; otherwise all.
     """
     if plan.engine == "pipeline":
-        return rank % plan.devices_per_replica
-    return min(rank, 1) if padded else 0
+        return [*range(plan.devices_per_replica)] * plan.replicas
+    return [0, *[int(padded)] * (plan.world_size - 1)]
 
 
 def _padded(footprint: Footprint, plan: Plan) -> bool:

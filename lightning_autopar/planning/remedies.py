@@ -133,6 +133,7 @@ class Remedies:
         self.block_seconds = block_seconds
         self.speed = speed
         self._orders: dict[tuple[object, ...], tuple[str, ...]] = {}
+        self._differing: dict[tuple[tuple[str, ...], bool], bool] = {}
 
     @cached_property
     def micro_batches(self) -> bool:
@@ -175,11 +176,18 @@ class Remedies:
         """Whether uneven shares of the batch may help a plan: its devices differ, and there are more samples than ranks."""
         if not self.shares or plan.engine not in ("ddp", "fsdp") or plan.world_size < 2 or self.footprint.batch_size <= plan.world_size:
             return False
-        return len({(self.speed[device], self.appraiser.budget[device]) for device in plan.devices}) > 1
+        return self.uneven(plan) or self._differ(plan, self.appraiser.budget)
 
     def uneven(self, plan: Plan) -> bool:
         """Whether the plan's devices differ in speed."""
-        return len({self.speed[device] for device in plan.devices}) > 1
+        return self._differ(plan, self.speed)
+
+    def _differ(self, plan: Plan, figures: Mapping[str, float]) -> bool:
+        """Whether its devices have different figures; asked for each plan, while a search has few sets of devices."""
+        key = plan.devices, figures is self.speed
+        if key not in self._differing:
+            self._differing[key] = len(set(map(figures.__getitem__, plan.devices))) > 1
+        return self._differing[key]
 
     def shared_parts(self, plan: Plan) -> list[int]:
         """Into how many parts it may be taken apart where it is shared out by speed: the rank with most samples can have more."""

@@ -7,6 +7,7 @@ far even without them isn't looked at further. It must not know how bytes and se
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from lightning_autopar.planning.device_sets import device_sets, largest_size, si
 from lightning_autopar.planning.finalists import Finalists
 from lightning_autopar.planning.refusals import engine_refusal
 from lightning_autopar.planning.remedies import Remedies, in_parts, without_recompute
-from lightning_autopar.planning.timing import block_seconds, busy_seconds, device_speeds
+from lightning_autopar.planning.timing import block_seconds, busy_seconds, by_sort, device_speeds
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies.pipeline.plans import pipeline_plans, with_better_cuts
@@ -83,6 +84,7 @@ class Search:
         self._found: list[Candidate] = []
         self._seen: dict[Plan, Candidate] = {}
         self._decided: dict[tuple[object, ...], float] = {}
+        self._computing: dict[tuple[tuple[str, ...], int, bool], float] = {}
         self._splits = 0
         self._shown: Counter[tuple[object, ...]] = Counter()
 
@@ -261,19 +263,23 @@ class Search:
         """What a plan doesn't stay below, as its devices compute for so long, however the batch is shared out."""
         if not (self.constraints.split_batch and self.footprint.batch_size):
             return 0.0
-        busy = [self._busy_seconds[device] for device in plan.devices]
-        if self.remedies.may_share(plan):
-            return _CERTAIN / sum(1 / seconds for seconds in busy)
-        rows = plan.rows(self.footprint.batch_size)
-        return _CERTAIN * max(count * seconds for count, seconds in zip(rows, busy, strict=True)) / self.footprint.batch_size
+        key = plan.devices, plan.data_ranks, self.remedies.may_share(plan)
+        if key not in self._computing:
+            busy = [self._busy_seconds[device] for device in plan.devices]
+            if key[-1]:
+                least = 1 / sum(1 / seconds for seconds in busy)
+            else:
+                least = max(map(operator.mul, plan.rows(self.footprint.batch_size), busy)) / self.footprint.batch_size
+            self._computing[key] = _CERTAIN * least
+        return self._computing[key]
 
     @cached_property
     def _busy_seconds(self) -> dict[str, float]:
         """Of each device by id, what it would compute for the whole batch."""
-        return {
-            device.id: busy_seconds(self.footprint, device, precision=self.constraints.precision, rates=self.rates)
-            for device in self.inventory.devices
-        }
+        return by_sort(
+            self.inventory.devices,
+            lambda device: busy_seconds(self.footprint, device, precision=self.constraints.precision, rates=self.rates),
+        )
 
     def _save_most(self, plan: Plan) -> None:
         """A plain plan, and the same with all that saves memory."""

@@ -9,7 +9,7 @@ Seconds of the step's parts on one device: what the search weighs, while :func:`
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 
 from lightning_autopar.devices.inventory import Device, Inventory, idle_share
@@ -149,13 +149,21 @@ def device_speeds(
     footprint: Footprint, inventory: Inventory, *, precision: str = "32-true", rates: Rates | None = None
 ) -> dict[str, float]:
     """Steps per second of the whole batch on each device, by id; to nine digits, as sums in another order differ in the last ones."""
+
+    def speed(device: Device) -> float:
+        parts = part_seconds(footprint, device, 1.0, precision=precision, rates=rates)
+        return float(f"{1 / max(sum(forward + backward for _, forward, backward in parts), 1e-12):.9g}")
+
+    return by_sort(inventory.devices, speed)
+
+
+def by_sort(devices: Iterable[Device], measure: Callable[[Device], float]) -> dict[str, float]:
+    """What is measured of each device, by id; asked for once of those that are as fast and as busy as each other."""
     known: dict[tuple[object, ...], float] = {}
     found: dict[str, float] = {}
-    for device in inventory.devices:
+    for device in devices:
         key = (device.kind, device.name, device.threads, idle_share(device), device.slowdown)
         if key not in known:
-            parts = part_seconds(footprint, device, 1.0, precision=precision, rates=rates)
-            total = sum(forward + backward for _, forward, backward in parts)
-            known[key] = float(f"{1 / max(total, 1e-12):.9g}")
+            known[key] = measure(device)
         found[device.id] = known[key]
     return found

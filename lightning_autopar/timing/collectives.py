@@ -8,14 +8,15 @@ past each rank, twice that of an all-reduce. Over several nodes the rings of all
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
+from operator import attrgetter
 
 from lightning_autopar.devices import catalogue
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.timing.rates import Collective
+from lightning_autopar.timing.rates import Collective, Rates, slowed
 
 #: Nominal bytes per second of links whose rate isn't known, one direction.
 _LINK_BYTES_PER_SECOND = {"nvlink": 150e9, "p2p": 15.75e9, "pcie": 15.75e9, "host": 15.75e9, "network": 1.25e9}
@@ -77,6 +78,7 @@ class Topology:
         self.links: dict[tuple[str, str], tuple[str, float | None]] = {}
         self.network: dict[tuple[int, int], float] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
+        self._crews: dict[tuple[tuple[str, ...], Hashable], tuple[list[Device], Rates, list[Hashable]]] = {}
         for link in inventory.links:
             if link.kind == "network":
                 if link.bytes_per_second is not None and link.a in self.devices and link.b in self.devices:
@@ -87,12 +89,30 @@ class Topology:
 
     def group(self, devices: Sequence[Device]) -> Group:
         """What a collective between these devices goes through."""
-        key = tuple(device.id for device in devices)
+        key = tuple(map(_BY_ID, devices))
         found = self._groups.get(key)
         if found is None:
             if len(self._groups) > 4096:
                 self._groups.clear()
             found = self._groups[key] = self._measure(devices)
+        return found
+
+    def crew(self, device_ids: tuple[str, ...], rates: Rates, inventory: Inventory) -> tuple[list[Device], Rates, list[Hashable]]:
+        """These devices, the rates while a rank works on each of them, and of each a value that it shares with those that are as fast and
+        as busy. Plans of a search have their devices in common.
+
+        Raises:
+            ValueError: if one of them isn't there.
+        """
+        key = device_ids, rates.token
+        found = self._crews.get(key)
+        if found is None:
+            if len(self._crews) > 1024:
+                self._crews.clear()
+            devices = [self.devices[device_id] if device_id in self.devices else inventory.device(device_id) for device_id in device_ids]
+            among = slowed(rates.among(devices, inventory), devices)
+            sorts: list[Hashable] = [(among.device_class(device), device.utilization) for device in devices]
+            found = self._crews[key] = devices, among, sorts
         return found
 
     def pair(self, a: Device, b: Device) -> tuple[str, float]:
@@ -174,6 +194,7 @@ class Topology:
         return slowest
 
 
+_BY_ID = attrgetter("id")
 _TOPOLOGIES: dict[int, tuple[weakref.ref[Inventory], Topology]] = {}
 
 

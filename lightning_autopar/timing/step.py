@@ -24,7 +24,7 @@ from lightning_autopar.timing.lanes import (
     play_shards,
 )
 from lightning_autopar.timing.rank import Event, Run, batch_parts, run_of
-from lightning_autopar.timing.rates import Collective, Rates, slowed
+from lightning_autopar.timing.rates import Collective, Rates
 from lightning_autopar.timing.roofline import computing_dtype, layout_of, update_load
 
 
@@ -116,9 +116,7 @@ class Step:
         self.footprint, self.plan, self.inventory = footprint, plan, inventory
         self.layout = layout_of(footprint, precision)
         self.half = computing_dtype(precision) in ("bf16", "fp16")
-        there = topology(inventory).devices
-        self.devices = [there[device] if device in there else inventory.device(device) for device in plan.devices]
-        self.rates = slowed(rates.among(self.devices, inventory), self.devices)
+        self.devices, self.rates, self._sorts = topology(inventory).crew(plan.devices, rates, inventory)
         self.wire = wire
         self.on_cpu = self.devices[0].kind == "cpu"
         self.ours = zero is None
@@ -135,9 +133,8 @@ class Step:
     def classes(self) -> dict[tuple[Hashable, ...], list[int]]:
         """Ranks that do the same work on devices that are alike."""
         found: dict[tuple[Hashable, ...], list[int]] = {}
-        classify = self.rates.device_class
-        for rank, device in enumerate(self.devices):
-            found.setdefault((classify(device), device.utilization, self.rows[rank]), []).append(rank)
+        for rank, key in enumerate(zip(self._sorts, self.rows, strict=True)):
+            found.setdefault(key, []).append(rank)
         return found
 
     def run(self, rank: int) -> Run:

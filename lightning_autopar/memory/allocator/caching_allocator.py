@@ -13,9 +13,14 @@ Blocks of device memory and the lists of those that are free: what the model of 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_autopar.memory.allocator.options import MIB, AllocatorOptions
+
+
+#: A free block's key is its size, then so many bits of its address: numbers compare faster than pairs.
+_ADDRESS_BITS = 64
 
 
 class Block:
@@ -42,7 +47,6 @@ class Block:
         self.allocated = False
         self.prev: Block | None = None
         self.next: Block | None = None
-        self.searches = 0
 
     def cut(self, size_bytes: int) -> Block:
         """Shorten it to that size; what follows it there is the new block that comes back."""
@@ -82,17 +86,19 @@ class Pool:
 
     Attributes:
         heads: the first block of each segment, by address.
-        free: by stream, those that are free, in order of size, then address.
+        free: by stream, the keys of those that are free, in order of size, then address.
+        blocks: those that are free, by key.
         unmapped: by stream, those without memory behind them, in order of addresses.
         searches: how often a free block was looked for; each block remembers at what count it became free.
     """
 
-    __slots__ = ("free", "heads", "is_small", "searches", "unmapped")
+    __slots__ = ("blocks", "free", "heads", "is_small", "searches", "unmapped")
 
     def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
         self.heads: dict[int, Block] = {}
-        self.free: dict[int, list[tuple[int, int, Block]]] = {}
+        self.free: defaultdict[int, list[int]] = defaultdict(list)
+        self.blocks: dict[int, Block] = {}
         self.unmapped: dict[int, list[tuple[int, Block]]] = {}
         self.searches = 0
 
@@ -100,18 +106,19 @@ class Pool:
         """Put a block into the list that it belongs to."""
         if block.mapped:
             block.searches = self.searches
-            free = self.free.get(block.stream)
-            if free is None:
-                free = self.free[block.stream] = []
-            insort(free, (block.size_bytes, block.address, block))
+            key = block.size_bytes << _ADDRESS_BITS | block.address
+            self.blocks[key] = block
+            insort(self.free[block.stream], key)
         else:
             insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
 
     def remove(self, block: Block) -> None:
         """Take a block out of its list."""
         if block.mapped:
+            key = block.size_bytes << _ADDRESS_BITS | block.address
+            del self.blocks[key]
             free = self.free[block.stream]
-            del free[bisect_left(free, (block.size_bytes, block.address))]
+            del free[bisect_left(free, key)]
         else:
             unmapped = self.unmapped[block.stream]
             del unmapped[bisect_left(unmapped, (block.address,))]
@@ -180,6 +187,7 @@ class CachingAllocator:
         self._address = 0
         self._collects = limit_bytes is not None and self.options.garbage_collection_threshold > 0
         self._rounds_by_power = any(number > 1 for number in self.options.roundup_power2_divisions)
+        self._plain = not self._collects and not self.options.expandable_segments and self.options.max_split_bytes is None
 
     # -- what the caller does --------------------------------------------------------------------------------------------------------------
 
@@ -196,8 +204,15 @@ class CachingAllocator:
         assert size_bytes > 0, "an empty tensor has no block"
         size = self.rounded(size_bytes) if self._rounds_by_power else (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
-        block = self._take_free(pool, size, stream) or self._from_device(pool, size, stream)
-        self._split(block, size)
+        if self._plain:  # what _take_free and _split come to: planning spends most of its time here
+            free = pool.free[stream]
+            place = bisect_left(free, size << _ADDRESS_BITS)
+            block = pool.blocks.pop(free.pop(place)) if place < len(free) else self._from_device(pool, size, stream)
+            if block.size_bytes - size > (0 if pool.is_small else SMALL_BYTES):
+                pool.insert(block.cut(size))
+        else:
+            block = self._take_free(pool, size, stream) or self._from_device(pool, size, stream)
+            self._split(block, size)
         block.allocated = True
         allocated = self.allocated_bytes = self.allocated_bytes + block.size_bytes
         if allocated > self.peak_allocated_bytes:
@@ -225,15 +240,18 @@ class CachingAllocator:
         assert block.allocated, "a block is freed once"
         block.allocated = False
         self.allocated_bytes -= block.size_bytes
-        block.merge(block.prev)
-        block.merge(block.next)
+        before, after = block.prev, block.next
+        if before is not None and not before.allocated:
+            block.merge(before)
+        if after is not None and not after.allocated:
+            block.merge(after)
         block.pool.insert(block)
 
     def release_cached(self) -> None:
         """Give every unused segment back to the device (``torch.cuda.empty_cache``); of expandable ones every unused page."""
         for pool in (self._large, self._small):
-            for entries in list(pool.free.values()):
-                for _, _, block in list(entries):
+            for keys in list(pool.free.values()):
+                for block in [pool.blocks[key] for key in keys]:
                     if block.expandable:
                         self._unmap(block)
                     elif block.prev is None and block.next is None:
@@ -272,22 +290,21 @@ class CachingAllocator:
         entries = pool.free.get(stream)
         if not entries:
             return None
-        index = bisect_left(entries, (size,))
+        index = bisect_left(entries, size << _ADDRESS_BITS)
         if index == len(entries):
             return None
+        block = pool.blocks[entries[index]]
         if self.options.expandable_segments:
             # The end of an expandable segment counts as large as it can become.
-            while index + 1 < len(entries) and _potential(entries[index + 1][2]) < _potential(entries[index][2]):
-                index += 1
-        block = entries[index][2]
+            while index + 1 < len(entries) and _potential(following := pool.blocks[entries[index + 1]]) < _potential(block):
+                index, block = index + 1, following
         most = self.options.max_split_bytes
         if most is not None:
             if size < most <= block.size_bytes:
                 return None
             if size >= most and block.size_bytes >= size + self.options.max_non_split_rounding_bytes:
                 return None
-        del entries[index]
-        return block
+        return pool.blocks.pop(entries.pop(index))
 
     def _split(self, block: Block, size: int) -> None:
         """Cut what isn't needed off the block, if that is worth having (``should_split``)."""
@@ -340,16 +357,17 @@ class CachingAllocator:
             return False
         wanted = max(size, most)
         entries = pool.free.get(stream, [])
-        index = bisect_left(entries, (wanted,))
-        if index < len(entries) and not entries[index][2].expandable:
-            self._release(entries[index][2])
+        blocks = [pool.blocks[key] for key in entries]
+        index = bisect_left(entries, wanted << _ADDRESS_BITS)
+        if index < len(blocks) and not blocks[index].expandable:
+            self._release(blocks[index])
             return True
         released = 0
-        for entry_size, _, block in reversed(entries[:index]):
-            if released >= wanted or entry_size < most:
+        for block in reversed(blocks[:index]):
+            if released >= wanted or block.size_bytes < most:
                 break
             if not block.expandable:
-                released += entry_size
+                released += block.size_bytes
                 self._release(block)
         return released >= wanted
 
@@ -361,8 +379,8 @@ class CachingAllocator:
             return
         unused = [
             block
-            for _, entries in sorted(self._large.free.items())
-            for _, _, block in entries
+            for _, keys in sorted(self._large.free.items())
+            for block in map(self._large.blocks.__getitem__, keys)
             if block.prev is None and block.next is None and not block.expandable
         ]
         reclaimed = 0

@@ -115,24 +115,30 @@ class Machine:
         # The loop that planning spends most of its time in.
         allocate, free = allocator.allocate, allocator.free
         numbers, categories = iter(orders), iter(labels)
+        allocations = self._allocations
         stream, peak_bytes = COMPUTE, allocator.peak_allocated_bytes
-        for number in numbers:
-            if number > 0:
-                block, category = allocate(number, stream), next(categories)
-                blocks[next(self._allocations)] = block, category
-                by_category[category] += block.size_bytes
-                if allocator.allocated_bytes > peak_bytes:
-                    peak_bytes = allocator.allocated_bytes
+        try:
+            for number in numbers:
+                if number > 0:
+                    block, category = allocate(number, stream), next(categories)
+                    blocks[next(allocations)] = block, category
+                    by_category[category] += block.size_bytes
+                    continue
+                if allocator.peak_allocated_bytes > peak_bytes:  # looked at before it becomes less
+                    peak_bytes = allocator.peak_allocated_bytes
                     self.fullest = by_category.copy()
-            elif number < 0:
-                block, category = blocks.pop(-number)
-                by_category[category] -= block.size_bytes
-                free(block)
-            elif (changed := next(numbers)) < 0:
-                block, before = blocks[-changed]
-                category = next(categories)
-                blocks[-changed] = block, category
-                by_category[before] -= block.size_bytes
-                by_category[category] += block.size_bytes
-            else:
-                stream = changed
+                if number < 0:
+                    block, category = blocks.pop(-number)
+                    by_category[category] -= block.size_bytes
+                    free(block)
+                elif (changed := next(numbers)) < 0:
+                    block, before = blocks[-changed]
+                    category = next(categories)
+                    blocks[-changed] = block, category
+                    by_category[before] -= block.size_bytes
+                    by_category[category] += block.size_bytes
+                else:
+                    stream = changed
+        finally:
+            if allocator.peak_allocated_bytes > peak_bytes:
+                self.fullest = by_category.copy()

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
 from lightning_autopar.memory.parts import Part, parts_of
 from lightning_autopar.plans import INTERLEAVED, Plan
@@ -54,9 +54,15 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     share = -(-rows // (plan.micro_batches if footprint.training else 1)) / whole
     parts = parts_of(footprint.tape, len(footprint.blocks))
     recomputed = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
+    random_bytes = RNG_STATE_BYTES if on_cpu else 0
+
+    def stage_of(begin: int, end: int) -> _Stage:
+        again = recomputed.intersection(range(begin, end))
+        key = begin, end, share, again, random_bytes
+        return _STAGES.get(footprint, key, lambda: _Stage.of(footprint, parts, begin, end, share, again, random_bytes))
+
     stages = {
-        stage: _Stage.of(footprint, parts, starts, stage, share, recomputed, RNG_STATE_BYTES if on_cpu else 0)
-        for stage in range(position, plan.stages, plan.devices_per_replica)
+        stage: stage_of(starts[stage], starts[stage + 1]) for stage in range(position, plan.stages, plan.devices_per_replica)
     }
     held = _states(plan, stages)
     held["input"] = round(footprint.input_bytes * rows / whole)
@@ -158,14 +164,13 @@ class _Stage:
         cls,
         footprint: Footprint,
         parts: list[Part],
-        starts: list[int],
-        stage: int,
+        begin: int,
+        end: int,
         share: float,
         recomputed: frozenset[int],
         kept_random: int,
     ) -> _Stage:
-        """A stage at a micro-batch's share of the batch."""
-        begin, end = starts[stage], starts[stage + 1]
+        """Those of these parts at a micro-batch's share of the batch."""
         layers = [_layer(footprint, number) for number in range(begin, end)]
         shared = footprint.shared_uses(begin, end)
         twice = _twice(footprint, begin, end)
@@ -234,6 +239,10 @@ class _Stage:
         )
 
 
+#: Plans of one search have most of their stages in common.
+_STAGES: Remembered[_Stage] = Remembered(2048)
+
+
 def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, int]]:
     """Of each parameter that several parts of a stage use: the first and the last of them, and the bytes of its gradient.
 
@@ -274,23 +283,20 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
     assert plan.schedule is not None
     actions = rank_actions(plan.schedule, position, plan.devices_per_replica, plan.stages, plan.micro_batches)
     several = plan.schedule in INTERLEAVED
-    gradients = activations = communication = lingering = 0
+    most = gradients = activations = communication = lingering = 0
     seen: set[int] = set()
     fullest: dict[str, int] = {"gradients": 0, "temporary": 0}
     for (work, number, micro_batch), following in zip(actions, [*actions[1:], None], strict=True):
         stage = stages[number]
         own = 0 if work == "forward" else stage.held
         moment = stage.forward if work == "forward" else stage.backward if number in seen else stage.first
-        found = {
-            "activations": activations - own + min(moment, own),
-            "temporary": max(0, moment - own),
-            "gradients": gradients,
-            "communication": communication + (lingering if work == "forward" else 0),
-        }
+        passing = communication + (lingering if work == "forward" else 0)
         if several and following is not None:
-            found["communication"] += stages[following.stage].received if following.work == "forward" else stages[following.stage].sent
-        if sum(found.values()) > sum(fullest.values()):
-            fullest = found
+            passing += stages[following.stage].received if following.work == "forward" else stages[following.stage].sent
+        if (total := activations - own + moment + gradients + passing) > most:
+            kept = min(moment, own)
+            fullest = {"activations": activations - own + kept, "temporary": moment - kept, "gradients": gradients, "communication": passing}
+            most = total
         if work == "forward":
             activations += stage.held
         else:

@@ -148,7 +148,7 @@ class PipelineMaker:
         promising = self._promising(schedule)
         if not promising:
             return None
-        plan = self._fitted(promising[0][1], math.inf)
+        plan = self._fitted(promising[0][1], math.inf, any_will_do=True)
         return plan if plan is not None else self._anyhow(list(self._shapes(schedule))[-1])
 
     def _promising(self, schedule: Schedule) -> list[tuple[float, _Shape]]:
@@ -273,8 +273,8 @@ class PipelineMaker:
             return lambda size_bytes: 0.0
         return lambda size_bytes: source.collective_seconds("send", size_bytes, (a, b), self.appraiser.inventory)
 
-    def _fitted(self, shape: _Shape, limit: float) -> Plan | None:
-        """The fastest of a few cuts that memory suffices for by the exact prediction; None where none is found below the limit.
+    def _fitted(self, shape: _Shape, limit: float, any_will_do: bool = False) -> Plan | None:
+        """The fastest of a few cuts that memory suffices for by the exact prediction, or the first; None where none is below the limit.
 
         What the exact prediction says beyond the tables, or short of them, is taken off each rank's bytes, or added, and the cut made anew.
         """
@@ -291,6 +291,8 @@ class PipelineMaker:
             plan = bare if self.appraiser.holds(bare) else self._relieved(most, groups)
             if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
                 best, seconds = plan, exact
+                if any_will_do:
+                    break
             off = [max(self._beyond(shape, cut, one, rank, groups[rank]) for one in {bare, most}) for rank in range(shape.ranks)]
             before, caps = caps, [cap - more / margin for cap, more in zip(whole, off, strict=True)]
             if all(abs(cap - old) <= 0.01 * old for cap, old in zip(caps, before, strict=True)):
