@@ -18,7 +18,6 @@ from collections.abc import Iterator
 
 from lightning_autopar.memory.allocator.options import MIB, AllocatorOptions
 
-
 #: A free block's key is its size, then so many bits of its address: numbers compare faster than pairs.
 _ADDRESS_BITS = 64
 

@@ -294,9 +294,8 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
         if several and following is not None:
             passing += stages[following.stage].received if following.work == "forward" else stages[following.stage].sent
         if (total := activations - own + moment + gradients + passing) > most:
-            kept = min(moment, own)
-            fullest = {"activations": activations - own + kept, "temporary": moment - kept, "gradients": gradients, "communication": passing}
-            most = total
+            most, kept = total, activations - own + min(moment, own)
+            fullest = {"activations": kept, "temporary": max(0, moment - own), "gradients": gradients, "communication": passing}
         if work == "forward":
             activations += stage.held
         else:
