@@ -61,9 +61,7 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
         key = begin, end, share, again, random_bytes
         return _STAGES.get(footprint, key, lambda: _Stage.of(footprint, parts, begin, end, share, again, random_bytes))
 
-    stages = {
-        stage: stage_of(starts[stage], starts[stage + 1]) for stage in range(position, plan.stages, plan.devices_per_replica)
-    }
+    stages = {stage: stage_of(starts[stage], starts[stage + 1]) for stage in range(position, plan.stages, plan.devices_per_replica)}
     held = _states(plan, stages)
     held["input"] = round(footprint.input_bytes * rows / whole)
     if footprint.training:

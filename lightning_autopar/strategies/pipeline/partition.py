@@ -128,8 +128,11 @@ class StageTables:
             flight: how many micro-batches it holds at once (:func:`in_flight`).
             shards: over how many replicas its states are cut.
         """
-        running = (flight - 1) * self.held + np.maximum(self.peak, self.held)
-        found: Table = self.states / shards + self.gradients + self.buffers + running + self.passed + self.input
+        return self.holding(shards) + (flight - 1) * self.held + np.maximum(self.peak - self.held, 0) + self.passed
+
+    def holding(self, shards: int = 1) -> Table:
+        """What of that a stage holds between a single micro-batch's forward and its backward."""
+        found: Table = self.states / shards + self.gradients + self.buffers + self.held + self.input
         return found if shards == 1 else found + self.states  # gathered through the step
 
 

@@ -32,6 +32,8 @@ _LOCAL = 2
 _CORRECTIONS = 3
 #: Of the seconds by the tables, what the exact prediction isn't expected to stay below: it has the update and the replicas' gradients, too.
 _CERTAIN = 0.97
+#: What sizes that are rounded for each micro-batch may come to less than that of all of them.
+_ROUNDED = 1e-6
 #: How often cuts of the best pipeline are moved by a block.
 _MOVES = 40
 _DATA_SHEET = DataSheet()
@@ -123,6 +125,7 @@ class PipelineMaker:
         self.again = [block.fqn for block in recomputable(self.footprint)] if recompute_refusal(appraiser.constraints) is None else []
         self.cuttable = cuttable(self.footprint, appraiser.constraints.uncuttable)
         self._tables: dict[tuple[float, float, bool], StageTables] = {}
+        self._lacking: dict[_Shape, int] = {}
         self._seconds: dict[tuple[object, ...], Table] = {}
         self._of_parts: dict[tuple[float, float, bool], list[float]] = {}
         self._totals: dict[float, float] = {}
@@ -138,6 +141,8 @@ class PipelineMaker:
         for least, shape in self._promising(schedule):
             if least >= min(limit(), seconds):
                 break
+            if self._lacks(shape):
+                continue
             plan = self._fitted(shape, min(limit(), seconds))
             if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
                 found, seconds = plan, exact
@@ -150,6 +155,33 @@ class PipelineMaker:
             return None
         plan = self._fitted(promising[0][1], math.inf, any_will_do=True)
         return plan if plan is not None else self._anyhow(list(self._shapes(schedule))[-1])
+
+    def _lacks(self, shape: _Shape) -> bool:
+        """Whether by the tables memory suffices for no cut of it, as is known from others that take no more of it.
+
+        With fewer, larger micro-batches a stage that holds as many of them at once takes no less. Under GPipe it holds all of them: what
+        the replica's whole batch leaves, whatever their number.
+        """
+        family = replace(shape, micro_batches=1)
+        if shape.schedule == "gpipe":
+            if family not in self._lacking:
+                held = [
+                    self._table(family, recompute).holding(family.replicas if shape.sharded else 1)
+                    for recompute in {False, bool(self.again)}
+                ]
+                least = np.minimum.reduce(held)
+                fits = [np.where(least * (1 - _ROUNDED) <= cap, 0.0, np.inf) for cap in self._caps(shape)]
+                self._lacking[family] = 0 if partition(fits, self.cuttable) is not None else shape.micro_batches
+            return self._lacking[family] > 0
+
+        def flight(parts: int) -> int:
+            return in_flight(shape.schedule, 0, shape.stages, shape.ranks, parts)
+
+        if family not in self._lacking:
+            most = self._parts(shape.schedule, shape.ranks, -(-self.footprint.batch_size // shape.replicas))[-1]
+            self._lacking[family] = most if self._cut(replace(shape, micro_batches=most), self._caps(shape)) is None else 0
+        lacking = self._lacking[family]
+        return shape.micro_batches <= lacking and flight(shape.micro_batches) == flight(lacking)
 
     def _promising(self, schedule: Schedule) -> list[tuple[float, _Shape]]:
         """Shapes with the seconds that no cut of theirs stays below, the fastest first."""
@@ -208,12 +240,15 @@ class PipelineMaker:
 
     def _needs(self, shape: _Shape, stage: int, recompute: bool) -> Table:
         """Bytes of a stage in its place, by the tables."""
+        flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
+        return self._table(shape, recompute).needs(flight, shards=shape.replicas if shape.sharded else 1)
+
+    def _table(self, shape: _Shape, recompute: bool) -> StageTables:
         rows = -(-self.footprint.batch_size // shape.replicas)
         key = self._share(shape), rows / max(1, self.footprint.batch_size), recompute
         if key not in self._tables:
             self._tables[key] = stage_tables(self.footprint, key[0], key[1], recompute=recompute)
-        flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
-        return self._tables[key].needs(flight, shards=shape.replicas if shape.sharded else 1)
+        return self._tables[key]
 
     def _cut(self, shape: _Shape, caps: Sequence[float]) -> Partition | None:
         """The stages by the tables, each with so much recomputed that it stays below its part of its rank's bytes."""
@@ -284,6 +319,9 @@ class PipelineMaker:
         caps, best, seconds = whole, None, limit
         for _ in range(_CORRECTIONS):
             cut = self._cut(shape, caps)
+            if cut is None and caps is whole:
+                family = replace(shape, micro_batches=1)
+                self._lacking[family] = max(shape.micro_batches, self._lacking.get(family, 0))
             if cut is None or shape.seconds(cut) * _CERTAIN >= seconds:
                 break
             bare = self._plan(shape, cut.starts)
