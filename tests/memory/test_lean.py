@@ -137,3 +137,13 @@ def test_gradients_and_versions_are_kept() -> None:
         z.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             z.sum().backward()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW], ids=lambda make: make.__name__)
+def test_a_fused_update_runs_no_kernel(make: Callable[..., torch.optim.Optimizer]) -> None:
+    with LeanFakeMode(allow_non_fake_inputs=True):
+        parameter = nn.Parameter(torch.empty(1 << 44))  # 64 TiB: torch's fallback would allocate them
+        optimizer = make([parameter], fused=True)
+        parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        assert isinstance(parameter, FakeTensor)

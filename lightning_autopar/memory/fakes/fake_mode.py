@@ -67,7 +67,7 @@ class LeanFakeMode(FakeTensorMode):
         known = _known.get(func)
         if known is None:
             known = _known[func] = _Known(in_place(func), _repeatable(func))
-        if known.in_place and _plain(args[0]):
+        if known.in_place and _plain(args[0] if func._schema.returns else [item for item in args if isinstance(item, (list, tuple))]):
             return args[0] if func._schema.returns else None
         if not known.repeatable or torch.is_inference_mode_enabled():
             return self.dispatch(func, types, args, kwargs)
@@ -128,6 +128,10 @@ def in_place(function: Any) -> bool:
         return False
     if any(word in name for word in ("resize", "transpose", "sparse", "coalesced", "requires_grad")):
         return False
+    if name.startswith("aten::_fused_") and not schema.returns:
+        # An optimizer's update of lists of tensors. SGD's and Adagrad's have no kernel for fakes: torch would run them on real zeros, as
+        # large as all parameters together (``maybe_run_unsafe_fallback``).
+        return not function.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     if not written or not written[0] or any(written[1:]) or len(schema.returns) > 1:
         return False
