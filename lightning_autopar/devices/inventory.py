@@ -132,21 +132,6 @@ class Inventory:
             return link
         return Link(a=a, b=b, kind="host" if self.device(a).node == self.device(b).node else "network")
 
-    def models(self, device_ids: Iterable[str]) -> list[str]:
-        """The names of these devices; ``"cpu"`` of every CPU device.
-
-        Raises:
-            ValueError: if there is no such device.
-        """
-        try:
-            return [self._models[device_id] for device_id in device_ids]
-        except KeyError as missing:
-            raise ValueError(f"there is no device {missing}") from None
-
-    @cached_property
-    def _models(self) -> dict[str, str]:
-        return {device.id: "cpu" if device.kind == "cpu" else device.name for device in self.devices}
-
     @cached_property
     def _by_id(self) -> dict[str, Device]:
         return {device.id: device for device in reversed(self.devices)}

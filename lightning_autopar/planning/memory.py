@@ -224,7 +224,9 @@ def predict(
     rows = [count or _least(footprint) for count in plan.rows(footprint.batch_size)]
     padded = plan.engine == "fsdp" and plan.world_size > 1 and _padded(footprint, plan)
     found: dict[tuple[int, str, int], DeviceBytes] = {}
-    keys = list(zip(rows, inventory.models(plan.devices), _alike(plan, padded), strict=True))
+    devices = map(inventory.device, plan.devices)
+    models = ("cpu" if device.kind == "cpu" else device.name for device in devices)
+    keys = list(zip(rows, models, _alike(plan, padded), strict=True))
     for key in dict.fromkeys(keys):
         rank = keys.index(key)
         device = inventory.device(plan.devices[rank])
