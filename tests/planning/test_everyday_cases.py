@@ -1,7 +1,7 @@
 """Everyday cases on one and two GPUs, once planned up to 3.4 times slower than need be: the choice is no slower than a plan by hand.
 
-Of each case the most seconds that the chosen plan may take by prediction, as it was once kernels had L2's bandwidth no more for what doesn't
-stay there (0.375 s instead of 0.279 in the first), and a plan by hand; one of those takes more in the optimizer's step than was thought.
+Of each case the most seconds that the chosen plan may take by prediction, as it was once kernels had L2's bandwidth no more for what isn't
+kept there (0.375 s instead of 0.279 in the first), and a plan by hand; one of those takes more in the optimizer's step than was thought.
 """
 
 from __future__ import annotations
