@@ -46,6 +46,7 @@ class Block:
         self.allocated = False
         self.prev: Block | None = None
         self.next: Block | None = None
+        self.searches = 0
 
     def cut(self, size_bytes: int) -> Block:
         """Shorten it to that size; what follows it there is the new block that comes back."""
