@@ -15,7 +15,7 @@ STUB := $(wildcard tests/nullgpu/*.py tests/nullgpu/src/* tests/nullgpu/compute/
 # Where a shell has set it, each of the hundred processes that tests start compiles this package anew, half a second of a core each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages fuzz chaos lightning-suite check walks docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages fuzz chaos lightning-suite check same-report walks docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -85,6 +85,14 @@ packages: $(PACKAGES_INSTALLED)
 # Lightning's own tests under autopar, 40 minutes; LIGHTNING names the folder `tests` of its repository. See tests/lightning_suite/README.md.
 lightning-suite: $(INSTALLED)
 	$(RUN)/python -m tests.lightning_suite.run $(LIGHTNING)
+
+# Whether planning says what it said at another commit: `make same-report WAS=main` plans there and here, some minutes each.
+WAS ?= HEAD
+same-report: export OMP_NUM_THREADS = 1
+same-report: $(INSTALLED)
+	@rm -rf build/was; git worktree add --quiet --force --detach build/was $(WAS) && cp tools/same_report.py build/was/tools/; \
+	$(RUN)/python build/was/tools/same_report.py write build/reports.json && $(RUN)/python tools/same_report.py compare build/reports.json; \
+	same=$$?; git worktree remove --force build/was; exit $$same
 
 check: $(INSTALLED)
 	$(RUN)/ruff check .

@@ -31,11 +31,10 @@ from lightning_autopar.exact.data.share import BatchShare
 from lightning_autopar.exact.step.draws import Draw, DrawPlan, GlobalDraws, Rows
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.strategies.calibration.device_curves import measure_device
-from lightning_autopar.strategies.fsdp.timing import DRAW
 from lightning_autopar.timing.curves import Calibration
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.measured_rates import Calibrated, device_key
-from lightning_autopar.timing.roofline import drawn_seconds
+from lightning_autopar.timing.roofline import DRAW, drawn_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results/draws.json"
 BOUND = 0.2

@@ -17,7 +17,7 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import Target, target_of
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import missing_packages
-from lightning_autopar.plans import BUILT_ENGINES, Plan
+from lightning_autopar.plans import Plan, offered_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.strategies.calibration.calibration import calibrated
 
@@ -62,7 +62,7 @@ def plan(
     inventory = probe(devices, accelerator=_accelerator())
     rates = None if any(device.kind == "catalogue" for device in inventory.devices) else calibrated(inventory)
     constraints = Constraints(
-        allow=BUILT_ENGINES if allow is None else check_allow(allow),
+        allow=offered_engines() if allow is None else check_allow(allow),
         memory_limit_bytes=None if memory_limit is None else check_memory_limit(memory_limit),
         memory_margin=memory_margin,
         objective=objective,

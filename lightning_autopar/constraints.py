@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.allocator.options import AllocatorOptions
 from lightning_autopar.memory.learned.corrections import Residuals
-from lightning_autopar.plans import BUILT_ENGINES, ENGINES, Engine, Plan
+from lightning_autopar.plans import Engine, Plan, all_engines, offered_engines
 from lightning_autopar.text import format_bytes, parse_memory
 
 #: A CUDA context alone takes hundreds of times as much; a bare number below it is a size without its unit.
@@ -25,8 +25,11 @@ REFUSALS = ("batch_norm", "buffers", "kept")
 #: A relative difference of losses up to this is floating-point reassociation.
 SPLIT_TOLERANCE = 1e-5
 _BESIDES = ("micro_batches", "pipeline_parts", "shares", "replicas", "recompute", "offload", "disk")
-#: What a run can rule out: an engine; stage 3 of ZeRO; every plan with several devices; what plans of any engine may do besides.
-EXCLUDABLE: tuple[str, ...] = (*ENGINES, "zero_3", "multi", *_BESIDES)
+
+
+def excludable() -> frozenset[str]:
+    """What a run can rule out: an engine, a part of one; every plan with several devices; what plans of any engine may do besides."""
+    return frozenset((*all_engines(), *(part for entry in all_engines().values() for part in entry.parts), "multi", *_BESIDES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ class Constraints:
         objective: ``"speed"``: fewest seconds a step; ``"memory"``: fewest bytes on the fullest device.
         exact: whether a plan may be chosen that is not known to compute the whole batch's loss.
         pinned: the plan to take; nothing else is considered.
-        excluded: what this run can't use, of ``EXCLUDABLE``, with the sentence that says why; ``"multi"`` stands for every plan with
+        excluded: what this run can't use, of :func:`excludable`, with the sentence that says why; ``"multi"`` stands for every plan with
             several devices.
         uncuttable: FQNs of the blocks with which no stage of a pipeline may begin, with the sentence that says why.
         pipeline_notes: what a reader should know of any pipeline, a sentence each.
@@ -92,7 +95,7 @@ class Constraints:
         ValueError: if a value is out of its bounds.
     """
 
-    allow: tuple[Engine, ...] = BUILT_ENGINES
+    allow: tuple[Engine, ...] = field(default_factory=offered_engines)
     max_devices: int | None = None
     min_devices: int | None = None
     memory_limit_bytes: int | None = None
@@ -122,7 +125,7 @@ class Constraints:
             raise ValueError(f"memory_margin={self.memory_margin!r} must be at least 0 and below 1; 0.05 leaves 5 % of each device alone")
         if self.objective not in ("speed", "memory"):
             raise ValueError(f"objective={self.objective!r} is unknown; choose 'speed' or 'memory'")
-        if unknown := sorted(set(self.excluded) - set(EXCLUDABLE)):
+        if unknown := sorted(set(self.excluded) - excludable()):
             raise AssertionError(f"excluded names {unknown[0]!r}, which is neither an engine nor a feature")
 
     def budget_bytes(self, device: Device) -> int:
@@ -163,13 +166,13 @@ def check_allow(allow: str | Sequence[str]) -> tuple[Engine, ...]:
         ValueError: if it is empty or names an unknown engine, saying which there are.
     """
     names = (allow,) if isinstance(allow, str) else tuple(allow)
-    choices = ", ".join(repr(engine) for engine in ENGINES)
-    known: dict[str, Engine] = {engine: engine for engine in ENGINES}
+    choices = ", ".join(repr(engine) for engine in all_engines())
+    known: dict[str, Engine] = {engine: engine for engine in all_engines()}
     if not names:
         raise ValueError(f"allow={allow!r} leaves no engine; name at least one of {choices}, or leave it out for all that are built")
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(str(name).lower(), ENGINES, n=1)
+            close = difflib.get_close_matches(str(name).lower(), all_engines(), n=1)
             remedy = f"did you mean {close[0]!r}?" if close else "name one of those, or leave allow out"
             raise ValueError(f"allow={list(names)!r} names the unknown engine {name!r}; the engines are {choices}: {remedy}")
     return tuple(dict.fromkeys(known[name] for name in names))

@@ -13,8 +13,37 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-Engine = Literal["single", "ddp", "fsdp", "zero", "pipeline"]
-ENGINES: tuple[Engine, ...] = get_args(Engine)
+#: An engine's name.
+Engine = str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEntry:
+    """An engine, as whoever has not imported it knows it.
+
+    Args:
+        path: where its class is, as ``"package.module:Class"``.
+        offered: whether planning takes its plans unless ``allow`` says otherwise; else only where ``allow`` names it.
+        package: the package without which it can't be run, and the extra of this one that brings it.
+        parts: names of what some of its plans do that a run may rule out by itself.
+    """
+
+    path: str
+    offered: bool = True
+    package: tuple[str, str] | None = None
+    parts: tuple[str, ...] = ()
+
+
+#: The engines by name, in the order in which they are preferred where all else is equal.
+ENGINES: dict[Engine, EngineEntry] = {
+    "single": EngineEntry(path="lightning_autopar.strategies.ddp.engine:Single"),
+    "ddp": EngineEntry(path="lightning_autopar.strategies.ddp.engine:DDP"),
+    "fsdp": EngineEntry(path="lightning_autopar.strategies.fsdp.engine:FSDP"),
+    "zero": EngineEntry(
+        path="lightning_autopar.strategies.zero.engine:Zero", offered=False, package=("deepspeed", "deepspeed"), parts=("zero_3",)
+    ),
+    "pipeline": EngineEntry(path="lightning_autopar.strategies.pipeline.engine:Pipeline"),
+}
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Offload = Literal["optimizer", "parameters"]
@@ -22,8 +51,8 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 #: How many stages a rank of a pipeline has: several under these schedules, one under the others.
 INTERLEAVED: tuple[Schedule, ...] = ("interleaved_1f1b",)
 ZERO_STAGES = (1, 2, 3)
-#: The engines that this version can run.
-BUILT_ENGINES: tuple[Engine, ...] = ("single", "ddp", "fsdp", "pipeline")
+#: Under which other packages register engines, each an :class:`EngineEntry` by its name.
+GROUP = "lightning_autopar.engines"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +82,7 @@ class Plan:
         schedule: pipeline only. The interleaved one has several stages a rank: stage ``s`` runs on pipeline rank ``s mod ranks``.
             ``"1f1b"`` needs as many micro-batches as stages at least.
         reasons: why each automatic choice was made, a sentence each.
+        options: what an engine of another package has besides, plain values by name; a mapping will do.
 
     Raises:
         ValueError: if no engine could run it, with the value, what is allowed and what to do.
@@ -72,10 +102,10 @@ class Plan:
     cuts: tuple[str, ...] = ()
     schedule: Schedule | None = None
     reasons: tuple[str, ...] = ()
+    options: tuple[tuple[str, str | int | float | bool | None], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise ValueError(f"unknown engine {self.engine!r}; choose one of {', '.join(ENGINES)}")
+        entry_of(self.engine)
         if not self.devices:
             raise ValueError(f"a plan needs at least one device, but its devices are {self.devices!r}")
         if len(set(self.devices)) != len(self.devices):
@@ -84,6 +114,7 @@ class Plan:
             raise ValueError(f"engine 'single' runs on one device, but the plan names {len(self.devices)}: {self.devices!r}")
         if self.engine == "fsdp" and not isinstance(self.reshard_after_forward, bool):
             raise ValueError(f"an fsdp plan needs reshard_after_forward, true or false, but it is {self.reshard_after_forward!r}")
+        object.__setattr__(self, "options", tuple(sorted(dict(self.options).items())))
         self._check_replicas()
         self._check_shares()
         self._check_zero()
@@ -268,7 +299,9 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, every field by its name."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        options = dict(values.pop("options"))
+        return {**values, "options": options} if options else values
 
     def to_json(self) -> str:
         """The plan as a JSON object, readable by :meth:`from_json`."""
@@ -317,6 +350,54 @@ class Plan:
         if not isinstance(data, dict):
             raise ValueError(f"a plan is a JSON object, but this is a {type(data).__name__}")
         return cls.from_dict(data)
+
+
+@lru_cache
+def registered() -> Mapping[Engine, EngineEntry]:
+    """The engines of other packages.
+
+    Raises:
+        ValueError: if what a package registers is no entry, or has the name of another engine.
+    """
+    from importlib.metadata import entry_points
+
+    found: dict[Engine, EngineEntry] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in ENGINES or point.name in found:
+            raise ValueError(f"two engines are called {point.name!r}, one of them {point.value!r}; rename that, or uninstall its package")
+        entry = point.load()
+        if not isinstance(entry, EngineEntry):
+            raise ValueError(f"the engine {point.name!r} is registered as {point.value!r}, which is no EngineEntry; name one")
+        found[point.name] = entry
+    return found
+
+
+def all_engines() -> Mapping[Engine, EngineEntry]:
+    """Every engine by name: this package's, then those of others."""
+    return {**ENGINES, **registered()}
+
+
+def offered_engines() -> tuple[Engine, ...]:
+    """The engines that planning chooses from unless ``allow`` names others."""
+    return tuple(name for name, entry in all_engines().items() if entry.offered)
+
+
+def entry_of(name: str) -> EngineEntry:
+    """The entry of the engine of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = ENGINES.get(name) or registered().get(name)
+    if found is None:
+        raise ValueError(f"unknown engine {name!r}; choose one of {', '.join(all_engines())}")
+    return found
+
+
+@lru_cache
+def order_of(name: str) -> int:
+    """An engine's place in the table: among plans that are alike the first one's is taken."""
+    return list(all_engines()).index(name)
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-LANGUAGES = ("python", "bash", "console", "yaml", "json", "diff")
+LANGUAGES = ("python", "bash", "console", "yaml", "json", "diff", "toml")
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<rest>[^\n`]*)\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL)
 _TITLE = re.compile(r'title="([^"]+)"')
 _NUMBER = re.compile(r"\d[\d.,]*( ?(s|ms|µs|B|KiB|MiB|GiB)\b)?")

@@ -17,17 +17,18 @@ import tempfile
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_autopar
-from lightning_autopar import AutoParallelStrategy
+from lightning_autopar import AutoParallelStrategy, engines, plans
 from lightning_autopar.callbacks.elastic import ElasticReplan
 from lightning_autopar.callbacks.migrate import CheckpointMigrate
 from lightning_autopar.cli import program
@@ -107,11 +108,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Makes a folder with a ``pyproject.toml`` what it is once it is installed: on the path, with its entry points."""
+
+    def install(folder: Path) -> None:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        lines = [line for group, points in project["entry-points"].items() for line in (f"[{group}]", *map(" = ".join, points.items()))]
+        facts = folder / f"{project['name']}-{project['version']}.dist-info"
+        facts.mkdir()
+        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+        (facts / "entry_points.txt").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(folder)
+        forget()
+
+    def forget() -> None:
+        for remembered in (plans.registered, plans.order_of, engines.named):
+            remembered.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    forget()
+
+
 # -- blocks ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if list(blocks_of(page))], ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_do_what_they_say(page: Path, folder: Path, prelude: dict[str, Any]) -> None:
+def test_the_blocks_of_a_page_do_what_they_say(
+    page: Path, folder: Path, prelude: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     own = types.ModuleType(f"page_{page.stem}")
     sys.modules[own.__name__] = own  # its classes and functions are pickled by name
     own.__dict__.update(prelude)
@@ -119,6 +145,9 @@ def test_the_blocks_of_a_page_do_what_they_say(page: Path, folder: Path, prelude
         assert block.language in LANGUAGES, f"{block}: a block in {block.language or 'no language'!r} is tested by nobody; use {LANGUAGES}"
         if block.title is not None:
             (folder / block.title).write_text(block.text)
+        if block.title == "pyproject.toml":
+            monkeypatch.setenv("AUTOPAR_CACHE", str(folder / "cache"))
+            request.getfixturevalue("installed")(folder)
         _do(block, own.__dict__)
 
 

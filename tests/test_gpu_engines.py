@@ -20,9 +20,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar import AutoParallelStrategy, Plan
+from lightning_autopar import AutoParallelStrategy, Plan, engines
 from lightning_autopar.devices.discover import probe
-from lightning_autopar.planning.memory import communicators
 from tests.fresh import fresh
 from tests.nullgpu.control import on_stub
 
@@ -196,4 +195,4 @@ def test_a_worker_has_its_share_of_cores_and_the_communicators_that_are_predicte
     provide(gpus(name), monkeypatch)
     cores = len(os.sched_getaffinity(0))
     plan = Plan(devices=tuple(str(index) for index in range(gpus(name))), **plans("gpt")[name])
-    assert fresh(counted, name) == (max(1, cores // gpus(name)), len(communicators(plan)))
+    assert fresh(counted, name) == (max(1, cores // gpus(name)), len(engines.of(plan).communicators(plan)))

@@ -6,21 +6,24 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.memory.allocator.replay import REPLAYED_ENGINES, replay
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.planning.memory import predict
-from lightning_autopar.planning.timing import Seconds, Wire, step_of
+from lightning_autopar.planning.memory import predict, replay
+from lightning_autopar.planning.timing import Seconds, step_of
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.fsdp.memory import Widths
+from lightning_autopar.strategies.fsdp.engine import FSDP
+from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths
+from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
 from lightning_autopar.timing.collectives import known_model
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.rank import Run
 from lightning_autopar.timing.rates import Phase
+from lightning_autopar.timing.step import AS_STORED, Wire
 from rows.kept_gradients import played
 from rows.planned import Layout
 from rows.question import Question
@@ -123,6 +126,13 @@ def foresee_bytes(footprint: Footprint, asked: Question, laid: Layout, inventory
     return fullest, plan
 
 
+def _engine(plan: Plan, widths: Widths | None = None, wire: Wire = AS_STORED, zero: ZeroSettings | None = None) -> engines.Engine:
+    """What runs a row's plan, with the settings that others have chosen."""
+    if plan.engine == "fsdp":
+        return FSDP(widths or AS_TRACED, wire)
+    return Zero(zero or ZeroSettings()) if plan.engine == "zero" else engines.of(plan)
+
+
 def _fullest(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, inventory: Inventory) -> DeviceBytes:
     """Of the devices, that which holds most."""
     widths = _widths(asked, laid)
@@ -133,7 +143,7 @@ def _fullest(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, in
         # ZeRO-1 beside a pipeline: each replica updates its share, and the scratch is that share's.
         moments = (replace(one, fixed_bytes=one.fixed_bytes // shares) if one.phase == "optimizer" else one for one in footprint.moments)
         footprint = replace(footprint, moments=tuple(moments))
-    held = predict(footprint, plan, inventory, precision=asked.precision, widths=widths, zero=zero)
+    held = predict(footprint, plan, inventory, precision=asked.precision, engine=_engine(plan, widths, zero=zero))
     found = [_shared(one, asked, shares) for one in held.values()]
     if laid.whole_stages and plan.recompute:
         kept_by_stage = stage_activations(footprint, plan)
@@ -145,7 +155,7 @@ def _fullest(footprint: Footprint, asked: Question, laid: Layout, plan: Plan, in
         assert kept is not None, "without a limit there is room"
         fullest = replace(fullest, rounding=max(0, kept.peak_reserved_bytes - kept.peak_allocated_bytes))
     elif _can_replay(footprint, plan):
-        found_peak = replay(footprint, plan, found.index(fullest), workspaces=_workspaces(fullest), widths=widths)
+        found_peak = replay(footprint, plan, found.index(fullest), workspaces=_workspaces(fullest), engine=_engine(plan, widths))
         fullest = replace(fullest, rounding=max(0, found_peak.reserved_peak_bytes - found_peak.allocated_peak_bytes))
     return fullest
 
@@ -181,7 +191,7 @@ def _held_by_graph(asked: Question) -> int:
 
 def _can_replay(footprint: Footprint, plan: Plan) -> bool:
     """Whether the tape tells the step as it was: whole and short enough."""
-    if plan.engine not in REPLAYED_ENGINES or plan.replicas > 1 or plan.offload:
+    if plan.engine == "zero" or plan.replicas > 1 or plan.offload:
         return False
     tape = footprint.tape
     return tape is not None and 2 * len(tape) * min(plan.micro_batches, 2) <= _MOST_EVENTS
@@ -253,10 +263,10 @@ def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: P
         footprint = replace(footprint, optimizer_work=(Work(kind="pointwise", name="_fused_adamw_", dtype="fp32"),))
     if laid.narrow:
         footprint = _narrow(footprint, laid.narrow)
-    wire = Wire(parameter_bytes=2, gradient_bytes=laid.reduce_bytes) if asked.wide_storage and laid.engine == "fsdp" else None
+    wire = Wire(parameter_bytes=2, gradient_bytes=laid.reduce_bytes) if asked.wide_storage and laid.engine == "fsdp" else AS_STORED
     # Adam's pass is bound by memory: 28 bytes an element in fp32, half of that where parameters and states are of 16 bits.
     rates = HostRates(laid.slow_host * (0.5 if asked.optimizer == "cpu kernel same" else 1.0), laid.slow_python)
-    step = step_of(footprint, plan, inventory, precision=asked.precision, rates=rates, wire=wire, zero=ZeroSettings())
+    step = step_of(footprint, plan, inventory, precision=asked.precision, rates=rates, engine=_engine(plan, wire=wire))
     seconds = step.seconds()
     if laid.waits and plan.engine != "pipeline":
         seconds = replace(seconds, overhead=max(seconds.overhead, _waiting(step.run(0), footprint, laid, plan, rates, seconds)))

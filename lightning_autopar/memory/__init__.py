@@ -11,8 +11,6 @@ Modules, in reading order:
     scaling              the footprint at another batch size
     allocation_recorder  allocations of this process while it is open
     storages             storages of tensors and their bytes
-    play_stages          a rank of a pipeline plays its stages' parts of the tape, micro-batch by micro-batch, in the order of the
-                         schedule. Knows no planner
     allocator/           torch's caching allocator, and a step played on it
     fakes/               fake tensors, as CUDA would treat them
     kernels/             what an operation takes inside

@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, device_label
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.planning import what_if
 from lightning_autopar.planning.block_units import recomputable_order
-from lightning_autopar.planning.refusals import ASKED_ENGINES, PACKAGES, lacks_package_alone
-from lightning_autopar.plans import BUILT_ENGINES, Plan
+from lightning_autopar.planning.refusals import lacks_package_alone
+from lightning_autopar.plans import Plan, all_engines, offered_engines
 from lightning_autopar.report.report import Advice, Candidate
 from lightning_autopar.text import format_bytes, format_seconds
 
@@ -35,8 +36,6 @@ _MOST_SEARCHES, _MOST_SECONDS = 10, 4.0
 #: Validation that takes a smaller share of a device is in nobody's way; batches that are tried, beside the present one.
 _LEAST_VALIDATION_SHARE = 0.02
 _VALIDATION_SHARES = (0.5, 0.25, 0.125, 0.0625)
-#: Engines under which bitsandbytes' optimizers run as they are, on whole parameters of a device.
-_WHOLE_ENGINES = ("single", "ddp")
 
 Kind = Literal["memory", "batch_size", "setting", "others", "package", "module", "devices"]
 
@@ -207,13 +206,13 @@ class _Question:
 
     def _wider(self) -> Advice | None:
         """Engines that the user doesn't allow; what is asked for by name, only where it is what would help."""
-        asked = tuple(engine for engine in ASKED_ENGINES if engine not in self.constraints.excluded)
-        if set(self.constraints.allow) >= {*BUILT_ENGINES, *asked}:
+        asked = tuple(engine for engine, entry in all_engines().items() if not entry.offered and engine not in self.constraints.excluded)
+        if set(self.constraints.allow) >= {*offered_engines(), *asked}:
             return None
-        best = self._best(self.footprint, self.inventory, replace(self.constraints, allow=(*BUILT_ENGINES, *asked)))
+        best = self._best(self.footprint, self.inventory, replace(self.constraints, allow=(*offered_engines(), *asked)))
         if best is None:
             return None
-        allow = [*BUILT_ENGINES, *(engine for engine in asked if engine == best.plan.engine or engine in self.constraints.allow)]
+        allow = [*offered_engines(), *(engine for engine in asked if engine == best.plan.engine or engine in self.constraints.allow)]
         return self._advice(best, f"allow={allow!r}", kind="setting", change={"allow": allow})
 
     def step_changes(self) -> list[Advice]:
@@ -225,7 +224,7 @@ class _Question:
             change: dict[str, Any] = {"optimizer": {"fused": True}}
             found.append(self._suppose(f"fused=True in {classes}", kind="module", change=change, footprint=changed))
         if (changed := what_if.eight_bit(self.footprint)) is not None:
-            allow = tuple(engine for engine in self.constraints.allow if engine in _WHOLE_ENGINES)
+            allow = tuple(engine for engine in self.constraints.allow if engines.named(engine).whole)
             if allow and not all(device.kind == "cpu" for device in self.inventory.devices):
                 excluded = {**self.constraints.excluded, "offload": "bitsandbytes updates on the GPU"}
                 words = f"bitsandbytes' {classes}8bit, whose steps are not those of {classes}"
@@ -305,8 +304,9 @@ class _Question:
     def _packages(self) -> list[Advice | None]:
         """Engines that only lack a package."""
         found = []
-        for engine, (package, extra) in PACKAGES.items():
-            if engine in BUILT_ENGINES and engine in self.constraints.allow and lacks_package_alone(engine, self.constraints):
+        for engine, entry in all_engines().items():
+            if entry.package and entry.offered and engine in self.constraints.allow and lacks_package_alone(engine, self.constraints):
+                package, extra = entry.package
                 excluded = {name: why for name, why in self.constraints.excluded.items() if name != engine}
                 words = f"pip install 'lightning-autopar[{extra}]'"
                 found.append(self._suppose(words, kind="package", change={"install": package}, excluded=excluded))

@@ -8,25 +8,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory, busy_share, device_label
-from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.step_times import TimeFactors
 from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.planning.candidates import notes_of
-from lightning_autopar.planning.host_memory import HostNeed, host_need
+from lightning_autopar.planning.host_memory import host_need
 from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.planning.timing import Seconds, predict_seconds
-from lightning_autopar.plans import ENGINES, Plan
+from lightning_autopar.plans import Plan, order_of
 from lightning_autopar.report.report import Candidate, DeviceNeed
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.rates import Rates
 
 #: What a plan must be faster by than a simpler one to be taken instead of it: less is within what predictions miss from run to run.
 WORTHWHILE = 0.01
-#: The same of a plan of DeepSpeed's beside one of torch's own: no less than what predicted seconds were off by in the mean over published
-#: runs (``benchmarks/results/published.json``).
+#: The same of a plan of another library's beside one of torch's own: no less than what predicted seconds were off by in the mean over
+#: published runs (``benchmarks/results/published.json``).
 WORTH_A_LIBRARY = 0.15
 #: What a plan on devices that others keep busy must be faster by than one on idler ones. How busy they are counts in tenths
 #: (``roofline.idle_share``), so that seconds on them are known to half of that.
@@ -256,12 +257,12 @@ class Appraiser:
         first = min(hopeful, key=self.order)
         if self.constraints.objective != "speed":
             return first
-        if first.plan.engine == "zero":
+        if engines.of(first.plan).another_library:
             limit = self.batch_seconds(first) * (1 + WORTH_A_LIBRARY)
-            near = [one for one in hopeful if one.plan.engine != "zero" and self.batch_seconds(one) <= limit]
+            near = [one for one in hopeful if not engines.of(one.plan).another_library and self.batch_seconds(one) <= limit]
             first = min(near, key=self.order, default=first)
-        if first.plan.engine != "zero":
-            hopeful = [one for one in hopeful if one.plan.engine != "zero"]
+        if not engines.of(first.plan).another_library:
+            hopeful = [one for one in hopeful if not engines.of(one.plan).another_library]
         first = self._idlest(first, hopeful)
         limit, busy = self.batch_seconds(first) * (1 + WORTHWHILE), self.busy(first.plan)
         near = [one for one in hopeful if self.batch_seconds(one) <= limit and self.busy(one.plan) <= busy]
@@ -302,13 +303,13 @@ def corrected(seconds: Seconds, factors: TimeFactors) -> Seconds:
 
 def sort_of(plan: Plan) -> tuple[object, ...]:
     """Plans that differ in how much they recompute alone are of one sort."""
-    return plan.engine, plan.devices, plan.reshard_after_forward, plan.replicas, plan.micro_batches, plan.shares
+    return plan.engine, plan.options, plan.devices, plan.reshard_after_forward, plan.replicas, plan.micro_batches, plan.shares
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:
     """Simpler plans come first: fewer devices, then fewer things that a plan does besides, then the simpler engine."""
     besides = sum((plan.micro_batches > 1, bool(plan.shares), plan.replicas > 1, bool(plan.offload), bool(plan.recompute)))
-    return (plan.world_size, besides, ENGINES.index(plan.engine), len(plan.recompute), plan.micro_batches, plan.devices)
+    return (plan.world_size, besides, order_of(plan.engine), len(plan.recompute), plan.micro_batches, plan.devices)
 
 
 def alike_first(candidates: Iterable[Candidate]) -> dict[tuple[object, ...], Candidate]:
@@ -333,4 +334,5 @@ def configuration(plan: Plan) -> tuple[object, ...]:
         plan.micro_batches > 1,
         bool(plan.shares),
         bool(plan.recompute),
+        plan.options,
     )

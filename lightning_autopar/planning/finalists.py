@@ -11,23 +11,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.memory.allocator.replay import Replayed, replay
+from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.allocator.tape_parts import script_of
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.workspace import workspaces
-from lightning_autopar.plans import Engine, Plan
+from lightning_autopar.planning.memory import replay
+from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_bytes
 
 #: How many events may be replayed in one search, counted as two steps each: some tenths of a second. The best candidate is replayed in
 #: any case.
 _MOST_EVENTS = 200_000
-
-#: The engines whose first rank holds as much as any other that has as many samples.
-_ALIKE: tuple[Engine, ...] = ("single", "ddp", "fsdp")
 
 Order = Callable[[Candidate], tuple[object, ...]]
 #: The sentence that says where memory is missing, of what is needed by device; None where it suffices.
@@ -99,7 +98,7 @@ class Finalists:
         """
         return (
             self.footprint.tape is not None
-            and plan.engine in _ALIKE
+            and engines.of(plan).replays
             and not plan.offload
             and self.inventory.device(plan.devices[0]).kind != "cpu"
         )
@@ -174,7 +173,7 @@ class Finalists:
     def _replayed(self, candidate: Candidate, rank: int, limit: int) -> Replayed:
         """One of its ranks, with what the allocator may hold as its limit."""
         plan = candidate.plan
-        how = plan.engine, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
+        how = plan.engine, plan.options, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
         key = (*how, plan.world_size, plan.shares, rank)
         played = self._play(candidate, rank, limit, (*key, limit))
         if played.fits:

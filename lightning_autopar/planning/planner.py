@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share, device_label
 from lightning_autopar.memory.footprint import Footprint
@@ -30,7 +31,7 @@ from lightning_autopar.planning.refusals import (
     recompute_refusal,
 )
 from lightning_autopar.planning.search import Search
-from lightning_autopar.plans import BUILT_ENGINES, Plan
+from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.rates import Rates
@@ -54,8 +55,9 @@ def explained(
     reasons = list(plan.reasons)
     if plan.engine != "single" and (alone := next((one for one in candidates if one.plan.engine == "single"), None)):
         reasons.append(f"one device alone {_against(alone)}")
-    if plan.engine == "fsdp" and (replicas := next((one for one in candidates if one.plan.engine == "ddp"), None)):
-        reasons.append(f"replicas: {replicas.plan.title()} {_against(replicas)}")
+    other = engines.of(plan).plainer
+    if other is not None and (plainer := next((one for one in candidates if one.plan.engine == other[0]), None)):
+        reasons.append(f"{other[1]}: {plainer.plan.title()} {_against(plainer)}")
     if plan.recompute and (without := next((one for one in candidates if _without_recompute(plan, one.plan)), None)):
         reasons.append(f"without recomputation it {_against(without)}")
     if best.replayed:
@@ -166,7 +168,7 @@ def make_report(
     if constraints.pinned is not None:
         # An evaluation takes whole batches, whatever the plan does in training. A pipeline's schedule keeps those it was made for.
         plan = constraints.pinned
-        if not footprint.training and plan.engine != "pipeline":
+        if not footprint.training and engines.of(plan).takes_remedies:
             plan = replace(plan, micro_batches=1)
         check_pinned(plan, footprint, inventory, constraints)
         candidates = [ask.evaluate(footprint, inventory, constraints, plan, confirm=True)]
@@ -208,7 +210,7 @@ def best_candidate(footprint: Footprint, inventory: Inventory, constraints: Cons
     if constraints.pinned is None:
         return _Ask(None, rates).best(footprint, inventory, constraints)
     plan = constraints.pinned
-    if not footprint.training and plan.engine != "pipeline":
+    if not footprint.training and engines.of(plan).takes_remedies:
         plan = replace(plan, micro_batches=1)  # as in make_report
     check_pinned(plan, footprint, inventory, constraints)
     found = _Ask(None, rates).evaluate(footprint, inventory, constraints, plan, confirm=True)
@@ -247,8 +249,7 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
     if missing := [device for device in plan.devices if device not in known]:
         raise ValueError(f"the pinned plan names {', '.join(map(repr, missing))}, which isn't there; there are: {', '.join(known)}")
     if (unbuilt := cannot_run(plan, pinned=True)) is not None:
-        instead = f"choose one of {', '.join(BUILT_ENGINES)}" if plan.engine not in BUILT_ENGINES else "leave it out"
-        raise ValueError(f"the pinned plan {plan.title()!r} {unbuilt}; {instead}")
+        raise ValueError(f"the pinned plan {plan.title()!r} {unbuilt}; leave it out")
     if (refusal := _refusal(plan, footprint, inventory, constraints)) is not None:
         raise ValueError(f"the pinned plan {plan.title()!r} can't be taken: {refusal}; unpin it, or change that")
     most = constraints.max_devices
@@ -263,7 +264,7 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
         raise ValueError("the pinned plan has two MIG instances of one GPU, between which NCCL can't communicate; name one of each GPU")
     batch = footprint.batch_size
     if constraints.split_batch and plan.data_ranks > max(1, batch):
-        each = "pipelines" if plan.engine == "pipeline" else "ranks"
+        each = "ranks" if engines.of(plan).splits else "pipelines"
         raise ValueError(f"the pinned plan has {plan.data_ranks} {each} for a batch of {batch}; name at most a device for each sample")
     rows = max(plan.rows(batch)) if constraints.split_batch else batch
     if footprint.training and plan.micro_batches > max(1, rows):
@@ -283,9 +284,7 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
 
 def _refusal(plan: Plan, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
     """The sentence against its engine, or against something that it does besides."""
-    refusal = constraints.excluded.get(plan.engine)
-    if refusal is None and plan.zero_stage == 3:
-        refusal = constraints.excluded.get("zero_3")
+    refusal = constraints.excluded.get(plan.engine, constraints.excluded.get(engines.of(plan).part(plan)))
     if refusal is None:
         # One rank needs none of what several do.
         ask = own_refusal if plan.world_size == 1 else engine_refusal
@@ -295,7 +294,7 @@ def _refusal(plan: Plan, footprint: Footprint, inventory: Inventory, constraints
     if refusal is None and plan.optimizer_on_disk:
         refusal = constraints.excluded.get("disk")
     if refusal is None and plan.micro_batches > 1 and footprint.training:
-        refusal = micro_batch_refusal(footprint, constraints, staged=plan.engine == "pipeline")
+        refusal = micro_batch_refusal(footprint, constraints, staged=not engines.of(plan).splits)
     if refusal is None and plan.recompute:
         refusal = recompute_refusal(constraints)
     if refusal is None and plan.shares:

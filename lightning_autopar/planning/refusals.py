@@ -7,21 +7,20 @@ What of a plan this version can't run yet, though it can predict it. Knows plans
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Literal
 
+from lightning_autopar import engines
 from lightning_autopar.constraints import SPLIT_TOLERANCE, Constraints, SplitFinding, overrule, overruled
 from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.block_units import cuttable
-from lightning_autopar.plans import BUILT_ENGINES, Engine, Plan
+from lightning_autopar.plans import Engine, Plan, all_engines, entry_of, offered_engines
 
 Feature = Literal["micro_batches", "shares", "replicas", "offload", "disk"]
 #: What single, ddp and fsdp plans may do besides what these engines always did. One that isn't here is predicted and shown, never chosen.
 RUNS: frozenset[Feature] = frozenset({"micro_batches", "shares", "replicas", "offload"})
-#: Engines that run where ``allow`` names them, or a plan of theirs is pinned; by default planning takes none of their plans.
-ASKED_ENGINES: frozenset[Engine] = frozenset({"zero"})
 #: Features that run where a plan with them is pinned, and that planning takes no plan with by itself.
 PINNED: frozenset[Feature] = frozenset({"disk"})
 
@@ -35,8 +34,8 @@ _WORDS: dict[Feature, str] = {
 
 
 def engine_runs(engine: Engine, allow: Sequence[Engine]) -> bool:
-    """Whether this version runs plans of an engine for whoever allows these."""
-    return engine in BUILT_ENGINES or (engine in ASKED_ENGINES and engine in allow)
+    """Whether plans of an engine are taken for whoever allows these."""
+    return entry_of(engine).offered or engine in allow
 
 
 def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False) -> str | None:
@@ -47,11 +46,8 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
         allow: the engines that the user names.
         pinned: whether the user asked for it.
     """
-    if not engine_runs(plan.engine, allow) and not (pinned and plan.engine in ASKED_ENGINES):
-        asked = plan.engine in ASKED_ENGINES
-        return f"taken only where allow names {plan.engine!r}" if asked else f"can't be run by this version yet (engine {plan.engine!r})"
-    if plan.engine == "pipeline":  # its replicas and micro-batches are its engine's own
-        return None
+    if not pinned and not engine_runs(plan.engine, allow):
+        return f"taken only where allow names {plan.engine!r}"
     needed: dict[Feature, bool] = {
         "micro_batches": plan.micro_batches > 1,
         "shares": bool(plan.shares),
@@ -64,94 +60,43 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
     return f"can't be run by this version yet ({' and '.join(missing)})" if missing else None
 
 
-#: Packages without which an engine can't be run, and the extra that brings them.
-PACKAGES: Mapping[Engine, tuple[str, str]] = {"zero": ("deepspeed", "deepspeed")}
-#: Lightning's names of those with which a ZeRO run is the plain one.
-_ZERO_PRECISIONS = ("None", "32", "32-true", "bf16", "bf16-mixed", "bf16-true")
-
-
 def engine_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
-    """Why no plan of this engine is a candidate; None if some are. With offload, zero and fsdp run on one device as well."""
-    if (refusal := own_refusal(engine, footprint, inventory, constraints)) is not None or engine == "single":
+    """Why no plan of this engine is a candidate; None if some are. With offload, some engines run on one device as well."""
+    asked = engines.named(engine)
+    if (refusal := own_refusal(engine, footprint, inventory, constraints)) is not None or not asked.several:
         return refusal
-    # The ranks of one pipeline have their samples in common.
-    return devices_refusal(inventory, constraints) if engine == "pipeline" else multi_refusal(footprint, inventory, constraints)
+    return multi_refusal(footprint, inventory, constraints) if asked.splits else devices_refusal(inventory, constraints)
 
 
 def own_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
     """The same but for what speaks against several devices."""
-    # Engines that can't be run yet are shown to whoever leaves the choice open.
-    if engine not in constraints.allow and (engine in BUILT_ENGINES or not set(BUILT_ENGINES) <= set(constraints.allow)):
+    # Engines that aren't offered are shown to whoever leaves the choice open.
+    if engine not in constraints.allow and (entry_of(engine).offered or not set(offered_engines()) <= set(constraints.allow)):
         return f"not in allow={list(constraints.allow)!r}"
     if engine in constraints.excluded:
         return constraints.excluded[engine]
-    if engine == "zero":
-        return _zero_refusal(footprint, constraints)
-    if engine == "pipeline":
-        return _pipeline_refusal(footprint, constraints)
-    if engine == "single" and (constraints.min_devices or 1) > 1:
-        return f"{constraints.min_devices} processes were started, and each has to have a device"
-    return None
+    return engines.named(engine).refusal(Question(footprint=footprint, inventory=inventory, constraints=constraints))
 
 
 def missing_packages(inventory: Inventory) -> dict[str, str]:
     """Engines that can't be run for want of a package, with the sentence that says what to install; none where nothing is to be run."""
     if all(device.kind == "catalogue" for device in inventory.devices):
         return {}
-    return {engine: _missing_words(engine) for engine, (package, _) in PACKAGES.items() if find_spec(package) is None}
+    return {
+        engine: _missing_words(*entry.package)
+        for engine, entry in all_engines().items()
+        if entry.package is not None and find_spec(entry.package[0]) is None
+    }
 
 
 def lacks_package_alone(engine: Engine, constraints: Constraints) -> bool:
     """Whether an engine is excluded for want of its package, and for nothing else."""
-    return engine in PACKAGES and constraints.excluded.get(engine) == _missing_words(engine)
+    package = entry_of(engine).package
+    return package is not None and constraints.excluded.get(engine) == _missing_words(*package)
 
 
-def _missing_words(engine: Engine) -> str:
-    package, extra = PACKAGES[engine]
+def _missing_words(package: str, extra: str) -> str:
     return f"the package {package} is not installed; install lightning-autopar[{extra}]"
-
-
-def _zero_refusal(footprint: Footprint, constraints: Constraints) -> str | None:
-    """What DeepSpeed asks for."""
-    if not footprint.training:
-        asked_for = constraints.pinned is not None or set(constraints.allow) == {"zero"}
-        return None if asked_for else "a step without gradients has no optimizer's state to partition"
-    if footprint.optimizers != 1:
-        return f"DeepSpeed steps one optimizer, and the module configures {footprint.optimizers}"
-    if not footprint.automatic_optimization:
-        return "DeepSpeed runs backward and the optimizer's step by itself, and the module does so by hand"
-    if constraints.precision not in _ZERO_PRECISIONS:
-        return f"precision {constraints.precision!r} isn't plain Lightning's under DeepSpeed; ZeRO takes 32-true, bf16-mixed, bf16-true"
-    return None
-
-
-def _pipeline_refusal(footprint: Footprint, constraints: Constraints) -> str | None:
-    """What ``torch.distributed.pipelining`` asks for."""
-    if footprint.tape is None or not footprint.outer:
-        return "the step wasn't traced, so that it is not known where it can be cut into stages"
-    if len(footprint.blocks) < 2:
-        return f"a pipeline is cut between repeated blocks that share no parameters, and the module has {len(footprint.blocks)}"
-    if not constraints.split_batch:
-        return "each rank takes a whole batch of its own, which the ranks of a pipeline have in common"
-    if footprint.batch_size == 0:
-        return "the batch has no batch dimension, and a pipeline's stages tell samples by it"
-    if (reason := _nowhere_cuttable(footprint, constraints)) is not None or not footprint.training:
-        return reason
-    if footprint.optimizers != 1:
-        return f"each stage steps one optimizer, and the module configures {footprint.optimizers}"
-    if not footprint.automatic_optimization:
-        return "a pipeline's schedule runs backward by itself, and the module does so by hand"
-    return None
-
-
-def _nowhere_cuttable(footprint: Footprint, constraints: Constraints) -> str | None:
-    """Why no block can begin a stage; None where one can. The reason that most blocks have stands for all."""
-    allowed = cuttable(footprint, constraints.uncuttable)
-    if any(allowed[1:]):
-        return None
-    reasons = [constraints.uncuttable.get(block.fqn, "it shares a parameter with a block before it") for block in footprint.blocks[1:]]
-    most = max(reasons, key=reasons.count)
-    return f"no block can begin a stage: {most}"
 
 
 def multi_refusal(footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:

@@ -16,6 +16,7 @@ from math import floor
 
 import numpy as np
 
+from lightning_autopar import engines
 from lightning_autopar.planning.appraisal import Appraiser
 from lightning_autopar.planning.block_units import recomputable, recomputable_order, saved_bytes, with_recompute
 from lightning_autopar.planning.candidates import micro_batch_counts
@@ -174,7 +175,7 @@ class Remedies:
 
     def may_share(self, plan: Plan) -> bool:
         """Whether uneven shares of the batch may help a plan: its devices differ, and there are more samples than ranks."""
-        if not self.shares or plan.engine not in ("ddp", "fsdp") or plan.world_size < 2 or self.footprint.batch_size <= plan.world_size:
+        if not self.shares or not engines.of(plan).shares or plan.world_size < 2 or self.footprint.batch_size <= plan.world_size:
             return False
         return self.uneven(plan) or self._differ(plan, self.appraiser.budget)
 

@@ -9,27 +9,28 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from typing import Literal
 
+from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share
+from lightning_autopar.engines import Engine, Searching
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.appraisal import WORTH_DISTURBING, WORTHWHILE, Appraiser, Predict, alike_first, configuration
 from lightning_autopar.planning.block_units import recomputable, with_recompute
-from lightning_autopar.planning.candidates import Variant, enumerate_candidates, ruled_out, variant_runs
+from lightning_autopar.planning.candidates import enumerate_candidates, ruled_out
 from lightning_autopar.planning.device_sets import device_sets, largest_size, single_sets, sizes_between
 from lightning_autopar.planning.finalists import Finalists
-from lightning_autopar.planning.refusals import engine_refusal
+from lightning_autopar.planning.refusals import engine_refusal, engine_runs
 from lightning_autopar.planning.remedies import Remedies, in_parts, without_recompute
 from lightning_autopar.planning.timing import block_seconds, busy_seconds, by_sort, device_speeds
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate
-from lightning_autopar.strategies.pipeline.plans import pipeline_plans, with_better_cuts
 from lightning_autopar.timing.rates import Rates
 
 #: Of each engine's plans that can't be the best so many are predicted all the same.
@@ -138,8 +139,8 @@ class Search:
         """How much slower than the best a plan may be that is still of interest: one on idler devices, where others compute on some."""
         return WORTH_DISTURBING if any(map(busy_share, self.inventory.devices)) else WORTHWHILE
 
-    def _runs(self, variant: Variant) -> bool:
-        return variant_runs(variant, self.constraints)
+    def _runs(self, engine: str) -> bool:
+        return engine_runs(engine, self.constraints.allow)
 
     def _explore(self) -> None:
         """Everything that can be run."""
@@ -150,8 +151,9 @@ class Search:
         self._between(options)
         while self.constraints.objective == "speed" and self._refuted():
             self._look_at_all(options)
-        if engine_refusal("pipeline", self.footprint, self.inventory, self.constraints) is None:
-            self._add_pipelines()
+        for name in all_engines():
+            if not engines.named(name).takes_remedies and self._runs(name):
+                self._add_searched(engines.named(name))
         if self.constraints.objective == "speed":
             if math.isinf(self.best_seconds):
                 self._least()
@@ -302,18 +304,26 @@ class Search:
             sets = device_sets(self.footprint.batch_size, self.inventory, self.constraints, self.speed, sizes=sizes)
             self._look_at_all(self._options(sets))
 
-    def _add_pipelines(self) -> None:
-        """On every number of devices with which one may be faster than all so far; those on most devices are there to be read, too."""
-        # The ranks of a pipeline have their samples in common, so that there may be more of them than samples.
-        count = len(self.inventory.devices)
+    def _add_searched(self, engine: Engine) -> None:
+        """What an engine finds by itself, on every number of devices with which a plan may be faster than all so far.
+
+        Those on most devices are there to be read, too.
+        The ranks of a pipeline have their samples in common, so that there may be more of them than samples.
+        """
+        if engine_refusal(engine.name, self.footprint, self.inventory, self.constraints) is not None:
+            return
         by_speed = self.constraints.objective == "speed"
-        sets = device_sets(count, self.inventory, self.constraints, self.speed)
+        search = self._lent(self._limit if by_speed else lambda: math.inf)
+        samples = self.footprint.batch_size if engine.splits else len(self.inventory.devices)
+        sets = device_sets(samples, self.inventory, self.constraints, self.speed)
         most = max((len(devices) for devices in sets), default=0)
         for devices in reversed(sets):
             least = _CERTAIN / sum(1 / self._busy_seconds[device.id] for device in devices)
             if len(devices) == most or least < self.best_seconds:
-                limit = self._limit if by_speed else lambda: math.inf
-                self._add_all(pipeline_plans(self.appraiser, [devices], self.speed, self.rates, limit, shown=len(devices) == most))
+                self._add_all(engine.searched(search, devices, len(devices) == most))
+
+    def _lent(self, limit: Callable[[], float]) -> Searching:
+        return Searching(appraiser=self.appraiser, speed=self.speed, rates=self.rates, limit=limit)
 
     def _least(self) -> None:
         """Where nothing fits: what needs least, for whoever asks how much is missing."""
@@ -321,7 +331,7 @@ class Search:
         for candidate in sorted(self._found, key=self.appraiser.order):
             nearest.setdefault(candidate.plan.engine, candidate)
         for candidate in nearest.values():
-            if candidate.plan.engine == "pipeline":  # it saves what it can where it lacks memory
+            if not engines.of(candidate.plan).takes_remedies:  # it saves what it can where it lacks memory
                 continue
             self._save_most(in_parts(without_recompute(candidate.plan), 1))
 
@@ -330,7 +340,7 @@ class Search:
         best = self._best_fitting()
         if best is None:
             return
-        if best.plan.engine != "pipeline":
+        if engines.of(best.plan).takes_remedies:
             for parts in self.remedies.parts_near(best.plan):
                 near = self.remedies.apart(without_recompute(best.plan), parts)
                 if self.appraiser.step_seconds(near) < self.best_seconds and (found := self.remedies.way(near, self._limit)) is not None:
@@ -339,12 +349,11 @@ class Search:
         plan = best.plan
         devices = map(self.appraiser.device.__getitem__, plan.devices)
         kinds = {(device.name, device.threads, device.utilization, device.slowdown) for device in devices}
-        if plan.shares or (len(kinds) > 1 and self.remedies.shares and plan.engine in ("ddp", "fsdp")):
+        if plan.shares or (len(kinds) > 1 and self.remedies.shares and engines.of(plan).shares):
             plan = self.remedies.better_shares(plan)
-        if plan.engine == "pipeline":
-            plan = with_better_cuts(self.appraiser, plan, self.speed, self.rates)
-        elif plan.recompute:
+        if engines.of(plan).takes_remedies and plan.recompute:
             plan = self.remedies.cheaper_blocks(plan)
+        plan = engines.of(plan).polished(self._lent(self._limit), plan)
         if plan != best.plan:
             if not self.finalists.can_replay(best):
                 self._found = [one for one in self._found if one is not best]
@@ -361,7 +370,7 @@ class Search:
         """What can't be run by this version yet: on the best devices, on as many as may be, and on one."""
         sets = self._notable_sets()
         hidden = enumerate_candidates(
-            self.footprint, self.inventory, self.constraints, speed=self.speed, keep=lambda variant: not self._runs(variant), sets=sets
+            self.footprint, self.inventory, self.constraints, speed=self.speed, keep=lambda engine: not self._runs(engine), sets=sets
         )
         blocks = [block.fqn for block in recomputable(self.footprint)]
         for option in hidden:

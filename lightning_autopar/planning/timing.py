@@ -1,8 +1,7 @@
 """Seconds a step that a plan would take, by part.
 
-The seam is :func:`predict_seconds`. Behind it ``timing_ranks`` says what a rank computes, ``timing_replicas`` what of its collectives hides
-behind that, ``timing_pipeline`` in which order a pipeline does it. It must not know how memory is predicted or how plans are found, and it
-measures nothing.
+The seam is :func:`predict_seconds`, which asks the plan's engine for its step. It must not know how memory is predicted or how plans are
+found, and it measures nothing.
 
 Seconds of the step's parts on one device: what the search weighs, while :func:`timing.predict_seconds` judges whole plans.
 """
@@ -12,21 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 
+from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory, idle_share
+from lightning_autopar.engines import Engine
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.pipeline.timing import PipelineStep
-from lightning_autopar.strategies.zero.settings import ZeroSettings
 from lightning_autopar.timing.collectives import group_bandwidth, pair_bandwidths
-from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rates import Phase, Rates, slowed
 from lightning_autopar.timing.roofline import computing_dtype, layout_of, part_load
-from lightning_autopar.timing.step import Seconds, Step, Wire
+from lightning_autopar.timing.step import Seconds, Step
 
-__all__ = ["Seconds", "Wire", "device_speed", "group_bandwidth", "idle_share", "pair_bandwidths", "predict_seconds", "step_of"]
+__all__ = ["Seconds", "device_speed", "group_bandwidth", "idle_share", "pair_bandwidths", "predict_seconds", "step_of"]
 
-_DATA_SHEET = DataSheet()
 #: A product that every device is good at, to compare devices by.
 _LARGE = 4096
 
@@ -39,8 +37,7 @@ def predict_seconds(
     precision: str = "32-true",
     rates: Rates | None = None,
     input_seconds: float | None = None,
-    wire: Wire | None = None,
-    zero: ZeroSettings | None = None,
+    engine: Engine | None = None,
 ) -> Seconds:
     """Seconds of one step of the traced batch under a plan; the slowest rank decides.
 
@@ -51,13 +48,12 @@ def predict_seconds(
         precision: Lightning's name of the precision, where the footprint's operations aren't known.
         rates: of single operations and collectives; by data sheet, unless given.
         input_seconds: what the loader needs for a batch of the step: hidden where it is shorter than the step.
-        wire: as what parameters and gradients are sent; as they are stored, unless given.
-        zero: DeepSpeed's settings, where somebody else has chosen them; those of our engine, unless given.
+        engine: what runs the plan; ours of that name, unless given.
 
     Raises:
         ValueError: if a device of the plan isn't in the inventory, or the plan names blocks that the footprint hasn't.
     """
-    found = step_of(footprint, plan, inventory, precision=precision, rates=rates, wire=wire, zero=zero).seconds()
+    found = step_of(footprint, plan, inventory, precision=precision, rates=rates, engine=engine).seconds()
     if input_seconds is not None and input_seconds > found.step:
         found = replace(found, input=found.input + input_seconds - found.step)
     return found
@@ -70,17 +66,15 @@ def step_of(
     *,
     precision: str,
     rates: Rates | None,
-    wire: Wire | None = None,
-    zero: ZeroSettings | None = None,
+    engine: Engine | None = None,
 ) -> Step:
     """The step of a plan; the arguments are those of :func:`predict_seconds`."""
-    kind = PipelineStep if plan.engine == "pipeline" else Step
-    return kind(footprint, plan, inventory, precision, rates or _DATA_SHEET, wire or Wire(), zero)
+    return (engine or engines.of(plan)).step(footprint, plan, inventory, precision, rates or DATA_SHEET)
 
 
 def device_speed(device: Device, precision: str = "32-true", rates: Rates | None = None) -> float:
     """FLOP/s that a device has to spare for large matrix products."""
-    return _speed_of(computing_dtype(precision), slowed(rates or _DATA_SHEET, (device,)), device) * idle_share(device)
+    return _speed_of(computing_dtype(precision), slowed(rates or DATA_SHEET, (device,)), device) * idle_share(device)
 
 
 def _speed_of(dtype: str, rates: Rates, device: Device) -> float:
@@ -109,7 +103,7 @@ def part_seconds(
         precision: Lightning's name of it.
         rates: of single operations; data sheets' unless given.
     """
-    source = slowed(rates or _DATA_SHEET, (device,))
+    source = slowed(rates or DATA_SHEET, (device,))
     layout = layout_of(footprint, precision)
     idle = idle_share(device)
 
@@ -136,7 +130,7 @@ def block_seconds(
 
 def busy_seconds(footprint: Footprint, device: Device, *, precision: str = "32-true", rates: Rates | None = None) -> float:
     """Seconds for which a device runs operations of the whole batch, the host's part not counted. Arguments as :func:`part_seconds`'s."""
-    source = slowed(rates or _DATA_SHEET, (device,))
+    source = slowed(rates or DATA_SHEET, (device,))
     layout = layout_of(footprint, precision)
     found = 0.0
     for layer in layout.layers:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lightning_autopar.devices.inventory import Inventory, device_label, devices_label
+from lightning_autopar.memory.device_bytes import HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Residuals
-from lightning_autopar.planning.host_memory import HostNeed
-from lightning_autopar.planning.refusals import cannot_run
-from lightning_autopar.plans import ENGINES, Plan
+from lightning_autopar.plans import Plan
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import Seconds
 
@@ -83,12 +82,12 @@ class Candidate:
 
     def __post_init__(self) -> None:
         assert self.fits == (self.reason is None), "a candidate fits, or says in one sentence why it doesn't"
-        assert cannot_run(self.plan, pinned=True) is None or not self.fits, "what can't be run is not to be taken"
+        assert not (self.fits and self.held_back), "what is held back is not to be taken"
 
     @property
     def runnable(self) -> bool:
-        """Whether this version can run such a plan. One that it can't is predicted all the same, and never taken."""
-        return self.fits or (not self.held_back and cannot_run(self.plan, allow=ENGINES) is None)
+        """Whether such a plan may be taken. One that may not is predicted all the same."""
+        return not self.held_back
 
     @property
     def short_reason(self) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
@@ -24,6 +24,7 @@ from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.leases import words
 from lightning_autopar.sharing.ledger import LEDGER_VARIABLE
 from lightning_autopar.sharing.reservation import Asking, Need, Reservation, ahead, idle, left_behind, may_ask, quantum_seconds, reserve
+from lightning_autopar.sharing.runs.display import Decided
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.text import format_bytes, format_seconds, printable
 
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
     from lightning_autopar.sharing.leases import Leases
     from lightning_autopar.sharing.queue import Place, PlaceFile
     from lightning_autopar.sharing.runs.display import Showing
-    from lightning_autopar.strategies.preparation.decision import Decision
-    from lightning_autopar.strategies.preparation.prospect import Prospect
 
+#: What is decided: the plan that is run.
+D = TypeVar("D", bound=Decided)
+D_co = TypeVar("D_co", bound=Decided, covariant=True)
 #: Between two looks.
 _LOOK_SECONDS = 0.3
 #: A change of a device's free memory by less of it isn't planned for at once.
@@ -46,6 +48,16 @@ _PLANNING_SHARE, _PLAN_SECONDS = 20, 10.0
 _END_NS = 5_000_000_000
 #: Between two lines in a log: of something new, and of nothing new.
 _NEWS_SECONDS, _STILL_SECONDS = 10.0, 300.0
+
+
+class Prospect(Protocol[D_co]):
+    """What was found out of a run, before any plan is chosen."""
+
+    def decision(self, inventory: Inventory | None = None) -> D_co:
+        """The best plan for these devices; raises NothingFits."""
+
+    def need(self, inventory: Inventory) -> Need | None:
+        """What the best plan for these devices takes; None where nothing fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +91,7 @@ class View:
         return all(size <= there.get(device, 0) for device, size in need.bytes.items())
 
 
-class Waiting:
+class Waiting(Generic[D]):
     """How one run comes to its turn.
 
     Args:
@@ -93,7 +105,7 @@ class Waiting:
 
     def __init__(
         self,
-        prospect: Prospect,
+        prospect: Prospect[D],
         leases: Leases,
         *,
         inventory: Callable[[], Inventory],
@@ -114,7 +126,7 @@ class Waiting:
         self._told: tuple[str, float] = ("", -_STILL_SECONDS)
         self._shown_at = 0.0
 
-    def start(self) -> Decision:
+    def start(self) -> D:
         """The decision to run by, with its memory promised; at once, or once it is the run's turn.
 
         Raises:
@@ -151,7 +163,7 @@ class Waiting:
                 self._tell(told, log=status is None)
                 time.sleep(max(0.0, min(_LOOK_SECONDS, left)))  # what is waited for comes as files, and as memory that others let go of
 
-    def look(self) -> Decision | None:
+    def look(self) -> D | None:
         """Whether it is this run's turn: then the decision, with its memory promised. Else others are told what it waits for."""
         view = self._look_around()
         fits_since_ns, decision = self._fits_since_ns, None
@@ -234,7 +246,7 @@ class Waiting:
             self._place.stay()
         return self._prospect.need(there)
 
-    def _try(self, there: Inventory) -> Decision | None:
+    def _try(self, there: Inventory) -> D | None:
         """Start on these devices, if all is still so once it is planned."""
         self._shown.planning()
         try:
@@ -247,7 +259,7 @@ class Waiting:
         self._fits_since_ns = None
         return None
 
-    def _promised(self, decision: Decision) -> bool:
+    def _promised(self, decision: D) -> bool:
         """Have what a decision needs promised."""
         short = self._leases.take(decision.assignment.needed_bytes, self._devices)
         if short is not None:
@@ -287,7 +299,7 @@ class Waiting:
                 self._place.withdraw()
                 self._place = None
 
-    def _without_waiting(self) -> Decision:
+    def _without_waiting(self) -> D:
         """For a run that doesn't wait while others do: what these leave, as soon as they have looked at it."""
         while (found := self.look()) is None:
             if self._fits_since_ns is None:
@@ -345,7 +357,7 @@ class Waiting:
         for request in self._shown.requests():
             self._shown.answer(request, "the run waits for its turn and has nothing to give; cancel it, or let it wait")
 
-    def _say_started(self, decision: Decision) -> None:
+    def _say_started(self, decision: D) -> None:
         rank_zero_info(f"autopar: after {format_seconds(self._waited())} it is this run's turn: {decision.assignment.plan.title()}")
 
 

@@ -4,7 +4,6 @@ Modules, in reading order:
 
     auto          AutoParallelStrategy
     launcher      from `fit` to a running plan
-    engines       which class executes the plans of which engine. Knows the classes and the plan's engine, nothing else of a plan
     base/         What every engine shares; knows no engine
     calibration/  measuring this machine
     ddp/          engine: DDP and single

@@ -6,8 +6,7 @@ No ``from __future__ import annotations`` here: jsonargparse reads the annotatio
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 
 from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders
 from lightning_autopar.constraints import check_allow, check_memory_limit
@@ -15,21 +14,18 @@ from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.exact.data.loader import unwrapped
-from lightning_autopar.plans import BUILT_ENGINES, Plan
+from lightning_autopar.plans import Plan, offered_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.report.run_history import RunHistory
 from lightning_autopar.sharing.leases import Leases
 from lightning_autopar.sharing.turn import Turn
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.batch_rule import Batch
-from lightning_autopar.strategies.base.mixin import EngineMixin
-from lightning_autopar.strategies.engines import build_engine
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.preparation.decide import CalibrationRule, Settings
-from lightning_autopar.strategies.processes.external import is_alone
+from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 
 
-class AutoParallelStrategy(ParallelStrategy):
+class AutoParallelStrategy(IdleStrategy):
     """Chooses how to run a module on the devices that are free now, and runs it: one device, DDP, FSDP2, a pipeline, ZeRO.
 
     Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used:
@@ -92,7 +88,7 @@ class AutoParallelStrategy(ParallelStrategy):
         if devices is not None:
             parse_spec(devices)
         self.settings = Settings(
-            allow=check_allow(allow) if allow is not None else BUILT_ENGINES,
+            allow=check_allow(allow) if allow is not None else offered_engines(),
             memory_limit_bytes=None if memory_limit is None else check_memory_limit(memory_limit),
             memory_margin=float(memory_margin),
             batch=whole_batch.rule,
@@ -112,15 +108,6 @@ class AutoParallelStrategy(ParallelStrategy):
         self.history: RunHistory | None = None
         self.leases = Leases()
         self._muted: tuple[list[Any], Any] | None = None
-
-    def make_engine(self, assignment: Assignment, *, forked: bool = True) -> EngineMixin:
-        """The Lightning strategy that executes a plan, called in each process that trains; a subclass may make another one.
-
-        Args:
-            assignment: the plan, and the devices it is for.
-            forked: whether this process is a worker, forked for the plan; else a launcher or the user has started it.
-        """
-        return build_engine(assignment, forked=forked)
 
     def plan_for(self, devices: str) -> None:
         """Plan for these devices from now on, whatever there is.
@@ -181,52 +168,6 @@ class AutoParallelStrategy(ParallelStrategy):
             trainer: Any = self._lightning_module.trainer
             trainer.callbacks, trainer.datamodule = self._muted
             self._muted = None
-
-    # -- a strategy of one process, before and after a run -----------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        """The first of the Trainer's devices; the plan decides which are used."""
-        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
-
-    @property
-    def global_rank(self) -> int:
-        """This process's."""
-        return 0 if self.cluster_environment is None or is_alone(self.cluster_environment) else super().global_rank
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning's distributed sampler is never wanted: the loader splits the user's own order."""
-        return False
-
-    def setup_environment(self) -> None:
-        """Nothing runs under this strategy itself."""
-        raise AssertionError("the launcher installs an engine before anything runs")
-
-    def model_to_device(self) -> None:
-        """The module stays where the run left it."""
-
-    def barrier(self, name: str | None = None) -> None:
-        """One process waits for nobody."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One process knows it already."""
-        return obj
-
-    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        """One process has all there is."""
-        return tensor
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """One process's value is everybody's."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """One process decides alone."""
-        return decision
-
-    def teardown(self) -> None:
-        """Called after a failed run; the engine has cleaned up behind itself."""
 
 
 def _calibration_rule(calibrate: object) -> CalibrationRule:

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_autopar import engines
 from lightning_autopar._fork import unforkable
 from lightning_autopar._lightning_compat import (
     Launcher,
@@ -38,8 +39,6 @@ from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, moving
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.saver import Moving
-from lightning_autopar.strategies.fsdp.strategy import FSDPEngine
-from lightning_autopar.strategies.pipeline.strategy import PipelineEngine
 from lightning_autopar.strategies.preparation.decide import consider, decide, decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import announce_measured, learn, learn_shortage
@@ -48,14 +47,12 @@ from lightning_autopar.strategies.processes.external import Peers, rerun_script,
 from lightning_autopar.strategies.processes.generation import Outcome, run_folder, run_generation
 from lightning_autopar.strategies.processes.handover import results as handover
 from lightning_autopar.strategies.processes.worker import Job, make_job
-from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
-from lightning_autopar.strategies.zero.strategy import ZeroEngine
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.auto import AutoParallelStrategy
+    from lightning_autopar.strategies.base.run_host import RunHost
 
 
 class AutoLauncher(Launcher):
@@ -65,7 +62,7 @@ class AutoLauncher(Launcher):
     this process has used a GPU or autograd's threads for it already, in reruns of the script.
     """
 
-    def __init__(self, strategy: AutoParallelStrategy) -> None:
+    def __init__(self, strategy: RunHost) -> None:
         self._strategy = strategy
         self._shown = Showing(None, dict)
 
@@ -174,7 +171,7 @@ class AutoLauncher(Launcher):
         decision.announce()
         if how is not None:
             return self._run_elastic(decision, how, function, args, kwargs, trainer)
-        if decision.assignment.plan.engine == "single" and decision.assignment.devices[0].index is not None:
+        if not engines.of(decision.assignment.plan).several and decision.assignment.devices[0].index is not None:
             return self._run_here(decision, function, args, kwargs, trainer)
         if unforkable() is not None:
             peers = rerun_script(self._strategy, decision.assignment.plan.world_size)
@@ -218,8 +215,7 @@ class AutoLauncher(Launcher):
 
     def _run_generation(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         assignment = decision.assignment
-        if assignment.plan.engine == "zero" and assignment.devices[0].kind == "cpu":
-            import_deepspeed("cpu")  # once, rather than in each worker; for GPUs it asks CUDA, which nobody must before a fork
+        engines.of(assignment.plan).before_fork(assignment.devices)
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
             progress = Progress(assignment.plan.world_size)
@@ -228,8 +224,8 @@ class AutoLauncher(Launcher):
             return self._take_back(run_generation(job, self._shown.look), job, trainer)
 
     def _run_elastic(self, decision: Decision, how: Moving, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
-        if "zero" in self._strategy.settings.allow and decision.assignment.devices[0].kind == "cpu":
-            import_deepspeed("cpu")  # as in _run_generation
+        for name in self._strategy.settings.allow:  # any of them may be moved to
+            engines.named(name).before_fork(decision.assignment.devices)
         run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, self._shown)
         try:
             return run.run(lambda outcome, job: self._take_back(outcome, job, trainer))
@@ -350,8 +346,7 @@ class AutoLauncher(Launcher):
             try:
                 with nullcontext((args, kwargs)) if run is None else run.going_on() as (args, kwargs):
                     value = self._function_with_hooks(engine, function, args, kwargs, trainer)
-                if isinstance(engine, (FSDPEngine, PipelineEngine, ZeroEngine)):
-                    engine.release()
+                engine.release()
             finally:
                 self._strategy.take_over(engine)
             measured = self._everyones(engine.meter.measured.to_dict(), assignment)

@@ -395,3 +395,7 @@ class DataSheet(Rates):
         else:
             rate = _CPU_VECTOR_FLOPS
         return max(work.flops / (rate * threads), work.moved_bytes / _CPU_BYTES_PER_SECOND)
+
+
+#: The rates where nothing was measured.
+DATA_SHEET = DataSheet()

@@ -13,10 +13,7 @@ from itertools import pairwise
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.play import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.fsdp.memory import sharding_of
 from lightning_autopar.timing.rank import Event, Run
 from lightning_autopar.timing.rates import Collective, Rates
 from lightning_autopar.timing.roofline import Layout
@@ -333,50 +330,6 @@ class _Player:
                 self.carry(clock, unit.reduce + unit.store, f"reduce {label}")
         self.carry(clock, self.root.reduce + self.root.store, "reduce root")
         return max(clock, self.link)
-
-
-def fsdp_units(
-    footprint: Footprint, layout: Layout, plan: Plan, wires: Wires, device: Device, *, parameter_scale: float, gradient_scale: float
-) -> tuple[list[Unit | None], Unit]:
-    """The units of a plan with their seconds: of each layer, and of the root.
-
-    Args:
-        footprint: of the module.
-        layout: of its step.
-        plan: an fsdp plan.
-        wires: between the ranks.
-        device: on which buffers are copied.
-        parameter_scale: bytes of a parameter on the wire, beside those that it has at rest; ``gradient_scale`` of a gradient.
-    """
-    sharding = sharding_of(footprint, plan)
-    offloaded = "parameters" in plan.offload
-    made: dict[tuple[int, int], Unit] = {}
-
-    def unit(gathered: int, reduced: int) -> Unit:
-        key = gathered, reduced
-        if key not in made:
-            wide, back = gathered * parameter_scale, reduced * gradient_scale
-            shards = sharding.shards
-            fetch = wires.rates.host_copy_seconds(device, gathered // shards) if offloaded and gathered else 0.0
-            # Of one rank nothing is gathered: parameters come from the host when they are needed (torch 2.13, ``wait_for_unshard``), and
-            # gradients are copied once more instead of being reduced.
-            made[key] = Unit(
-                gather=wires.over_shards("all_gather", wide),
-                unpack=copy_seconds(wires.rates, device, 2 * wide) + (fetch if shards == 1 else 0.0),
-                reduce=wires.over_shards("reduce_scatter", back)
-                + copy_seconds(wires.rates, device, 2 * back * (2 if shards == 1 else 1))
-                + wires.over_copies(back / shards),
-                fetch=fetch if shards > 1 else 0.0,
-                store=wires.rates.host_copy_seconds(device, reduced // shards) if offloaded and reduced else 0.0,
-            )
-        return made[key]
-
-    blocks = {block.fqn: one for block, one in zip(footprint.blocks, sharding.blocks, strict=True) if one.gathered}
-    units = [
-        unit(blocks[layer.fqn].gathered, blocks[layer.fqn].reduced) if layer.fqn is not None and layer.fqn in blocks else None
-        for layer in layout.layers
-    ]
-    return units, unit(sharding.root.gathered, sharding.root.reduced)
 
 
 def copy_seconds(rates: Rates, device: Device, size_bytes: float) -> float:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.strategies.fsdp.timing import DRAW
 from lightning_autopar.timing.rates import Phase, Rates
 
 #: Operations for each parameter of a part that wasn't traced: a product or norm, and something between it and the next.
@@ -24,6 +23,8 @@ _GUESSED_OPERATIONS = 3
 #: Of an update these are on numbers that lie on the host: how often each parameter was updated.
 _ON_HOST = frozenset(("_local_scalar_dense",))
 _SCALERS = "_amp_foreach_non_finite_check"
+#: What a draw of the whole batch's random numbers takes on a rank beside the operations (``benchmarks/draws.py``).
+DRAW = 62
 _REMEMBERED = 16384
 
 

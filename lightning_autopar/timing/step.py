@@ -1,30 +1,22 @@
-"""One step of replicas or shards: the ranks' own work by class of rank, and what they say to each other. It finds no plans.
+"""One step of a plan: the ranks' own work by class of rank, and what they say to each other. An engine's own step overrides what it does
+otherwise. It finds no plans, and knows no engine.
 
-What a prediction of time says: seconds by part; and as what a plan's bytes are sent. Data only.
+What a prediction of time says: seconds by part; and as what a plan's bytes are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.fsdp.timing import SHARDED_OPERATION, fsdp_calls, zero_calls
-from lightning_autopar.strategies.zero.settings import ZeroSettings, settings_of
-from lightning_autopar.strategies.zero.timing import modules_with_parameters, persistent_bytes, play_partitions, zero_units
 from lightning_autopar.timing.collectives import topology
-from lightning_autopar.timing.lanes import (
-    Played,
-    Wires,
-    copy_seconds,
-    fsdp_units,
-    play_replicas,
-    play_shards,
-)
+from lightning_autopar.timing.lanes import Played, Wires, play_replicas
 from lightning_autopar.timing.rank import Event, Run, batch_parts, run_of
-from lightning_autopar.timing.rates import Collective, Rates
+from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.roofline import computing_dtype, layout_of, update_load
 
 
@@ -79,15 +71,14 @@ class Wire:
     gradient_bytes: int | None = None
 
 
+AS_STORED = Wire()
 #: Torch's Adam as a loop of operations on the host's tensors beside one pass over them: 1.39 and 0.22 s for a billion parameters
 #: ("ZeRO-Offload", https://arxiv.org/abs/2101.06840, table 4).
-_PLAIN_ADAM = 1.39 / 0.22
+PLAIN_ADAM = 1.39 / 0.22
 #: Torch's optimizers whose update on the host is one pass; how often AdamW's goes over an element: parameter and two moments both ways, and
 #: the gradient.
 _ONE_PASS = ("Adagrad", "Adam", "AdamW", "SGD")
 _ADAMS_PASSES = 7
-#: Bytes a second of a disk that wasn't measured: a slow one, on which everybody else's files are, too.
-_DISK_RATE = 1e9
 
 
 class Step:
@@ -100,33 +91,27 @@ class Step:
         precision: Lightning's name.
         rates: of single things.
         wire: as what parameters and gradients are sent.
-        zero: DeepSpeed's settings, where somebody else has chosen them; None for our engine's.
+
+    Attributes:
+        plain_update: by how much the optimizer's loop of operations in host memory is slower than one pass.
     """
 
+    plain_update = 1.0
+
     def __init__(
-        self,
-        footprint: Footprint,
-        plan: Plan,
-        inventory: Inventory,
-        precision: str,
-        rates: Rates,
-        wire: Wire,
-        zero: ZeroSettings | None = None,
+        self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates, wire: Wire = AS_STORED
     ) -> None:
         self.footprint, self.plan, self.inventory = footprint, plan, inventory
         self.layout = layout_of(footprint, precision)
         self.half = computing_dtype(precision) in ("bf16", "fp16")
         self.devices, self.rates, self._sorts = topology(inventory).crew(plan.devices, rates, inventory)
-        self.wire = wire
         self.on_cpu = self.devices[0].kind == "cpu"
-        self.ours = zero is None
-        self.zero = zero or (settings_of(footprint, plan, on_cpu=self.on_cpu) if plan.engine == "zero" else ZeroSettings())
         self.batch = max(1, footprint.batch_size)
         self.rows = plan.rows(footprint.batch_size) if footprint.batch_size else (1,) * plan.world_size
         self.training = footprint.training
         stored = footprint.parameter_bytes / max(1, footprint.parameters)
-        self._parameter_scale = (wire.parameter_bytes or stored) / stored if stored else 1.0
-        self._gradient_scale = (wire.gradient_bytes or stored) / stored if stored else 1.0
+        self.parameter_scale = (wire.parameter_bytes or stored) / stored if stored else 1.0
+        self.gradient_scale = (wire.gradient_bytes or stored) / stored if stored else 1.0
 
     # -- replicas and shards -----------------------------------------------------------------------------------------------------------
 
@@ -141,7 +126,6 @@ class Step:
         """What a rank does by itself."""
         plan = self.plan
         world = plan.world_size
-        shards = plan.devices_per_replica if plan.engine == "fsdp" else world if plan.engine == "zero" else 1
         share = self.rows[rank] / self.batch if self.footprint.batch_size else 1 / world
         run = run_of(
             self.footprint,
@@ -151,27 +135,28 @@ class Step:
             self.rates,
             share=share,
             parts=batch_parts(plan, self.rows) if self.footprint.batch_size else plan.micro_batches,
-            held=1 / shards,
+            held=1 / self.shards,
             updates="optimizer" not in plan.offload,
-            units=len(plan.shard) + 1 if plan.engine == "fsdp" else 0,
+            units=self.units,
         )
         calls = self.calls()
         return replace(run, beside=run.beside + calls * self.rates.call_seconds(run.device)) if calls else run
 
-    def calls(self) -> int:
-        """What the engine's Python does in a step besides its units' hooks; 0 of a plan with none."""
-        plan, layers = self.plan, self.layout.layers
-        parameters = sum(len(layer.gradients) for layer in layers)
-        if plan.engine == "fsdp" and self.training and self.on_cpu:
-            looped = 0 if self._one_pass() else sum(work.count for work in self.layout.optimizer)
-            return fsdp_calls(parameters=parameters, units=len(plan.shard) + 1) + SHARDED_OPERATION * looped
-        if plan.engine != "zero" or not self.ours:
-            return 0
-        elements = self.footprint.trainable_parameters
-        buckets = elements // max(1, min(elements, self.zero.reduce_bucket_elements)) if elements else 0
-        return zero_calls(plan, parameters=parameters, modules=len(layers) + modules_with_parameters(self.footprint), buckets=buckets)
+    @property
+    def shards(self) -> int:
+        """Into how many parts the update is divided, each a rank's."""
+        return 1
 
-    def _one_pass(self) -> bool:
+    @property
+    def units(self) -> int:
+        """How many parts of the module have hooks that gather and reduce."""
+        return 0
+
+    def calls(self) -> int:
+        """What the engine's Python does in a step besides its units' hooks."""
+        return 0
+
+    def one_pass(self) -> bool:
         """Whether the update in host memory is torch's fused kernel: the user's own choice, or ours for a GPU's host."""
         if any(work.name.startswith("_fused_") for work in self.layout.optimizer):
             return True
@@ -180,7 +165,7 @@ class Step:
         return not self.on_cpu and "optimizer" in self.plan.offload and bool(kinds) and all(kind in _ONE_PASS for kind in kinds) and wide
 
     def seconds(self) -> Seconds:
-        """Single, DDP, FSDP and ZeRO."""
+        """By part, of the slowest rank."""
         runs = [self.run(ranks[0]) for ranks in self.classes().values()]
         slowest = max(runs, key=lambda run: run.alone)
         played, offload = self.played(slowest), self.offload(slowest)
@@ -201,35 +186,11 @@ class Step:
 
     def played(self, run: Run, events: list[Event] | None = None) -> Played:
         """The lanes of a step up to its last backward and collective."""
-        plan = self.plan
-        if plan.world_size == 1 and plan.engine != "fsdp" and plan.zero_stage != 3:
-            return play_replicas(self.layout, run, self.wires(), 0.0, events)
-        if plan.engine == "fsdp":
-            units, root = fsdp_units(
-                self.footprint,
-                self.layout,
-                plan,
-                self.wires(),
-                run.device,
-                parameter_scale=self._parameter_scale,
-                gradient_scale=self._gradient_scale if self.training else 0.0,
-            )
-            again = bool(plan.reshard_after_forward)
-            return play_shards(self.layout, run, units, root, again=again, training=self.training, events=events)
-        if plan.zero_stage == 3:
-            units, root = zero_units(self.footprint, self.layout, plan, self.wires(), run.device, width=self.width, settings=self.zero)
-            return play_shards(self.layout, run, units, root, again=True, training=self.training, events=events)
-        if plan.engine == "zero":
-            collective: Collective = "all_reduce" if self.ours else "reduce_scatter"
-            bucket = self.zero.reduce_bucket_elements
-            return play_partitions(self.layout, run, self.wires(), self.width, events, bucket=bucket, collective=collective)
-        return play_replicas(self.layout, run, self.wires(), self._gradient_scale, events)
+        return play_replicas(self.layout, run, self.wires(), 0.0, events)
 
     def wires(self) -> Wires:
         """Who talks to whom: of hybrid sharding the replica whose links are the slowest."""
         plan = self.plan
-        if plan.engine == "ddp":
-            return Wires(self.devices[:1], self.devices, self.inventory, self.rates)
         if plan.replicas == 1:
             return Wires(self.devices, self.devices[:1], self.inventory, self.rates)
         count = plan.devices_per_replica
@@ -241,13 +202,6 @@ class Step:
         """The group that takes longest over 64 MiB."""
         return max(groups, key=lambda group: self.rates.collective_seconds("all_reduce", 2**26, group, self.inventory))
 
-    def width(self, size_bytes: int) -> float:
-        """Bytes on the wire under DeepSpeed, which may have converted the model to the precision's dtype, also of a mixed one."""
-        if not self.zero.converts:
-            return float(size_bytes)
-        stored = self.footprint.parameter_bytes / max(1, self.footprint.parameters)
-        return size_bytes * 2 / stored if self.half and stored > 2 else float(size_bytes)
-
     def waited(self) -> float:
         """Statistics of the whole batch: one exchange forward, one backward, at once waited for."""
         if not self.footprint.batch_norm or self.plan.world_size == 1:
@@ -256,37 +210,21 @@ class Step:
         return times * self.rates.collective_seconds("all_reduce", 4096, self.devices, self.inventory)
 
     def after(self) -> float:
-        """Under ZeRO, with nothing to hide behind: every rank's updated part of the parameters goes to all others, at stage 3 of those that
-        stay gathered. Our engine asks all ranks which parameters had a gradient.
-        """
-        if self.plan.engine != "zero" or not self.training:
-            return 0.0
-        wires, width = self.wires(), self.width
-        asked = wires.over_shards("all_reduce", sum(len(layer.gradients) for layer in self.layout.layers)) if self.ours else 0.0
-        if self.plan.zero_stage == 3:
-            staying = persistent_bytes(self.footprint, self.zero.persistence_elements)
-            return asked + wires.over_shards("all_gather", width(staying))
-        return asked + wires.over_shards("all_gather", width(self.footprint.parameter_bytes))
+        """What is communicated when the update is done, with nothing to hide behind."""
+        return 0.0
+
+    def ranks_on_nodes(self) -> Counter[int]:
+        """How many ranks each node has."""
+        return Counter(device.node for device in self.devices)
 
     def offload(self, run: Run) -> float:
-        """The update in host memory: gradients down, unless they went as they came, all ranks of a node on its cores, parameters up.
+        """The update in host memory, all ranks of a node on its cores, where the plan offloads it.
 
         A CPU device's host is itself: its rank's threads update its own part.
         """
-        plan, rates = self.plan, self.rates
-        if "optimizer" not in plan.offload or not self.training:
+        if "optimizer" not in self.plan.offload or not self.training:
             return 0.0
-        nodes: dict[int, int] = {}
-        for device in self.devices:
-            nodes[device.node] = nodes.get(device.node, 0) + 1
-        seconds = self._host_update(run.device, 1 if self.on_cpu else max(nodes.values()))
-        if plan.engine == "zero":
-            part = round(self.width(self.footprint.gradient_bytes) / plan.world_size)
-            seconds += 2 * (copy_seconds(rates, run.device, 2 * part) if self.on_cpu else rates.host_copy_seconds(run.device, part))
-        if plan.optimizer_on_disk:  # read and written, with nothing to hide behind
-            share = round(self.footprint.optimizer_bytes / plan.world_size * max(nodes.values()))
-            seconds += sum(rates.disk_seconds(share, write=write) or share / _DISK_RATE for write in (False, True))
-        return seconds
+        return self._host_update(run.device, 1 if self.on_cpu else max(self.ranks_on_nodes().values()))
 
     def _host_update(self, device: Device, ranks: int) -> float:
         """Of so many ranks' parts, on the cores that they share.
@@ -297,11 +235,53 @@ class Step:
         plan, footprint = self.plan, self.footprint
         elements = footprint.trainable_parameters / plan.devices_per_replica * ranks
         states = footprint.optimizer_bytes / footprint.gradient_bytes if footprint.gradient_bytes else 0
-        one_pass = self._one_pass()
+        one_pass = self.one_pass()
         if not one_pass and self.on_cpu and footprint.optimizer_classes:
             whole = update_load(self.layout, 1 / plan.devices_per_replica, device, self.rates)
             return whole.stream + whole.issue
         adam = self.rates.host_adam_seconds(round(elements), device)
         if one_pass and footprint.optimizer_classes:
             return adam * (3 + 2 * round(states)) / _ADAMS_PASSES
-        return adam * (_PLAIN_ADAM if plan.engine == "fsdp" and not one_pass else 1.0)
+        return adam * (1.0 if one_pass else self.plain_update)
+
+    def events(self, ranks: int) -> list[list[Event]]:
+        """What each of the first ranks does, and when; ranks that are alike do alike."""
+        made: dict[Hashable, list[Event]] = {}
+        by_rank: dict[int, Hashable] = {rank: key for key, members in self.classes().items() for rank in members}
+        for rank in range(ranks):
+            key = by_rank[rank]
+            if key not in made:
+                made[key] = self._of_rank(rank)
+        return [made[by_rank[rank]] for rank in range(ranks)]
+
+    def _of_rank(self, rank: int) -> list[Event]:
+        """What one rank does up to the end of its update."""
+        run = self.run(rank)
+        events: list[Event] = []
+        played = self.played(run, events)
+        on_cpu = run.device.kind == "cpu"
+        if on_cpu:
+            events = _on_one_lane(events)
+        clock = max([played.end, *(event.end for event in events)])
+        for seconds, kind, label in (
+            (self.waited(), "communication", "batch norms"),
+            (self.offload(run), "offload", "update on the host"),
+            (run.update, "optimizer", "update"),
+            (self.after(), "communication", "gather parameters"),
+        ):
+            if seconds > 0:
+                lane = "compute" if on_cpu or kind != "communication" else "communication"
+                events.append(Event(lane, clock, clock + seconds, kind, label))
+                clock += seconds
+        return events
+
+
+def _on_one_lane(events: Iterable[Event]) -> list[Event]:
+    """What the same cores do, one after the other: computing waits while they communicate."""
+    out: list[Event] = []
+    clock = 0.0
+    for event in sorted(events, key=lambda event: (event.start, event.lane != "communication")):
+        end = clock + event.end - event.start
+        out.append(Event("compute", clock, end, event.kind, event.label))
+        clock = end
+    return out

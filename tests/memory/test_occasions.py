@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from lightning_autopar import engines
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.memory import checkpoint_bytes, host_bytes, predict, start_bytes, validation_bytes
+from lightning_autopar.memory.moments import moments_of
+from lightning_autopar.planning.memory import host_bytes, predict
 from lightning_autopar.plans import Plan
 from tests.memory.test_predict import FOOTPRINT, INVENTORY, moment, one
 from tests.memory.test_sharded import NAMES
@@ -22,28 +24,38 @@ def plan(engine: str, world_size: int = 2, *, kind: str = "cpu", **values: Any) 
     return Plan(engine=engine, devices=tuple(f"{kind}:{index}" for index in range(world_size)), **{**more, **values})  # type: ignore[arg-type]
 
 
-def found(occasion: Any, footprint: Footprint, of: Plan, *, rank: int = 0, share: float = 0.5, on_cpu: bool = True) -> Any:
-    return occasion(footprint, of, one(replace(footprint, evaluation_bytes=None), of), rank=rank, share=share, on_cpu=on_cpu)
+def found(occasion: str, footprint: Footprint, of: Plan, *, number: int = 0, share: float = 0.5) -> Any:
+    """What a rank holds then; None where its engine says nothing of it."""
+    rank = engines.Rank(
+        footprint=footprint,
+        plan=of,
+        number=number,
+        rows=round(share * footprint.batch_size),
+        device=INVENTORY.device(of.devices[number]),
+        precision="32-true",
+        moments=lambda: moments_of(footprint, frozenset(), share),
+    )
+    return next((held for held in engines.of(of).bytes(rank) if held.occasion == occasion), None)
 
 
 def test_validation_between_steps_has_no_gradients_but_ddps_buckets() -> None:
     known = replace(FOOTPRINT, evaluation_bytes=6000)
-    single = found(validation_bytes, known, plan("single", 1), share=1.0)
+    single = found("validation", known, plan("single", 1), share=1.0)
     assert (single.gradients, single.temporary, single.activations, single.input) == (0, 6000, 0, 0)
     assert (single.parameters, single.optimizer, single.buffers) == (2500, 5000, 16)
-    assert found(validation_bytes, known, plan("ddp")).gradients == 2500
-    assert found(validation_bytes, known, plan("ddp")).temporary == 3000
-    assert found(validation_bytes, FOOTPRINT, plan("single", 1)) is None
-    assert found(validation_bytes, replace(known, training=False), plan("single", 1)) is None
+    assert found("validation", known, plan("ddp")).gradients == 2500
+    assert found("validation", known, plan("ddp")).temporary == 3000
+    assert found("validation", FOOTPRINT, plan("single", 1)) is None
+    assert found("validation", replace(known, training=False), plan("single", 1)) is None
 
 
 def test_validation_of_shards_gathers_as_forward_does() -> None:
     moments = (moment("forward", held=2, gradient_bytes=2500),)
     known = sharded_footprint(*moments, evaluation_bytes=6000)
-    held = found(validation_bytes, known, plan("fsdp"))
+    held = found("validation", known, plan("fsdp"))
     # While a block computes: the root, the block, and its buffer. While one begins there is a buffer more, and nothing of the step's yet.
     assert (held.communication, held.temporary) == (600 + 2000, 3000)
-    few = found(validation_bytes, replace(known, evaluation_bytes=100), plan("fsdp"))
+    few = found("validation", replace(known, evaluation_bytes=100), plan("fsdp"))
     assert (few.communication, few.temporary) == (600 + 3000, 40)
     assert held.gradients == few.gradients == 0
 
@@ -60,14 +72,14 @@ def test_the_fullest_occasion_is_named(engine: str) -> None:
 
 def test_a_checkpoint_of_shards_is_made_whole_a_tensor_at_a_time() -> None:
     known = sharded_footprint(moment("forward", held=2), rows=((11, 100, True),))
-    first, last = (found(checkpoint_bytes, known, plan("fsdp"), rank=rank, on_cpu=False) for rank in (0, 1))
+    first, last = (found("checkpoint", known, plan("fsdp", kind="cuda"), number=rank) for rank in (0, 1))
     # Twelve rows of 100 bytes; the last rank has five and pads its part to six.
     assert first.communication == 12 * 100
     assert last.communication == 12 * 100 + 600
-    assert found(checkpoint_bytes, known, plan("fsdp")).communication == 2 * 12 * 100
+    assert found("checkpoint", known, plan("fsdp")).communication == 2 * 12 * 100
     assert first.gradients == 300 + 600 + 600
     assert first.occasion == "checkpoint"
-    assert found(checkpoint_bytes, known, plan("ddp")) is None
+    assert found("checkpoint", known, plan("ddp")) is None
     # Where a step never makes the largest parameter whole twice at once, that is the fullest.
     wide = replace(known.outer[0], parameter_bytes=500, parameter_rows=((5, 100, True), (2, 100_000, False)))
     assert one(replace(known, outer=(wide, *known.outer[1:])), plan("fsdp", shard=NAMES)).occasion == "checkpoint"
@@ -75,11 +87,11 @@ def test_a_checkpoint_of_shards_is_made_whole_a_tensor_at_a_time() -> None:
 
 def test_replicas_that_are_not_forked_are_sent_the_weights() -> None:
     frozen = replace(FOOTPRINT, parameter_bytes=2000 * MIB, gradient_bytes=8, optimizer_bytes=16, moments=())
-    held = found(start_bytes, frozen, plan("ddp", kind="cuda"), on_cpu=False)
+    held = found("start", frozen, plan("ddp", kind="cuda"))
     assert (held.parameters, held.communication, held.occasion) == (2000 * MIB, 500 * MIB, "start")
-    assert found(start_bytes, FOOTPRINT, plan("ddp", kind="cuda"), on_cpu=False).communication == 2516
-    assert found(start_bytes, frozen, plan("ddp")) is None
-    assert found(start_bytes, frozen, plan("single", 1), on_cpu=False) is None
+    assert found("start", FOOTPRINT, plan("ddp", kind="cuda")).communication == 2516
+    assert found("start", frozen, plan("ddp")) is None
+    assert found("start", frozen, plan("single", 1)) is None
     assert one(frozen, plan("ddp", kind="cuda")).occasion == "start"
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
@@ -17,7 +18,7 @@ from lightning_autopar.memory.moments import RNG_STATE_BYTES
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.planning import memory as prediction
-from lightning_autopar.planning.memory import DeviceBytes, communicators, predict
+from lightning_autopar.planning.memory import DeviceBytes, predict
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline import memory as pipeline_bytes
 from lightning_autopar.strategies.zero import memory as zero_bytes
@@ -179,10 +180,10 @@ def test_replicas_of_shards_have_a_communicator_within_each_and_one_across() -> 
 
 def test_communicators_are_counted_by_the_plan() -> None:
     four = tuple(f"cuda:{index}" for index in range(4))
-    assert communicators(Plan(engine="ddp", devices=four)) == (4,)
-    assert communicators(Plan(engine="zero", devices=four, zero_stage=2)) == (4, 4)
-    assert communicators(Plan(engine="fsdp", devices=four, reshard_after_forward=True)) == (4,)
-    assert communicators(Plan(engine="fsdp", devices=four, reshard_after_forward=True, replicas=2)) == (4, 2, 2)
+    assert engines.of(one := Plan(engine="ddp", devices=four)).communicators(one) == (4,)
+    assert engines.of(one := Plan(engine="zero", devices=four, zero_stage=2)).communicators(one) == (4, 4)
+    assert engines.of(one := Plan(engine="fsdp", devices=four, reshard_after_forward=True)).communicators(one) == (4,)
+    assert engines.of(one := Plan(engine="fsdp", devices=four, reshard_after_forward=True, replicas=2)).communicators(one) == (4, 2, 2)
 
 
 def test_every_engine_is_predicted() -> None:

@@ -22,13 +22,14 @@ from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
 from lightning_autopar.memory.allocator.options import AllocatorOptions
 from lightning_autopar.memory.allocator.play import BUCKET_BYTES, FIRST_BUCKET_BYTES, bucket_sizes, parts_of
-from lightning_autopar.memory.allocator.replay import Replayed, replay
+from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.allocator.tape_parts import read_script
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import Action, Kind, Tape
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.memory import predict
+from lightning_autopar.planning.memory import predict, replay
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.fsdp.engine import FSDP
 from lightning_autopar.strategies.fsdp.memory import Widths
 from lightning_autopar.strategies.fsdp.replay import split_parameter
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
@@ -215,7 +216,10 @@ def test_fsdp(reshard: bool) -> None:
 
 def test_fsdp_in_mixed_precision_keeps_shards_and_reduces_in_fp32() -> None:
     wide = Widths(stored=2.0, reduced=2.0)
-    found, plain = (replay(FOOTPRINT, plan("fsdp", 4, shard=("a", "b"), reshard_after_forward=True), 0, widths=one) for one in (wide, None))
+    found, plain = (
+        replay(FOOTPRINT, plan("fsdp", 4, shard=("a", "b"), reshard_after_forward=True), 0, engine=FSDP(widths=one or Widths()))
+        for one in (wide, None)
+    )
     assert found.by_category["parameters"] == 2 * plain.by_category["parameters"]
     assert found.by_category["optimizer"] == plain.by_category["optimizer"]  # is on the tape as it is kept
     assert found.allocated_peak_bytes > plain.allocated_peak_bytes + 32 * KIB
@@ -299,8 +303,8 @@ def test_the_second_step_finds_what_the_first_one_left() -> None:
     ("footprint", "of", "message"),
     [
         (replace(FOOTPRINT, tape=None), plan(), "wasn't traced"),
-        (FOOTPRINT, plan("zero", 2, zero_stage=1), "'zero' can't be replayed"),
-        (FOOTPRINT, plan("pipeline", 4, cuts=("b",), schedule="gpipe", replicas=2), "side by side can't"),
+        (FOOTPRINT, plan("zero", 2, zero_stage=1), "'zero-1 ×2' can't be replayed"),
+        (FOOTPRINT, plan("pipeline", 4, cuts=("b",), schedule="gpipe", replicas=2), "2 replicas' can't be replayed"),
     ],
 )
 def test_what_cannot_be_replayed_is_said(footprint: Footprint, of: Plan, message: str) -> None:

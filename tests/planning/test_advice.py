@@ -12,7 +12,7 @@ from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning import advice as subject
 from lightning_autopar.planning import refusals
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import ENGINES, Plan
 from lightning_autopar.report.report import Advice, NothingFits, Report
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
@@ -207,8 +207,8 @@ def test_there_is_no_advice_where_nothing_would_help_much() -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "PACKAGES", packages := {"ddp": ("no_such_package", "ddp"), "fsdp": ("nor_this_one", "fsdp")})
-    monkeypatch.setattr(subject, "PACKAGES", packages)
+    for name, package in (("ddp", ("no_such_package", "ddp")), ("fsdp", ("nor_this_one", "fsdp"))):
+        monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], package=package))  # type: ignore[arg-type]
     two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
     missing = refusals.missing_packages(two)
     assert missing["ddp"] == "the package no_such_package is not installed; install lightning-autopar[ddp]"

@@ -12,12 +12,13 @@ from hypothesis import Phase, assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, Link
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser
 from lightning_autopar.planning.block_units import recomputable
-from lightning_autopar.planning.candidates import build_plan, micro_batch_counts, variants
+from lightning_autopar.planning.candidates import micro_batch_counts
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
@@ -189,10 +190,10 @@ def every_plan(step: Footprint, here: Inventory, constraints: Constraints) -> It
     subsets = [subset for count in range(len(names) + 1) for subset in itertools.combinations(names, count)]
     for count in range(1, min(len(here.devices), step.batch_size) + 1):
         for devices in itertools.combinations(here.devices, count):
-            for variant in [one for engine in ("single", "ddp", "fsdp") for one in variants(engine, devices, step, here, constraints)]:
-                if (variant.engine == "single") != (count == 1) or variant.offload:
+            question = engines.Question(footprint=step, inventory=here, constraints=constraints)
+            for plain in [one for engine in ("single", "ddp", "fsdp") for one in engines.named(engine).plans(question, devices)]:
+                if (plain.engine == "single") != (count == 1) or plain.offload:
                     continue
-                plain = build_plan(variant, devices, step, here, constraints)
                 for rows in compositions(step.batch_size, count):
                     for parts, subset in itertools.product(micro_batch_counts(max(rows)), subsets):
                         shares = rows if len(set(rows)) > 1 else ()

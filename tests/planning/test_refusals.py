@@ -11,7 +11,7 @@ from lightning_autopar.memory.tape import Tape
 from lightning_autopar.planning import refusals
 from lightning_autopar.planning.candidates import Option, enumerate_candidates, notes_of, ruled_out
 from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import ENGINES, Plan
 from tests.fakes.values import cpu, footprint, gpu, inventory
 
 
@@ -143,7 +143,7 @@ def test_what_speaks_against_zero(step: dict[str, Any], constraints: dict[str, A
 
 
 def test_zero_needs_its_package_on_devices_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "PACKAGES", {"zero": ("no_such_package", "extra")})
+    monkeypatch.setitem(ENGINES, "zero", replace(ENGINES["zero"], package=("no_such_package", "extra")))  # type: ignore[arg-type]
     here = inventory(cpu(0), cpu(1))
     missing = refusals.missing_packages(here)
     sentence = "the package no_such_package is not installed; install lightning-autopar[extra]"

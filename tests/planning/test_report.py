@@ -10,9 +10,8 @@ from rich.console import Console
 
 from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.planning import refusals as runnable
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.plans import BUILT_ENGINES, Engine, Plan
+from lightning_autopar.plans import Engine, Plan, offered_engines
 from lightning_autopar.report.report import Candidate, NothingFits, Report, Seconds, devices_label
 from lightning_autopar.report.table import by_category, by_part, time_words
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
@@ -54,12 +53,12 @@ def test_json_has_the_documented_shape() -> None:
     assert "not in allow=['single', 'ddp', 'zero']" in [c["reason"] for c in data["candidates"] if not c["bytes"]]
     zero = {
         allow: [c for c in report(allow=allow).to_dict()["candidates"] if c["plan"]["engine"] == "zero"]
-        for allow in (WITH_ZERO, BUILT_ENGINES)
+        for allow in (WITH_ZERO, offered_engines())
     }
     assert all(c["fits"] and c["runnable"] for c in zero[WITH_ZERO])
-    assert all(c["reason"].startswith("taken only where allow names 'zero'") and not c["runnable"] for c in zero[BUILT_ENGINES])
+    assert all(c["reason"].startswith("taken only where allow names 'zero'") and not c["runnable"] for c in zero[offered_engines()])
     assert zero[WITH_ZERO]
-    assert zero[BUILT_ENGINES]
+    assert zero[offered_engines()]
 
 
 def test_the_documented_fields_are_there() -> None:
@@ -181,7 +180,7 @@ def test_where_the_time_goes_is_named_largest_first() -> None:
     assert time_words(None) == "–"
 
 
-def test_what_cannot_be_run_yet_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_run_yet_has_a_place_of_its_own() -> None:
     found = report()
     zero = Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=2)
     best = found.candidates[0]
@@ -194,9 +193,8 @@ def test_what_cannot_be_run_yet_has_a_place_of_its_own(monkeypatch: pytest.Monke
     assert "… 1 more that are held back" in text
     assert "it would take" not in text
     assert replace(found, candidates=(shown, replace(best, fits=False, reason="x")), best_index=None).shown_candidate() is not shown
-    monkeypatch.setattr(runnable, "ASKED_ENGINES", frozenset())
-    with pytest.raises(AssertionError, match="can't be run"):
-        Candidate(plan=zero, fits=True)
+    with pytest.raises(AssertionError, match="held back"):
+        Candidate(plan=zero, fits=True, held_back=True)
 
 
 def test_tables_by_category_and_by_part() -> None:

@@ -10,10 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_autopar.devices.inventory import Link
-from lightning_autopar.planning.timing import Seconds, Wire, device_speed, predict_seconds
+from lightning_autopar.planning.timing import Seconds, device_speed, predict_seconds
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.ddp.engine import DDP
+from lightning_autopar.strategies.fsdp.engine import FSDP
 from lightning_autopar.strategies.fsdp.timing import SHARDED_OPERATION
+from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
+from lightning_autopar.timing.step import Wire
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import BLOCKS, GPUS, HERE, traced
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
@@ -22,10 +26,11 @@ MICRO = 1e-6
 
 
 def seconds(engine: Any, *devices: str, step: Any = None, here: Any = HERE, **parts: Any) -> Seconds:
-    asked = {name: parts.pop(name) for name in ("precision", "rates", "input_seconds", "wire", "zero") if name in parts}
+    asked = {name: parts.pop(name) for name in ("precision", "rates", "input_seconds", "asked") if name in parts}
     if engine == "fsdp":
         parts.setdefault("reshard_after_forward", True)
         parts.setdefault("shard", BLOCKS)
+    asked["engine"] = asked.pop("asked", None)
     return predict_seconds(step or footprint(), Plan(engine=engine, devices=devices, **parts), here, **asked)
 
 
@@ -166,7 +171,7 @@ def test_where_the_same_cores_do_both_nothing_is_hidden() -> None:
 
 def test_a_compressed_gradient_takes_half() -> None:
     rates = PlainRates(wire_bytes_per_second=100 * MIB, hides=0.0)
-    found = seconds("ddp", *GPUS[:2], step=traced(), rates=rates, wire=Wire(gradient_bytes=2))
+    found = seconds("ddp", *GPUS[:2], step=traced(), rates=rates, asked=DDP(Wire(gradient_bytes=2)))
     assert found.communication == pytest.approx(2, rel=MICRO)
 
 
@@ -215,7 +220,12 @@ def test_each_part_of_a_batch_gathers_anew() -> None:
 def test_gathering_in_half_precision_takes_half() -> None:
     rates = PlainRates(wire_bytes_per_second=1 * MIB)
     half = seconds(
-        "fsdp", *GPUS[:2], step=traced(), rates=rates, reshard_after_forward=False, wire=Wire(parameter_bytes=2, gradient_bytes=4)
+        "fsdp",
+        *GPUS[:2],
+        step=traced(),
+        rates=rates,
+        reshard_after_forward=False,
+        asked=FSDP(wire=Wire(parameter_bytes=2, gradient_bytes=4)),
     )
     assert half.step == pytest.approx(600, rel=0.02)
 
@@ -258,9 +268,9 @@ def test_offloaded_the_host_updates() -> None:
 def test_zero_gathers_the_updated_parameters_at_the_end() -> None:
     rates = PlainRates(wire_bytes_per_second=100 * MIB)
     step, others = traced(forward=10**15), ZeroSettings()
-    found = seconds("zero", *GPUS[:2], step=step, rates=rates, zero_stage=1, zero=others)
+    found = seconds("zero", *GPUS[:2], step=step, rates=rates, zero_stage=1, asked=Zero(others))
     assert found.communication == pytest.approx(4 + 4)  # one bucket holds all the gradients, and goes when backward ends
-    half = seconds("zero", *GPUS[:2], step=step, rates=rates, zero_stage=1, precision="bf16-mixed", zero=others)
+    half = seconds("zero", *GPUS[:2], step=step, rates=rates, zero_stage=1, precision="bf16-mixed", asked=Zero(others))
     assert half.communication == pytest.approx(2 + 2)
     ours = seconds("zero", *GPUS[:2], step=step, rates=rates, zero_stage=1, precision="bf16-mixed")
     assert ours.communication == pytest.approx(1 + 4, rel=MICRO)  # each block fills a bucket; in 32 bits, as the parameters stay
@@ -271,7 +281,7 @@ def test_deepspeeds_python_and_fsdps_are_paid_for_by_the_call() -> None:
     two, rates, step = ("cpu:0", "cpu:1"), PlainRates(call=1e-6), traced(forward=10**9)
     stages = [seconds("zero", *two, step=step, rates=rates, zero_stage=stage).overhead for stage in (1, 2, 3)]
     assert stages[2] > 3 * stages[0] > stages[1] > 1e-3
-    assert seconds("zero", *two, step=step, rates=rates, zero_stage=3, zero=ZeroSettings()).overhead == 0  # somebody else's engine
+    assert seconds("zero", *two, step=step, rates=rates, zero_stage=3, asked=Zero(ZeroSettings())).overhead == 0  # somebody else's engine
     assert seconds("zero", *GPUS[:2], step=traced(forward=10**12), rates=rates, zero_stage=3).overhead == 0
     looped = seconds("fsdp", *two, step=step, rates=rates).overhead
     one_pass = replace(step, optimizer_classes=("AdamW",))

@@ -259,13 +259,13 @@ def pinned(*cuts: str, micro_batches: int = 2) -> Plan:
 
 def test_where_a_module_is_cut_into_stages_goes_to_the_engine(tmp_path: Path) -> None:
     decision = staged(Stack(), tmp_path)
-    staging = decision.assignment.staging
+    staging = decision.assignment.finding
     assert decision.assignment.plan.engine == "pipeline"
     assert staging is not None
     assert staging.refusal is None
     assert staging.hooks["training_step"].blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
     assert set(decision.assignment.plan.cuts) <= set(staging.hooks["training_step"].crossings)
-    assert staged(Stack(), tmp_path, plan=pinned("blocks.3")).assignment.staging is not None
+    assert staged(Stack(), tmp_path, plan=pinned("blocks.3")).assignment.finding is not None
 
 
 def test_stages_are_looked_for_where_a_plan_may_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,11 +273,11 @@ def test_stages_are_looked_for_where_a_plan_may_have_them(tmp_path: Path, monkey
         raise AssertionError("nobody asked for stages")
 
     monkeypatch.setattr(findings, "probe_stages", refuse)
-    assert staged(Stack(), tmp_path, allow=("single", "ddp")).assignment.staging is None
-    assert staged(Stack(), tmp_path, allow=("single", "pipeline"), spec="1xcpu:1GiB").assignment.staging is None
+    assert staged(Stack(), tmp_path, allow=("single", "ddp")).assignment.finding is None
+    assert staged(Stack(), tmp_path, allow=("single", "pipeline"), spec="1xcpu:1GiB").assignment.finding is None
     module = Stack()
     module.noise = torch.Generator()  # type: ignore[assignment]
-    assert staged(module, tmp_path, allow=("single", "pipeline")).assignment.staging is None, "it is ruled out anyway"
+    assert staged(module, tmp_path, allow=("single", "pipeline")).assignment.finding is None, "it is ruled out anyway"
 
 
 def test_a_module_without_stages_is_told_so(tmp_path: Path) -> None:
@@ -287,8 +287,8 @@ def test_a_module_without_stages_is_told_so(tmp_path: Path) -> None:
         staged(Twice(), tmp_path, plan=pinned("blocks.1"))
     decision = staged(Twice(), tmp_path, allow=("single", "pipeline"))
     assert decision.assignment.plan.engine == "single"
-    assert decision.assignment.staging is not None
-    assert decision.assignment.staging.refusal is not None
+    assert decision.assignment.finding is not None
+    assert decision.assignment.finding.refusal is not None
 
 
 def test_a_block_that_no_stage_begins_with_is_no_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_a_block_that_no_stage_begins_with_is_no_cut(tmp_path: Path, monkeypatch
 def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):
         staged(Counting(), tmp_path, plan=pinned("blocks.2"))
-    assert staged(Counting(), tmp_path, plan=pinned("blocks.2", micro_batches=1)).assignment.staging is not None
+    assert staged(Counting(), tmp_path, plan=pinned("blocks.2", micro_batches=1)).assignment.finding is not None
     assert staged(Counting(), tmp_path).assignment.plan.micro_batches == 1
     alone = Plan(engine="single", devices=("cpu:0",), micro_batches=2)
     with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):

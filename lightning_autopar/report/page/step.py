@@ -8,24 +8,23 @@ What each rank does in one step, as spans of time: what a picture of a plan draw
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.timing import step_of
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.page.figure import Figure, Row, axis
 from lightning_autopar.report.page.markup import Html, element, percent, rect, scrolled, share, text
 from lightning_autopar.report.page.style import color_class
 from lightning_autopar.report.report import Candidate, Report
-from lightning_autopar.strategies.pipeline.timing import PipelineStep, play
 from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rank import Event
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import Step, Wire
 
 Lane = Literal["compute", "communication"]
 SpanKind = Literal["forward", "backward", "recompute", "communication", "optimizer", "offload", "input", "idle"]
@@ -62,97 +61,21 @@ def timeline(
     precision: str = "32-true",
     rates: Rates | None = None,
     ranks: int | None = None,
-    wire: Wire | None = None,
 ) -> tuple[Span, ...]:
     """The spans of one step by rank, in the order of their beginning on each lane.
 
     Args:
-        footprint: as for :func:`lightning_autopar.planning.timing.predict_seconds`; so are ``plan``, ``inventory``, ``precision``,
-            ``rates`` and ``wire``.
+        footprint: as for :func:`lightning_autopar.planning.timing.predict_seconds`; so are ``plan``, ``inventory``, ``precision``
+            and ``rates``.
         ranks: the first so many ranks only; all of them by default.
 
     Raises:
         ValueError: if a device of the plan isn't in the inventory, or the plan names blocks that the footprint hasn't.
     """
-    step = step_of(footprint, plan, inventory, precision=precision, rates=rates, wire=wire)
-    most = min(plan.world_size, ranks or plan.world_size)
-    events = _of_stages(step, most) if isinstance(step, PipelineStep) else _of_ranks(step, most)
+    step = engines.of(plan).step(footprint, plan, inventory, precision, rates or DATA_SHEET)
     seconds = step.seconds().step
+    events = step.events(min(plan.world_size, ranks or plan.world_size))
     return tuple(span for rank, found in enumerate(events) for span in _spans(rank, found, seconds))
-
-
-def _of_ranks(step: Step, most: int) -> list[list[Event]]:
-    """Each rank's own work and its collectives; ranks that are alike do alike."""
-    made: dict[Hashable, list[Event]] = {}
-    by_rank: dict[int, Hashable] = {rank: key for key, members in step.classes().items() for rank in members}
-    for rank in range(most):
-        key = by_rank[rank]
-        if key not in made:
-            made[key] = _of_rank(step, rank)
-    return [made[by_rank[rank]] for rank in range(most)]
-
-
-def _of_rank(step: Step, rank: int) -> list[Event]:
-    """What one rank does up to the end of its update."""
-    run = step.run(rank)
-    events: list[Event] = []
-    played = step.played(run, events)
-    on_cpu = run.device.kind == "cpu"
-    if on_cpu:
-        events = _on_one_lane(events)
-    clock = max([played.end, *(event.end for event in events)])
-    for seconds, kind, label in (
-        (step.waited(), "communication", "batch norms"),
-        (step.offload(run), "offload", "update on the host"),
-        (run.update, "optimizer", "update"),
-        (step.after(), "communication", "gather parameters"),
-    ):
-        if seconds > 0:
-            events.append(Event("compute" if on_cpu or kind != "communication" else "communication", clock, clock + seconds, kind, label))
-            clock += seconds
-    return events
-
-
-def _on_one_lane(events: Iterable[Event]) -> list[Event]:
-    """What the same cores do, one after the other: computing waits while they communicate."""
-    out: list[Event] = []
-    clock = 0.0
-    for event in sorted(events, key=lambda event: (event.start, event.lane != "communication")):
-        end = clock + event.end - event.start
-        out.append(Event("compute", clock, end, event.kind, event.label))
-        clock = end
-    return out
-
-
-def _of_stages(step: PipelineStep, most: int) -> list[list[Event]]:
-    """Each rank's actions; those of the replicas are alike."""
-    plan = step.plan
-    count = plan.devices_per_replica
-    runs = step.stage_runs()
-    stages = step.stages(runs)
-    events: list[list[Event]] = [[] for _ in range(count)]
-    for rank, action, start, end in play(stages):
-        label = f"stage {action.stage}, micro-batch {action.micro_batch}"
-        again = runs[action.stage].again
-        if action.work == "forward":
-            events[rank].append(Event("compute", start, end, "forward", label))
-            if action.stage + 1 < plan.stages and (sent := stages.sends[action.stage]):
-                events[rank].append(Event("communication", end, end + sent, "communication", f"send {label}"))
-            continue
-        second = min(sum(again), end - start)
-        if second:
-            events[rank].append(Event("compute", start, start + second, "recompute", label))
-        events[rank].append(Event("compute", start + second, end, "backward", label))
-        if action.stage and (sent := stages.sends[action.stage - 1]):
-            events[rank].append(Event("communication", end, end + sent, "communication", f"send gradients of {label}"))
-    for position, found in enumerate(events):
-        clock = max(event.end for event in found if event.lane == "compute")
-        if (talk := step.synced(position, runs)) > 0:
-            found.append(Event("communication", clock, clock + talk, "communication", "gradients"))
-            clock += talk
-        if (update := sum(run.update for run in runs[position::count])) > 0:
-            found.append(Event("compute", clock, clock + update, "optimizer", "update"))
-    return [events[rank % count] for rank in range(most)]
 
 
 def _spans(rank: int, events: Iterable[Event], step_seconds: float) -> list[Span]:
@@ -212,11 +135,11 @@ def step_figure(report: Report, candidate: Candidate) -> Figure:
         candidate: one with a prediction of its time.
     """
     plan = candidate.plan
-    limit = max(_MOST_RANKS, min(plan.devices_per_replica if plan.engine == "pipeline" else 0, _MOST_STAGES))
+    limit = max(_MOST_RANKS, min(plan.devices_per_replica if plan.cuts else 0, _MOST_STAGES))
     spans = timeline(report.footprint, plan, report.inventory, precision=report.precision, rates=report.rates, ranks=limit)
     end = max((span.end_seconds for span in spans), default=0.0)
     groups = _alike(spans)
-    short = (_LEAST_SHARE if plan.engine == "pipeline" else _BLOCK_SHARE) * end
+    short = (_LEAST_SHARE if plan.cuts else _BLOCK_SHARE) * end
     drawn = [(_merged(found, end * _LEAST_SHARE, short), ranks) for found, ranks in groups]
     while sum(len(found) for found, _ in drawn) > _MOST_SPANS:
         short *= 2

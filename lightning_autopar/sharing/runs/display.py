@@ -11,17 +11,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.sharing.runs.progress import Pace, Progress
 from lightning_autopar.sharing.runs.status import SHOW_SECONDS, Request, RunFiles, open_run
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_autopar.strategies.preparation.decision import Decision
+
+class Decided(Protocol):
+    """What was decided for a run, as far as others on its host are told."""
+
+    @property
+    def assignment(self) -> Any:
+        """The plan, with what it takes of each device."""
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """How long it trains by its prediction; None where nobody knows."""
+
+    @property
+    def need(self) -> Need:
+        """What must be free for the plan, and how long it trains."""
 
 
 def _nobody_asked(seconds: float) -> None:
@@ -84,7 +99,7 @@ class Showing:
         """
         self.show(state="queued", waits_for=waits_for, predicted_bytes=dict(wanted_bytes or {}), ends_at=ends_at, **changes)
 
-    def running(self, decision: Decision, progress: Progress | None = None, **changes: Any) -> None:
+    def running(self, decision: Decided, progress: Progress | None = None, **changes: Any) -> None:
         """The run has begun under this decision.
 
         Args:
@@ -104,7 +119,7 @@ class Showing:
             **changes,
         )
 
-    def watch(self, decision: Decision, engine: Any, trainer: Trainer) -> None:
+    def watch(self, decision: Decided, engine: Any, trainer: Trainer) -> None:
         """The run has begun under this decision in this very process, which is its first: show at its batches how far it has come."""
         if self._files is None:
             return

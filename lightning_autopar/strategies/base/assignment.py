@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,6 @@ from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.draws import DrawPlan
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
-from lightning_autopar.strategies.pipeline.stages.recording import Staging
 
 BatchRule = Literal["global", "per_device"]
 
@@ -43,7 +42,7 @@ class Assignment:
         large: whether the module is so large that no rank but the first should ever build all of it.
         candidate: the plan with its prediction.
         budgets: bytes that the plan may use of each device, by its id.
-        staging: of a pipeline, where the module's steps can be cut and what crosses each cut.
+        finding: what the plan's engine found out about the step; opaque to all but it.
         elastic: whether the run may go on under another plan, so that every loader's position must be known.
         at_least: bytes by device id that are asked for whatever is predicted: the plan ran out of memory before.
     """
@@ -61,7 +60,7 @@ class Assignment:
     weights_only: bool | None = None
     candidate: Candidate | None = None
     budgets: Mapping[str, int] = field(default_factory=dict)
-    staging: Staging | None = None
+    finding: Any = None
     elastic: bool = False
     at_least: Mapping[str, int] = field(default_factory=dict)
 

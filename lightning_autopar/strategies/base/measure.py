@@ -28,7 +28,6 @@ from lightning_autopar.devices.nvml import NvmlUnavailable, read_devices
 from lightning_autopar.exact.absent.tensor import is_hole
 from lightning_autopar.memory.allocation_recorder import HOST, Recorder
 from lightning_autopar.memory.storages import storage_sizes
-from lightning_autopar.strategies.zero.partitions.module import held_by_zero, host_held_by_zero
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -38,21 +37,23 @@ if TYPE_CHECKING:
 
 def held_storages(strategy: Strategy) -> dict[str, dict[int, int]]:
     """Bytes by storage of all that a step finds there, by kind; of a CPU device also what is the host's."""
+    found: dict[str, Iterable[Tensor]] = strategy.held_tensors()  # type: ignore[attr-defined]  # every engine has it
+    return {kind: storage_sizes(each, strategy.root_device) for kind, each in found.items()}
+
+
+def held_tensors(strategy: Any) -> dict[str, Iterable[Tensor]]:
+    """What a step finds on a rank, by kind, where its engine keeps it in the module and the optimizers."""
     module = strategy.lightning_module
     assert module is not None
     tensors: dict[str, Iterable[Tensor]] = {
-        "parameters": _here(module.parameters()),
-        "gradients": gradients_of(strategy),
-        "optimizer": _states(strategy),
-        "buffers": _here(module.buffers()),
+        "parameters": here(module.parameters()),
+        "gradients": strategy.held_gradients(),
+        "optimizer": optimizer_states(strategy),
+        "buffers": here(module.buffers()),
     }
-    if (zero := _zero(strategy)) is not None:
-        for kind, theirs in held_by_zero(zero, module).items():
-            if kind != "gradients":
-                tensors[kind] = chain(theirs, () if kind == "parameters" else tensors.get(kind, ()))
     if strategy.root_device.type == "cpu":
-        tensors[HOST] = _on_host(strategy)
-    return {kind: storage_sizes(each, strategy.root_device) for kind, each in tensors.items()}
+        tensors[HOST] = strategy.held_on_host()
+    return tensors
 
 
 def plan_of(strategy: Strategy) -> Plan:
@@ -61,52 +62,35 @@ def plan_of(strategy: Strategy) -> Plan:
     return plan
 
 
-def _zero(strategy: Strategy) -> Any | None:
-    """DeepSpeed's engine, where that is what trains."""
-    return strategy.model if plan_of(strategy).engine == "zero" and strategy.optimizers else None
-
-
-def _states(strategy: Strategy) -> Iterator[Tensor]:
+def optimizer_states(strategy: Strategy) -> Iterator[Tensor]:
     """The optimizers' states; none where they lie on disk, in pages that the kernel takes back."""
     if plan_of(strategy).optimizer_on_disk:
         return iter(())
-    return _here(_tensors(chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)))
+    return here(_tensors(chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)))
 
 
-def _on_host(strategy: Strategy) -> Iterator[Tensor]:
+def held_on_host(strategy: Any) -> Iterator[Tensor]:
     """What the plan offloads; between steps, when FSDP2's module has its shards."""
     module, offload = strategy.lightning_module, plan_of(strategy).offload
     assert module is not None
-    if (zero := _zero(strategy)) is not None:
-        yield from host_held_by_zero(zero, module)
-    elif "parameters" in offload:
+    if "parameters" in offload:
         yield from module.parameters()
-        yield from gradients_of(strategy)
+        yield from strategy.held_gradients()
     if "optimizer" in offload:
-        yield from _states(strategy)
+        yield from optimizer_states(strategy)
 
 
-def gradients_on_host(strategy: Strategy) -> Iterator[Tensor]:
-    """Those that came about in this step. FSDP2 puts each into host memory when it is reduced; DeepSpeed has buffers all along."""
-    plan = plan_of(strategy)
-    if plan.engine == "fsdp" and plan.offload:
-        for group in chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers):
-            yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
-
-
-def gradients_of(strategy: Strategy) -> Iterator[Tensor]:
-    """The optimizers' parameters come first: under FSDP2 the module holds others while it is gathered. DeepSpeed keeps them to itself."""
+def held_gradients(strategy: Any) -> Iterator[Tensor]:
+    """The optimizers' parameters come first: under FSDP2 the module holds others while it is gathered."""
     module = strategy.lightning_module
     assert module is not None
-    if (zero := _zero(strategy)) is not None:
-        yield from held_by_zero(zero, module)["gradients"]
     groups = chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers)
     for parameter in chain(chain.from_iterable(group["params"] for group in groups), module.parameters()):
         if not is_hole(parameter) and parameter.grad is not None:
             yield parameter.grad
 
 
-def _here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Those that this rank has, of a module whose stages lie on several."""
     return (tensor for tensor in tensors if not is_hole(tensor))
 
@@ -233,12 +217,12 @@ class Meter:
         self._runs = True
         self._clock.start(strategy.root_device)
 
-    def note(self, strategy: Strategy, point: Point) -> None:
+    def note(self, strategy: Any, point: Point) -> None:
         """The running step has come so far; costs nothing outside of the steps that are measured."""
         if self._recording:
             self._recorder.note(
-                gradients=storage_sizes(gradients_of(strategy), strategy.root_device),
-                host=storage_sizes(gradients_on_host(strategy), strategy.root_device),
+                gradients=storage_sizes(strategy.held_gradients(), strategy.root_device),
+                host=storage_sizes(strategy.new_gradients_on_host(), strategy.root_device),
             )
         elif self._gpu is not None:
             self._note_on_gpu(strategy, point)
@@ -316,9 +300,9 @@ class Meter:
 
     # -- GPUs --------------------------------------------------------------------------------------------------------------------------
 
-    def _note_on_gpu(self, strategy: Strategy, point: Point | None) -> None:
+    def _note_on_gpu(self, strategy: Any, point: Point | None) -> None:
         assert self._gpu is not None
-        gradients = storage_sizes(gradients_of(strategy), strategy.root_device)
+        gradients = storage_sizes(strategy.held_gradients(), strategy.root_device)
         self._gpu.note(point, torch.cuda.max_memory_allocated(strategy.root_device), sum(gradients.values()))
 
     def _ask(self, device: torch.device) -> None:

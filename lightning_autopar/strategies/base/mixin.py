@@ -6,7 +6,7 @@ found, and it never touches how the Lightning strategy itself runs or shards the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from lightning_autopar.exact.step.draws import GlobalDraws
 from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
-from lightning_autopar.strategies.base import resume
+from lightning_autopar.strategies.base import measure, resume
 from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.failure import LACKED, out_of_memory
 from lightning_autopar.strategies.base.gpu_limit import Growth, shortage_words
@@ -243,6 +243,30 @@ class EngineMixin(Strategy):
         if not self._drawing:
             return None
         return self._share if self._micro is None or self._micro.part is None else self._micro.part
+
+    def release(self) -> None:
+        """Make the module whole and plain again, for what comes after the run; where ranks have parts of it, a collective."""
+        own: Any = super()  # an engine's own class stands behind this one; where it says nothing, the module is so already
+        if hasattr(own, "release"):
+            own.release()
+
+    def held_tensors(self) -> dict[str, Iterable[Tensor]]:
+        """What a step finds on this rank, by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``; on a CPU device also
+        what is the host's.
+        """
+        return measure.held_tensors(self)
+
+    def held_gradients(self) -> Iterator[Tensor]:
+        """Complete gradients on this rank."""
+        return measure.held_gradients(self)
+
+    def held_on_host(self) -> Iterator[Tensor]:
+        """What the plan offloads; between steps."""
+        return measure.held_on_host(self)
+
+    def new_gradients_on_host(self) -> Iterator[Tensor]:
+        """Gradients in host memory that came about in this step."""
+        return iter(())
 
     def before_last_part(self) -> AbstractContextManager[None]:
         """Around forward and backward of a part of the batch that isn't its last one."""

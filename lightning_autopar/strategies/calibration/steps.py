@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar._lightning_compat import attach_data, run_arguments
+from lightning_autopar._lightning_compat import Launcher, attach_data, run_arguments
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.calibration.ranks import torch_device, usual, waiter
-from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.processes.generation import run_folder, run_generation
+from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 from lightning_autopar.strategies.processes.worker import make_job
 
 if TYPE_CHECKING:
@@ -90,11 +90,19 @@ class _Tiny(L.LightningModule):
             self.out.write_text(json.dumps([min(taken, _MOST_WAITING * busy), _calls(self.calls)]), encoding="utf-8")
 
 
-class _Launcher(AutoLauncher):
+class _Launcher(Launcher):
     """Runs a given plan in forked workers without planning, and forgets what they leave."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Forked workers run in notebooks too."""
+        return True
+
+    def kill(self, signum: Any) -> None:
+        """The workers are ended by the generation that started them."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Run ``function``."""
@@ -106,18 +114,26 @@ class _Launcher(AutoLauncher):
             raise outcome.error
 
 
+class _Calibrating(IdleStrategy):
+    """Starts what that launcher runs."""
+
+    def __init__(self, launcher: _Launcher) -> None:
+        super().__init__()
+        self._started_by = launcher
+
+    def _configure_launcher(self) -> None:
+        self._launcher = self._started_by
+
+
 def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
     """What a step takes of a tiny module under a plan, in real workers; in a forked child, which keeps the trainer's traces to itself."""
-    from lightning_autopar.strategies.auto import AutoParallelStrategy
-
-    strategy = AutoParallelStrategy(allow=[plan.engine], calibrate="off")
     size = max(2 * len(devices), 2 * plan.micro_batches)
     staging = None
     if plan.engine == "pipeline":
         batch, blocks = [torch.zeros(2, _WIDTH)], [f"layers.{index}" for index in range(_LAYERS)]
         staging = Staging(hooks={"training_step": record(_Tiny(), None, "training_step", batch, blocks, rows=2)})
-    launcher = _Launcher(Assignment(plan=plan, devices=tuple(devices), staging=staging))
-    strategy._configure_launcher = lambda: setattr(strategy, "_launcher", launcher)  # type: ignore[method-assign]
+    launcher = _Launcher(Assignment(plan=plan, devices=tuple(devices), finding=staging))
+    strategy = _Calibrating(launcher)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = L.Trainer(
         accelerator="cpu" if devices[0].kind == "cpu" else "cuda",
@@ -141,7 +157,7 @@ def tiny_plan(engine: str, devices: Sequence[Device], micro_batches: int = 1) ->
         schedule: Schedule = "gpipe" if micro_batches == 1 else "1f1b"
         return Plan(engine="pipeline", devices=ids, cuts=(f"layers.{_LAYERS // 2}",), schedule=schedule, micro_batches=micro_batches)
     if engine != "fsdp":
-        return Plan(engine=engine, devices=ids)  # type: ignore[arg-type]
+        return Plan(engine=engine, devices=ids)
     return Plan(engine="fsdp", devices=ids, reshard_after_forward=True, shard=tuple(f"layers.{index}" for index in range(_LAYERS)))
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.auto import AutoParallelStrategy
+    from lightning_autopar.strategies.base.run_host import RunHost
 
 #: How long a device that somebody asked a run to leave is left alone, unless the run is told otherwise.
 YIELD_SECONDS = 600.0
@@ -105,7 +105,7 @@ class ElasticRun:
 
     def __init__(
         self,
-        strategy: AutoParallelStrategy,
+        strategy: RunHost,
         trainer: Trainer,
         decision: Decision,
         function: Callable[..., Any],

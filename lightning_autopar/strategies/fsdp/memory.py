@@ -20,12 +20,14 @@ As torch 2.13 does it (``torch/distributed/fsdp/_fully_shard``):
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain
 
 import numpy as np
 
+from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
 from lightning_autopar.memory.moments import Column, Moments
@@ -396,3 +398,97 @@ def _carried(values: list[int], start: int) -> list[int]:
 
 def _array(values: Iterable[int]) -> Column:
     return np.array([*values], dtype=np.int64)
+
+
+def rank_bytes(rank: Rank, widths: Widths = AS_TRACED) -> Iterator[DeviceBytes]:
+    """A rank's fullest moments, of a step, of a validation between two and of a checkpoint.
+
+    Args:
+        rank: of an fsdp plan.
+        widths: of parameters and gradients, beside those in the trace.
+    """
+    footprint, plan = rank.footprint, rank.plan
+    yield fsdp_bytes(footprint, plan, rank.moments(), rank=rank.number, share=rank.share, copies=rank.on_cpu, widths=widths)
+    sharding = sharding_of(footprint, plan, rank.number)
+    if (runs := rank.evaluation_bytes) is not None:  # Lightning has set the gradients to None (``on_validation_model_zero_grad``)
+        begins, computes = evaluation_communication(sharding, reshard=bool(plan.reshard_after_forward))
+        # While a block is gathered, what enters it is there, not what it makes.
+        enters = round((max((block.input_bytes for block in footprint.blocks), default=0) + footprint.input_bytes) * rank.share)
+        communication, temporary = max((begins, min(enters, runs)), (computes, runs), key=sum)
+        held = resident_bytes(footprint, plan, sharding, share=0)
+        yield replace(held, temporary=temporary, communication=communication, occasion="validation")
+    if footprint.training:
+        yield checkpoint_bytes(rank, sharding)
+
+
+def checkpoint_bytes(rank: Rank, sharding: Sharding) -> DeviceBytes:
+    """While a checkpoint is saved after a step: shards are made whole, one tensor at a time (``state/checkpoint.py``).
+
+    Gradients are there. ``DTensor.full_tensor`` pads a rank's part where it is shorter than the others', and gathers into a buffer of equal
+    parts; gloo makes a copy of that.
+    """
+    held = resident_bytes(rank.footprint, rank.plan, sharding, share=rank.share)
+    gradients = 0 if "optimizer" in rank.plan.offload else sharding.total.kept
+    tensors = _parameters(rank.footprint)
+    gathered = max((_gathered_bytes(*tensor, sharding.shards, rank.number, rank.on_cpu) for tensor in tensors), default=0)
+    return replace(held, gradients=gradients, communication=gathered, occasion="checkpoint")
+
+
+def _parameters(footprint: Footprint) -> set[tuple[int, int]]:
+    """Rows and bytes of a row of each parameter; the largest one as a single column where they aren't known."""
+    layers = (*footprint.blocks, *footprint.outer)
+    return _ROWS.get(
+        footprint,
+        None,
+        lambda: (
+            {(rows, row_bytes) for layer in layers for rows, row_bytes, _ in layer.parameter_rows}
+            or {(footprint.largest_parameter_bytes, 1)}
+        ),
+    )
+
+
+_ROWS: Remembered[set[tuple[int, int]]] = Remembered()
+
+
+def _gathered_bytes(rows: int, row_bytes: int, shards: int, rank: int, copies: bool) -> int:
+    """What it takes to make one tensor whole."""
+    part = -(-rows // shards)
+    short = rows - (rank % shards) * part < part
+    return part * row_bytes * (shards * (1 + copies) + short)
+
+
+def offloaded_bytes(footprint: Footprint, plan: Plan, *, on_cpu: bool) -> tuple[int, int]:
+    """What all ranks keep in pageable and in page-locked host memory.
+
+    torch's allocator of page-locked memory rounds each tensor up to a power of two (``CachingHostAllocator``, ``c10::llvm::PowerOf2Ceil``);
+    FSDP2 locks each shard and each gradient by itself.
+
+    Args:
+        footprint: of the module.
+        plan: an fsdp plan.
+        on_cpu: whether the devices are CPUs, which lock no pages.
+    """
+    if not plan.offload:
+        return 0, 0
+    sharding = sharding_of(footprint, plan)
+    states, ranks = footprint.optimizer_bytes * plan.replicas, plan.world_size
+    if on_cpu:
+        return states + (sharding.total.shard + sharding.total.kept) * ranks, 0
+    rows = _ROWS_BY_SIZE.get(footprint, None, lambda: _all_rows(footprint))
+    return states, ranks * sum(count * _locked_bytes(*row, sharding.shards) for row, count in rows.items())
+
+
+def _locked_bytes(rows: int, row_bytes: int, learns: bool, shards: int) -> int:
+    """Page-locked memory for a rank's part of a parameter, and of its gradient where it has one."""
+    part = -(-rows // shards) * row_bytes
+    return (1 + learns) * (1 << (part - 1).bit_length()) if part else 0
+
+
+def _all_rows(footprint: Footprint) -> Counter[tuple[int, int, bool]]:
+    """The rows of a parameter, their bytes, and whether it learns, with how many are such; all as one where they aren't known."""
+    found = Counter(row for layer in (*footprint.blocks, *footprint.outer) for row in layer.parameter_rows)
+    frozen = footprint.parameter_bytes - footprint.gradient_bytes
+    return found or Counter([(1, footprint.gradient_bytes, True), (1, frozen, False)])
+
+
+_ROWS_BY_SIZE: Remembered[Counter[tuple[int, int, bool]]] = Remembered()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -314,6 +315,12 @@ class FSDPEngine(SplitMixin, _ShardingStrategy):
     The plan's blocks are units of their own; the root takes the rest. Where the user's ``configure_model`` has already sharded the module,
     it is left as it is.
     """
+
+    def new_gradients_on_host(self) -> Iterator[Tensor]:
+        """FSDP2 puts each into host memory when it is reduced."""
+        if self.assignment.plan.offload:
+            for group in chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in self.optimizers):
+                yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
 
     def __init__(self, assignment: Assignment) -> None:
         super().__init__(data_parallel_size=assignment.plan.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)

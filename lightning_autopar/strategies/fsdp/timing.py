@@ -1,65 +1,108 @@
-"""How many calls an engine's Python makes in a step, beside those of the trainer's loop. Counts alone: what a call costs is a rate.
+"""Seconds of a step under FSDP2: its units, and how many calls its Python makes beside those of the trainer's loop.
 
-Most are counted by ``benchmarks/python_calls.py`` (``sys.setprofile`` in real steps of modules of several shapes, taken apart by least
-squares) with torch 2.13 and DeepSpeed 0.19.8: the same on every machine; other versions make others, about as many. Estimated, and yet to
-be counted: stages 1 and 2 without offload; stage 3 without offload by its count with it; ``SHARDED_OPERATION``, which is of one comparison.
+Most counts of calls are by ``benchmarks/python_calls.py`` (``sys.setprofile`` in real steps of modules of several shapes, taken apart by
+least squares) with torch 2.13 and DeepSpeed 0.19.8: the same on every machine; other versions make others, about as many. One comparison
+alone gave ``SHARDED_OPERATION``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
+from lightning_autopar.devices.inventory import Device
+from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.fsdp.memory import sharding_of
+from lightning_autopar.timing.lanes import Played, Unit, Wires, copy_seconds, play_shards
+from lightning_autopar.timing.rank import Event, Run
+from lightning_autopar.timing.roofline import Layout
+from lightning_autopar.timing.step import PLAIN_ADAM, Step
 
-
-@dataclass(frozen=True, kw_only=True)
-class Calls:
-    """Calls of functions and builtins in one step.
-
-    Args:
-        step: however large the module is.
-        parameter: for each parameter that is trained.
-        module: for each module.
-        bucket: for each bucket of gradients that fills.
-    """
-
-    step: int
-    parameter: int
-    module: int
-    bucket: int
-
-
-#: By ZeRO's stage, and by whether the optimizer is offloaded.
-ZERO: Mapping[tuple[int, bool], Calls] = {
-    (1, False): Calls(step=1100, parameter=200, module=25, bucket=300),
-    (2, False): Calls(step=1100, parameter=185, module=25, bucket=300),
-    (2, True): Calls(step=1780, parameter=435, module=49, bucket=276),
-    (3, False): Calls(step=3292, parameter=1397, module=895, bucket=669),
-    (3, True): Calls(step=3292, parameter=1497, module=900, bucket=669),
-}
 #: FSDP2's, for a parameter beyond the two of the unit by which a unit's hooks are measured.
 FSDP_PARAMETER = 197
 FSDP_UNIT_PARAMETERS = 2
 #: What ``DTensor`` makes of one operation on shards, as the loop of an optimizer without a kernel for lists runs them on a CPU.
 SHARDED_OPERATION = 32
-#: What a draw of the whole batch's random numbers takes on a rank beside the operations (``benchmarks/draws.py``).
-DRAW = 62
 
 
-def zero_calls(plan: Plan, *, parameters: int, modules: int, buckets: int) -> int:
-    """Calls of a step under ZeRO.
+class FSDPStep(Step):
+    """One step of shards."""
+
+    plain_update = PLAIN_ADAM
+
+    @property
+    def shards(self) -> int:
+        """Each rank updates its own."""
+        return self.plan.devices_per_replica
+
+    @property
+    def units(self) -> int:
+        """The blocks that are units of their own, and the root."""
+        return len(self.plan.shard) + 1
+
+    def calls(self) -> int:
+        """What FSDP2's Python does in a step on CPU devices besides its units' hooks."""
+        if not (self.training and self.on_cpu):
+            return 0
+        looped = 0 if self.one_pass() else sum(work.count for work in self.layout.optimizer)
+        parameters = sum(len(layer.gradients) for layer in self.layout.layers)
+        return fsdp_calls(parameters=parameters, units=self.units) + SHARDED_OPERATION * looped
+
+    def played(self, run: Run, events: list[Event] | None = None) -> Played:
+        """Parameters come a unit ahead of what computes with them, gradients leave behind it."""
+        units, root = fsdp_units(
+            self.footprint,
+            self.layout,
+            self.plan,
+            self.wires(),
+            run.device,
+            parameter_scale=self.parameter_scale,
+            gradient_scale=self.gradient_scale if self.training else 0.0,
+        )
+        again = bool(self.plan.reshard_after_forward)
+        return play_shards(self.layout, run, units, root, again=again, training=self.training, events=events)
+
+
+def fsdp_units(
+    footprint: Footprint, layout: Layout, plan: Plan, wires: Wires, device: Device, *, parameter_scale: float, gradient_scale: float
+) -> tuple[list[Unit | None], Unit]:
+    """The units of a plan with their seconds: of each layer, and of the root.
 
     Args:
-        plan: of engine ``"zero"``.
-        parameters: that are trained.
-        modules: all of them.
-        buckets: of gradients that fill in a step.
+        footprint: of the module.
+        layout: of its step.
+        plan: an fsdp plan.
+        wires: between the ranks.
+        device: on which buffers are copied.
+        parameter_scale: bytes of a parameter on the wire, beside those that it has at rest; ``gradient_scale`` of a gradient.
     """
-    assert plan.zero_stage is not None
-    offloads = "optimizer" in plan.offload and plan.zero_stage > 1
-    calls = ZERO[plan.zero_stage, offloads]
-    return calls.step + calls.parameter * parameters + calls.module * modules + calls.bucket * buckets
+    sharding = sharding_of(footprint, plan)
+    offloaded = "parameters" in plan.offload
+    made: dict[tuple[int, int], Unit] = {}
+
+    def unit(gathered: int, reduced: int) -> Unit:
+        key = gathered, reduced
+        if key not in made:
+            wide, back = gathered * parameter_scale, reduced * gradient_scale
+            shards = sharding.shards
+            fetch = wires.rates.host_copy_seconds(device, gathered // shards) if offloaded and gathered else 0.0
+            # Of one rank nothing is gathered: parameters come from the host when they are needed (torch 2.13, ``wait_for_unshard``), and
+            # gradients are copied once more instead of being reduced.
+            made[key] = Unit(
+                gather=wires.over_shards("all_gather", wide),
+                unpack=copy_seconds(wires.rates, device, 2 * wide) + (fetch if shards == 1 else 0.0),
+                reduce=wires.over_shards("reduce_scatter", back)
+                + copy_seconds(wires.rates, device, 2 * back * (2 if shards == 1 else 1))
+                + wires.over_copies(back / shards),
+                fetch=fetch if shards > 1 else 0.0,
+                store=wires.rates.host_copy_seconds(device, reduced // shards) if offloaded and reduced else 0.0,
+            )
+        return made[key]
+
+    blocks = {block.fqn: one for block, one in zip(footprint.blocks, sharding.blocks, strict=True) if one.gathered}
+    units = [
+        unit(blocks[layer.fqn].gathered, blocks[layer.fqn].reduced) if layer.fqn is not None and layer.fqn in blocks else None
+        for layer in layout.layers
+    ]
+    return units, unit(sharding.root.gathered, sharding.root.reduced)
 
 
 def fsdp_calls(*, parameters: int, units: int) -> int:

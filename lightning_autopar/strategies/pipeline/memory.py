@@ -19,8 +19,10 @@ As ``torch.distributed.pipelining`` runs stages that replay the user's own ``tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
@@ -83,6 +85,15 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
         input=held["input"],
         communication=held["communication"] + running.get("communication", 0),
     )
+
+
+def rank_bytes(rank: Rank) -> Iterator[DeviceBytes]:
+    """A rank's fullest moments, of a step and of a validation between two: that takes its part of the batch through its stages whole."""
+    step = pipeline_bytes(rank.footprint, rank.plan, rank.number, on_cpu=rank.on_cpu)
+    yield step
+    if rank.evaluation_bytes is not None:
+        runs, received = pipeline_evaluation(rank.footprint, rank.plan, rank.number, rank.share)
+        yield replace(step, gradients=0, activations=0, temporary=runs, input=0, communication=received, occasion="validation")
 
 
 def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: float) -> tuple[int, int]:

@@ -15,13 +15,13 @@ import numpy as np
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.planning.appraisal import Appraiser
 from lightning_autopar.planning.block_units import cuttable, recomputable, shardable, with_recompute
-from lightning_autopar.planning.candidates import ENGINE_REASONS, micro_batch_counts
+from lightning_autopar.planning.candidates import micro_batch_counts
 from lightning_autopar.planning.refusals import micro_batch_refusal, multi_refusal, recompute_refusal
 from lightning_autopar.planning.remedies import without_recompute
 from lightning_autopar.planning.timing import part_seconds
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.pipeline.partition import Partition, StageTables, Table, in_flight, partition, stage_seconds, stage_tables
-from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rates import Rates
 
 #: Stages beyond these are all bubble.
@@ -36,7 +36,8 @@ _CERTAIN = 0.97
 _ROUNDED = 1e-6
 #: How often cuts of the best pipeline are moved by a block.
 _MOVES = 40
-_DATA_SHEET = DataSheet()
+#: What the engine does.
+REASON = "blocks are spread over the devices"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +304,7 @@ class PipelineMaker:
         return self._of_parts[key]
 
     def _send(self, a: Device, b: Device) -> Callable[[int], float]:
-        source = self.rates or _DATA_SHEET
+        source = self.rates or DATA_SHEET
         if a.id == b.id:
             return lambda size_bytes: 0.0
         return lambda size_bytes: source.collective_seconds("send", size_bytes, (a, b), self.appraiser.inventory)
@@ -414,7 +415,7 @@ class PipelineMaker:
         groups = self._groups(shape)
         devices = tuple(groups[rank][replica].id for replica in range(shape.replicas) for rank in range(shape.ranks))
         sizes = [end - begin for begin, end in zip(starts, [*starts[1:], len(blocks)], strict=True)]
-        reasons = [ENGINE_REASONS["pipeline"], f"stages of {', '.join(map(str, sizes))} blocks, cut so that the slowest one is fastest"]
+        reasons = [REASON, f"stages of {', '.join(map(str, sizes))} blocks, cut so that the slowest one is fastest"]
         if not self.alike:
             reasons.append("devices with most memory come first, as the first stages hold most micro-batches")
         if self.footprint.also_uses:

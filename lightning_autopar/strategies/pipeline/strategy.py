@@ -196,7 +196,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         Raises:
             ValueError: if the module's step can't be run in these stages.
         """
-        plan, staging, module = self.assignment.plan, self.assignment.staging, self.lightning_module
+        plan, staging, module = self.assignment.plan, self.assignment.finding, self.lightning_module
         assert module is not None
         if staging is None or staging.refusal is not None:
             reason = "nothing is known of how its step can be cut" if staging is None else staging.refusal
@@ -219,7 +219,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
     def prepare_steps(self, trainer: Trainer) -> None:
         """As every engine, for stages."""
         plan, assignment = self.assignment.plan, self.assignment
-        assert assignment.staging is not None
+        assert assignment.finding is not None
         self._logging = GlobalLogging(
             trainer,
             self.share,
@@ -245,7 +245,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
             plan,
             self._logging,
             self._stage_draws,
-            changing=[hook for hook, recording in assignment.staging.hooks.items() if recording.changes_batch],
+            changing=[hook for hook, recording in assignment.finding.hooks.items() if recording.changes_batch],
             contexts=self._precision_context,
             around=self._replicas.step,
             scale=self._scaled,
@@ -256,7 +256,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
 
     def _setup_model(self, model: Module) -> Module:
         """The stages, as soon as what is here is on the device."""
-        plan, staging = self.assignment.plan, self.assignment.staging
+        plan, staging = self.assignment.plan, self.assignment.finding
         assert staging is not None
         modules = {index: StageModule(model, staging, plan.cuts, index, partial(self._staged.call, index)) for index in self.stages_here}
         for index, module in modules.items():

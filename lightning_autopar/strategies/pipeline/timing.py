@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_autopar.plans import Schedule
 from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
-from lightning_autopar.timing.rank import Run, run_of
+from lightning_autopar.timing.rank import Event, Run, run_of
 from lightning_autopar.timing.step import Seconds, Step
 
 #: Actions beyond which a schedule is played for fewer micro-batches and carried on at the pace that it has reached by then.
@@ -325,3 +325,33 @@ class PipelineStep(Step):
         if own[0].device.kind == "cpu":
             return loop
         return max(0.0, sum(run.issued + run.issued_update for run in own) + loop - busy)
+
+    def events(self, ranks: int) -> list[list[Event]]:
+        """Each rank's actions; those of the replicas are alike."""
+        plan = self.plan
+        count = plan.devices_per_replica
+        runs = self.stage_runs()
+        stages = self.stages(runs)
+        events: list[list[Event]] = [[] for _ in range(count)]
+        for rank, action, start, end in play(stages):
+            label = f"stage {action.stage}, micro-batch {action.micro_batch}"
+            again = runs[action.stage].again
+            if action.work == "forward":
+                events[rank].append(Event("compute", start, end, "forward", label))
+                if action.stage + 1 < plan.stages and (sent := stages.sends[action.stage]):
+                    events[rank].append(Event("communication", end, end + sent, "communication", f"send {label}"))
+                continue
+            second = min(sum(again), end - start)
+            if second:
+                events[rank].append(Event("compute", start, start + second, "recompute", label))
+            events[rank].append(Event("compute", start + second, end, "backward", label))
+            if action.stage and (sent := stages.sends[action.stage - 1]):
+                events[rank].append(Event("communication", end, end + sent, "communication", f"send gradients of {label}"))
+        for position, found in enumerate(events):
+            clock = max(event.end for event in found if event.lane == "compute")
+            if (talk := self.synced(position, runs)) > 0:
+                found.append(Event("communication", clock, clock + talk, "communication", "gradients"))
+                clock += talk
+            if (update := sum(run.update for run in runs[position::count])) > 0:
+                found.append(Event("compute", clock, clock + update, "optimizer", "update"))
+        return [events[rank % count] for rank in range(ranks)]

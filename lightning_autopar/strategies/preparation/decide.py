@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_autopar import engines
 from lightning_autopar._fork import unforkable
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
 from lightning_autopar.devices.changes import usable
@@ -298,7 +299,7 @@ def _rates(
     """
     if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
         return None
-    compares = _several(inventory, max_devices) and settings.plan is None and settings.allow != ("single",)
+    compares = _several(inventory, max_devices) and settings.plan is None and any(engines.named(name).several for name in settings.allow)
     long = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False)
     again = settings.calibrate == "now"
     if not (again or settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None)):
@@ -314,7 +315,7 @@ def _splits(settings: Settings, several: bool) -> bool:
         return False
     if settings.plan is not None:
         return settings.plan.world_size > 1 or settings.plan.micro_batches > 1
-    return several and any(engine != "single" for engine in settings.allow)
+    return several and any(engines.named(name).several for name in settings.allow)
 
 
 def _room_bytes(inventory: Inventory, settings: Settings) -> int | None:

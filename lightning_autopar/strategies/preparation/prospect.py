@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lightning_autopar import engines
 from lightning_autopar._clean import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar.devices.changes import usable
@@ -27,12 +28,10 @@ from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.plans import Plan
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.strategies.base.assignment import Assignment, BatchRule
-from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
 from lightning_autopar.strategies.parity.check import Check, not_made
 from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding, confirm_stages, precision_of, refused
 from lightning_autopar.strategies.preparation.decision import Decision, Look, need_of
-from lightning_autopar.strategies.preparation.findings import Findings, stage_of, validation_batch
-from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
+from lightning_autopar.strategies.preparation.findings import stage_of, validation_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -47,21 +46,18 @@ _CONFIRM_SECONDS = 180.0
 def after_trial(trainer: Trainer, look: Look, plan: Plan) -> Constraints:
     """The constraints, with what a trial of the plan found out; only what tracing didn't try is tried."""
     constraints, findings = look.constraints, look.findings
-    refusal, what = None, str(plan.engine)
+    engine, refusal = engines.of(plan), None
     if plan.engine == "pipeline" and findings.staging is not None and findings.staging.untried is not None:
         confirmed = confirm(trainer, findings.footprint, plan.cuts)
         refusal = confirmed.staging.refusal
         if refusal is None and confirmed.untried is None:
             return replace(constraints, pipeline_notes=())
         refusal = refusal or unstaged(findings.footprint.conduct, str(confirmed.untried))
-    elif findings.footprint.training and _to_rehearse(plan, findings):
+    elif findings.footprint.training and engine.untried(plan, findings.footprint):
         refusal = rehearse(trainer, findings.footprint, plan).refusal
-        what = "zero_3" if plan.zero_stage == 3 else what
     if refusal is None:
         return constraints
-    # Sharded on several devices it was rehearsed already, but for what the plan does besides.
-    ruled_out = [what] if plan.engine != "fsdp" or plan.world_size == 1 else ["offload", "replicas"]
-    return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(ruled_out, refusal)})
+    return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(engine.ruled_out(plan), refusal)})
 
 
 def unstaged(conduct: Conduct | None, untried: str) -> str | None:
@@ -75,13 +71,6 @@ def unstaged(conduct: Conduct | None, untried: str) -> str | None:
         return not_made(f"{untried}, and it couldn't be traced either").reason
     names = (*dict(conduct.written), *conduct.exchanged)
     return not_made(f"{untried}, and it writes to the parameter {names[0]!r} by itself").reason if names else None
-
-
-def _to_rehearse(plan: Plan, findings: Findings) -> bool:
-    """Whether there is something in a plan that planning hasn't tried."""
-    if plan.engine != "fsdp":
-        return plan.engine == "zero"
-    return plan.world_size == 1 or ((bool(plan.offload) or plan.replicas > 1) and findings.footprint.configures_model)
 
 
 def confirm(trainer: Trainer, footprint: Footprint, cuts: Sequence[str]) -> StagingFinding:
@@ -113,7 +102,7 @@ def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> Check:
     Args:
         trainer: with module and data attached.
         footprint: of its step.
-        plan: of engine ``"zero"``, or ``"fsdp"``.
+        plan: of an engine that leaves something untried.
     """
     try:
         return run_clean(_rehearse, trainer, footprint, plan, timeout_seconds=_CONFIRM_SECONDS)
@@ -127,12 +116,8 @@ def _why(error: ChildFailed | CannotTravel) -> str:
 
 
 def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> Check:
-    module = trainer.lightning_module
-    first = first_batch(module, trainer, "fit")
-    told: Any = {"flops": footprint.flops, "conduct": footprint.conduct}
-    if plan.engine == "fsdp":
-        return rehearse_fsdp(module, trainer, first, plan.shard, by_plan=bool(plan.offload) or plan.replicas > 1, **told)
-    return rehearse_zero(module, trainer, first, plan, **told)
+    found: Check = engines.of(plan).rehearse(plan, trainer, first_batch(trainer.lightning_module, trainer, "fit"), footprint)
+    return found
 
 
 #: From this size on, a module is built whole on rank 0 alone.
@@ -191,7 +176,7 @@ class Prospect:
                 large=findings.footprint.parameter_bytes >= LARGE_BYTES,
                 candidate=report.best_candidate,
                 budgets=report.budgets,
-                staging=None if findings.staging is None else findings.staging.staging,
+                finding=None if findings.staging is None else findings.staging.staging,
                 elastic=self._elastic,
             ),
         )

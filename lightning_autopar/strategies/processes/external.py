@@ -27,6 +27,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_autopar import engines
 from lightning_autopar._lightning_compat import find_free_network_port
 from lightning_autopar.devices.host import host_cores, host_memory
 from lightning_autopar.devices.inventory import Device, Inventory, Link
@@ -38,8 +39,8 @@ from lightning_autopar.strategies.processes.script import rerun_command
 from lightning_autopar.strategies.processes.worker import die_with
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.auto import AutoParallelStrategy
     from lightning_autopar.strategies.base.mixin import EngineMixin
+    from lightning_autopar.strategies.base.run_host import RunHost
 
 #: Where the reruns of a script meet the process that started them, as ``host:port``.
 STORE = "AUTOPAR_STORE"
@@ -124,7 +125,7 @@ class Peers:
             raise message
         return message
 
-    def inventory(self, strategy: AutoParallelStrategy) -> tuple[Inventory, int | None]:
+    def inventory(self, strategy: RunHost) -> tuple[Inventory, int | None]:
         """Rank 0: the devices of all ranks, in rank order; each rank has said its own by :meth:`introduce`."""
         here, _ = strategy.inventory()
         if here.source == "spec":
@@ -154,7 +155,7 @@ class Peers:
         device, links = found
         return device, links
 
-    def introduce(self, strategy: AutoParallelStrategy) -> None:
+    def introduce(self, strategy: RunHost) -> None:
         """Every rank: say which device is this process's and how others are linked to it, or what keeps it from having one."""
         try:
             device = self._own_device(strategy)
@@ -165,7 +166,7 @@ class Peers:
         if isinstance(word, Exception) and self.rank:
             raise word
 
-    def _own_device(self, strategy: AutoParallelStrategy) -> Device:
+    def _own_device(self, strategy: RunHost) -> Device:
         here, _ = strategy.inventory()
         local_rank = self.environment.local_rank()
         device = here.devices[min(local_rank, len(here.devices) - 1)]
@@ -211,7 +212,7 @@ _peers: Peers | None = None
 _alone = 0
 
 
-def under_external_launcher(strategy: AutoParallelStrategy) -> Peers | None:
+def under_external_launcher(strategy: RunHost) -> Peers | None:
     """This process's peers for a run that begins, where somebody else has started several processes; None where it is alone.
 
     A script and its reruns each run by themselves what may use one device only, as reruns do what came before them.
@@ -228,11 +229,11 @@ def under_external_launcher(strategy: AutoParallelStrategy) -> Peers | None:
     return _peers
 
 
-def _asks_for_one_device(strategy: AutoParallelStrategy) -> bool:
+def _asks_for_one_device(strategy: RunHost) -> bool:
     settings, (here, most) = strategy.settings, strategy.inventory()
     if settings.plan is not None:
-        return settings.plan.engine == "single"
-    return tuple(settings.allow) == ("single",) or 1 in (len(here.devices), most)
+        return not engines.of(settings.plan).several
+    return not any(engines.named(name).several for name in settings.allow) or 1 in (len(here.devices), most)
 
 
 def is_alone(environment: ClusterEnvironment) -> bool:
@@ -242,7 +243,7 @@ def is_alone(environment: ClusterEnvironment) -> bool:
     return environment.world_size() == 1
 
 
-def _find_peers(strategy: AutoParallelStrategy) -> Peers | None:
+def _find_peers(strategy: RunHost) -> Peers | None:
     if STORE in os.environ:
         host, _, port = os.environ[STORE].rpartition(":")
         die_with(int(os.environ[PARENT]))
@@ -307,7 +308,7 @@ def _own_part(store: Any, rank: int, world_size: int) -> str:
     return part
 
 
-def rerun_script(strategy: AutoParallelStrategy, world_size: int) -> Peers:
+def rerun_script(strategy: RunHost, world_size: int) -> Peers:
     """Start this very script once for each further rank, and become rank 0.
 
     For the case that this process has initialised CUDA, after which a forked child can't use it. The children run the user's code up to

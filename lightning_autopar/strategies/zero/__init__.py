@@ -2,6 +2,7 @@
 
 Modules, in reading order:
 
+    engine              the contract for ZeRO
     refusals            what of a trainer or module DeepSpeed can't keep
     settings            DeepSpeed's settings, as data and as its configuration
     gather_groups       which parameters are gathered together

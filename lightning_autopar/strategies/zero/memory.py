@@ -20,9 +20,11 @@ As DeepSpeed 0.19.8 does it (``runtime/zero/stage_1_and_2.py``, ``stage3.py``, `
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes, Occasion
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
@@ -64,6 +66,24 @@ def zero_bytes(
         moments.append(zero.start())
     fullest = max(moments, key=_total)
     return zero.with_states(fullest, round(footprint.input_bytes * share))
+
+
+def rank_bytes(rank: Rank, settings: ZeroSettings | None = None) -> Iterator[DeviceBytes]:
+    """A rank's fullest moments, of start or step and of a validation between two steps.
+
+    Args:
+        rank: of a ZeRO plan.
+        settings: DeepSpeed's; our engine's, unless given.
+    """
+    footprint, plan = rank.footprint, rank.plan
+    step = zero_bytes(footprint, plan, share=rank.share, precision=rank.precision, on_cpu=rank.on_cpu, settings=settings)
+    yield step
+    if (runs := rank.evaluation_bytes) is not None:
+        # The bucket of stage 3 stays. At stages 1 and 2 buckets and gradients are of a backward, but for the buffer through which one
+        # gradient goes to the host.
+        passed = footprint.largest_parameter_bytes if "optimizer" in plan.offload else 0
+        held = step if plan.zero_stage == 3 else replace(step, gradients=0, communication=passed)
+        yield replace(held, activations=0, temporary=runs, input=0, occasion="validation")
 
 
 def zero_host_bytes(

@@ -9,8 +9,9 @@ plain run. These compute what a plain run computes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -30,12 +31,14 @@ from lightning_autopar.memory.trace.parameter_use import GradientLooks
 from lightning_autopar.state.scratch_files import hand_back_freed
 from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.host_optimizers import on_host
+from lightning_autopar.strategies.base.measure import optimizer_states
 from lightning_autopar.strategies.base.mixin import SplitMixin
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.zero import deepspeed as doorway
 from lightning_autopar.strategies.zero.disk import DiskStates, disk_folder
 from lightning_autopar.strategies.zero.gradient_reduction import Clipping, Reduction
 from lightning_autopar.strategies.zero.partitions.checkpoint_files import ZeroFiles
+from lightning_autopar.strategies.zero.partitions.module import held_by_zero, host_held_by_zero
 from lightning_autopar.strategies.zero.partitions.pieces import Edits, Piece, Relay
 from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
 
@@ -330,3 +333,32 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
         super().__init__(config={}, parallel_devices=assignment.torch_devices, logging_level=logging.ERROR)
         self._forked = forked
         self.attach(assignment)
+
+    @property
+    def _partitioned(self) -> bool:
+        """Whether DeepSpeed's engine is there, which holds what is trained."""
+        return bool(self.optimizers)
+
+    def held_tensors(self) -> dict[str, Iterable[Tensor]]:
+        """As DeepSpeed has it."""
+        found = super().held_tensors()
+        if self._partitioned:
+            for kind, theirs in held_by_zero(self.model, self._module).items():
+                if kind != "gradients":
+                    found[kind] = chain(theirs, () if kind == "parameters" else found.get(kind, ()))
+        return found
+
+    def held_gradients(self) -> Iterator[Tensor]:
+        """DeepSpeed keeps them to itself."""
+        if self._partitioned:
+            yield from held_by_zero(self.model, self._module)["gradients"]
+        yield from super().held_gradients()
+
+    def held_on_host(self) -> Iterator[Tensor]:
+        """Its copies and buffers; it has them all along."""
+        if not self._partitioned:
+            yield from super().held_on_host()
+            return
+        yield from host_held_by_zero(self.model, self._module)
+        if "optimizer" in self.assignment.plan.offload:
+            yield from optimizer_states(self)

@@ -1,0 +1,271 @@
+"""The contract of an engine: one way to run plans, in one folder, which nothing outside of the folder knows by name.
+
+Planning asks an engine by these methods; the table ``plans.ENGINES`` says where each one is. A module that implements the contract imports
+neither torch nor Lightning at its top. What runs a plan is imported in :meth:`Engine.strategy`, :meth:`Engine.rehearse` and
+:meth:`Engine.before_fork` alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.memory.allocator.device import Machine
+from lightning_autopar.memory.allocator.play import Whole
+from lightning_autopar.memory.allocator.tape_parts import Script
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.moments import Moments
+from lightning_autopar.plans import Plan, entry_of
+from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What planning asks about.
+
+    Args:
+        footprint: what a step needs, at the whole batch.
+        inventory: the devices that there are.
+        constraints: what a plan must keep to.
+    """
+
+    footprint: Footprint
+    inventory: Inventory
+    constraints: Constraints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searching:
+    """What a search lends to an engine whose plans depend on bytes and seconds.
+
+    Args:
+        appraiser: predicts plans (``planning/appraisal``).
+        speed: of each device by id, in steps a second.
+        rates: of single operations; data sheets' where there are none.
+        limit: seconds of a batch that a plan must stay below to be of interest, as they are by then.
+    """
+
+    appraiser: Any
+    speed: Mapping[str, float]
+    rates: Rates | None
+    limit: Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank of a plan, as bytes are asked for.
+
+    Args:
+        footprint: of the module, at the whole batch.
+        plan: of the engine that is asked.
+        number: the rank's.
+        rows: samples of the batch that it takes.
+        device: on which it runs.
+        precision: Lightning's name.
+        moments: gives the moments of the step on the rank's share of the batch, with the plan's blocks recomputed; worked out when it is
+            called, once for all engines.
+    """
+
+    footprint: Footprint
+    plan: Plan
+    number: int
+    rows: int
+    device: Device
+    precision: str
+    moments: Callable[[], Moments]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its device is a CPU."""
+        return self.device.kind == "cpu"
+
+    @property
+    def share(self) -> float:
+        """Its part of the batch."""
+        return self.rows / self.footprint.batch_size if self.footprint.batch_size else 1.0
+
+    @property
+    def evaluation_bytes(self) -> int | None:
+        """What a validation step between two training steps takes on its share; None where nothing is known of a validation."""
+        whole = self.footprint.evaluation_bytes
+        return None if whole is None or not self.footprint.training else round(whole * self.share)
+
+
+class Engine(ABC):
+    """One way to run plans. An engine writes :meth:`plans`, :meth:`bytes`, :meth:`step` and :meth:`strategy`; the rest has an answer here,
+    which is that of an engine whose ranks each have the whole module.
+
+    Attributes:
+        name: the one in the table and in ``Plan.engine``.
+        several: whether its plans run on several devices.
+        splits: whether the ranks of a plan share the samples of a batch, so that it has to have as many as ranks.
+        shares: whether a plan's ranks may have uneven shares of a batch.
+        whole: whether each rank has the whole state, so that a checkpoint is written as it is.
+        builds_on_each: whether each rank builds a module of ``configure_model`` in host memory.
+        replays: whether the search replays the allocations of its plans' first rank, which speaks for all that have as many samples.
+        plainer: the engine with which the report compares its plan where that is taken, and what is said first.
+        another_library: whether its plans are taken only where they are clearly faster than others.
+        takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
+    """
+
+    name: str
+    several = True
+    splits = True
+    shares = False
+    whole = True
+    builds_on_each = False
+    replays = False
+    plainer: tuple[str, str] | None = None
+    another_library = False
+    takes_remedies = True
+
+    @abstractmethod
+    def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
+        """Plans on these devices without remedies, those that take more memory and less time first.
+
+        Args:
+            question: what is asked.
+            devices: of one kind.
+        """
+
+    @abstractmethod
+    def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
+        """What a rank holds at its fullest moments: of a step, before the first one, of a validation, of a checkpoint."""
+
+    @abstractmethod
+    def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
+        """The step, which answers its seconds by part, and what each rank does when."""
+
+    @abstractmethod
+    def strategy(self, run: Any, *, forked: bool) -> Any:
+        """The Lightning strategy that executes a plan, in this process: one with ``EngineMixin``.
+
+        Args:
+            run: an ``Assignment``, the plan and the devices.
+            forked: whether this process is a worker, forked for the plan; a launcher has started it otherwise.
+        """
+
+    def refusal(self, question: Question) -> str | None:
+        """Why there is no plan of this engine, in a sentence; None where there is one, or where devices alone are missing."""
+        return None
+
+    def example(self, question: Question, devices: Sequence[Device]) -> Plan:
+        """A plan that stands in the report for all that are ruled out."""
+        return next(iter(self.plans(question, devices)))
+
+    def refused_parts(self, question: Question, devices: Sequence[Device]) -> Iterable[tuple[Plan, str]]:
+        """Of what some of its plans do that this run can't: a plan that does it, and the sentence that says why not."""
+        return ()
+
+    def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
+        """Why what a Trainer is about to do can't be done by this engine, by its options, callbacks and module; None where it may.
+
+        Args:
+            trainer: with the module attached; it is read alone.
+            kinds: of its callbacks: the name of each class that one is of, and the callback's own.
+        """
+        return None
+
+    def untried(self, plan: Plan, footprint: Footprint) -> bool:
+        """Whether planning has left something to :meth:`rehearse` in such a plan."""
+        return False
+
+    def rehearse(self, plan: Plan, trainer: Any, first: Any, footprint: Footprint) -> Any:
+        """Whether the step survives this very plan, tried in a forked child once it is chosen: a ``Check``.
+
+        Args:
+            plan: the one that was chosen.
+            trainer: with module and data attached.
+            first: the first training batch.
+            footprint: of the step.
+        """
+        raise AssertionError(f"nothing of a plan of {self.name} is left to try")
+
+    def ruled_out(self, plan: Plan) -> tuple[str, ...]:
+        """What is ruled out where :meth:`rehearse` fails, by names of ``constraints.excludable``."""
+        return (self.part(plan),)
+
+    def part(self, plan: Plan) -> str:
+        """Under which name of ``constraints.excludable`` such a plan is ruled out by itself."""
+        return self.name
+
+    def notes(self, constraints: Constraints) -> tuple[str, ...]:
+        """What a reader should know of any of its plans, a sentence each."""
+        return ()
+
+    def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
+        """Plans on these devices that can't be told without bytes and seconds, remedies included; the best ones that memory suffices for.
+
+        Args:
+            search: what predicts them.
+            devices: of one kind.
+            shown: whether there is to be one to be read, where none is of interest.
+        """
+        return ()
+
+    def polished(self, search: Searching, plan: Plan) -> Plan:
+        """The best plan so far, one of this engine's, with what only this engine can make better."""
+        return plan
+
+    def alike(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
+        """A number for each rank: ranks of one number hold the same of as many samples."""
+        return (0,) * plan.world_size
+
+    def communicators(self, plan: Plan) -> tuple[int, ...]:
+        """How many devices each of NCCL's communicators has that one device of the plan is in.
+
+        All ranks have one; a mesh of replicas and of what each of them consists of has one for each dimension.
+        """
+        mesh = (plan.replicas, plan.devices_per_replica) if plan.replicas > 1 else ()
+        return (plan.world_size, *mesh)
+
+    def host_bytes(self, footprint: Footprint, plan: Plan, *, precision: str, on_cpu: bool) -> tuple[int, int]:
+        """What all ranks offload to host memory together: bytes of pageable and of page-locked memory."""
+        return 0, 0
+
+    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole | None:
+        """What plays a rank's tape on the modelled allocator; None where that can't be played.
+
+        Args:
+            machine: the rank's device.
+            script: the step.
+            footprint: whose step it is.
+            plan: one of this engine's.
+            rank: whose.
+            rows: samples of each of the rank's micro-batches.
+        """
+        return None
+
+    def before_fork(self, devices: Sequence[Device]) -> None:  # noqa: B027  # most need nothing
+        """Import what workers need, once before they are forked."""
+
+
+def recomputed(footprint: Footprint, plan: Plan) -> frozenset[int]:
+    """Indices of the blocks that a plan recomputes."""
+    index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
+    return frozenset(index[fqn] for fqn in plan.recompute)
+
+
+@lru_cache
+def named(name: str) -> Engine:
+    """The engine of a name.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    module, _, kind = entry_of(name).path.partition(":")
+    found: Engine = getattr(import_module(module), kind)()
+    return found
+
+
+def of(plan: Plan) -> Engine:
+    """The engine that runs a plan."""
+    return named(plan.engine)

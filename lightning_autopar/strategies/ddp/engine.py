@@ -1,0 +1,92 @@
+"""The contract for one device, and for DDP: replicas of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.engines import Engine, Question, Rank, recomputed
+from lightning_autopar.memory.allocator.device import Machine
+from lightning_autopar.memory.allocator.play import Buckets, Whole
+from lightning_autopar.memory.allocator.tape_parts import Script
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.planning.candidates import build_plan
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.ddp.memory import whole_bytes
+from lightning_autopar.strategies.ddp.timing import DDPStep
+from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.step import AS_STORED, Step, Wire
+
+
+class Single(Engine):
+    """One device runs everything."""
+
+    name = "single"
+    several = False
+    replays = True
+
+    def refusal(self, question: Question) -> str | None:
+        """Processes that were started already each have to have a device."""
+        least = question.constraints.min_devices or 1
+        return f"{least} processes were started, and each has to have a device" if least > 1 else None
+
+    def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
+        """One plan."""
+        return (build_plan(question, devices, self.name, "one device: nothing to communicate"),)
+
+    def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
+        """Everything is there."""
+        return whole_bytes(rank, buckets=False)
+
+    def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
+        """Nothing is communicated."""
+        return Step(footprint, plan, inventory, precision, rates)
+
+    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole:
+        """A rank that holds everything."""
+        return Whole(machine, script, footprint, rows, recomputed(footprint, plan))
+
+    def strategy(self, run: Any, *, forked: bool) -> Any:
+        """Lightning's ``SingleDeviceStrategy`` with the mixin."""
+        from lightning_autopar.strategies.ddp.strategy import SingleEngine
+
+        return SingleEngine(run)
+
+
+@dataclass(frozen=True)
+class DDP(Engine):
+    """A replica of the module on each device.
+
+    Args:
+        wire: as what gradients are sent, where somebody else's run is predicted.
+    """
+
+    wire: Wire = AS_STORED
+    name = "ddp"
+    shares = True
+    replays = True
+
+    def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
+        """One plan; uneven shares are a remedy."""
+        return (build_plan(question, devices, self.name, "a replica on each device: gradients alone are communicated"),)
+
+    def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
+        """Everything is there, and DDP's buckets hold the gradients."""
+        return whole_bytes(rank, buckets=True)
+
+    def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
+        """Buckets behind backward."""
+        return DDPStep(footprint, plan, inventory, precision, rates, self.wire)
+
+    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole:
+        """A rank that holds everything, with its buckets."""
+        return Buckets(machine, script, footprint, rows, recomputed(footprint, plan))
+
+    def strategy(self, run: Any, *, forked: bool) -> Any:
+        """Lightning's ``DDPStrategy`` with the mixin."""
+        from lightning_autopar.strategies.ddp.strategy import DDPEngine
+
+        return DDPEngine(run, forked=forked)

@@ -1,0 +1,162 @@
+"""The contract for FSDP2: parameters, gradients and optimizer state in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.engines import Engine, Question, Rank, recomputed
+from lightning_autopar.memory.allocator.device import Machine
+from lightning_autopar.memory.allocator.play import Whole
+from lightning_autopar.memory.allocator.tape_parts import Script
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.planning.block_units import shardable
+from lightning_autopar.planning.candidates import build_plan
+from lightning_autopar.planning.device_sets import islands
+from lightning_autopar.planning.refusals import feature_refusal
+from lightning_autopar.plans import OFFLOADS, Offload, Plan
+from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths, offloaded_bytes, rank_bytes, sharding_of
+from lightning_autopar.strategies.fsdp.replay import Shards
+from lightning_autopar.strategies.fsdp.timing import FSDPStep
+from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.step import AS_STORED, Step, Wire
+
+#: Up to how many devices any number of copies of the model is tried.
+_FEW_DEVICES = 16
+
+
+@dataclass(frozen=True)
+class FSDP(Engine):
+    """Shards of the module on each device.
+
+    Args:
+        widths: what mixed precision makes of parameters and gradients; as our engine runs it they are as they were traced.
+        wire: as what parameters and gradients are sent, where somebody else's run is predicted.
+    """
+
+    widths: Widths = AS_TRACED
+    wire: Wire = AS_STORED
+    name = "fsdp"
+    shares = True
+    whole = False
+    plainer = ("ddp", "replicas")
+    replays = True
+
+    def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
+        """With and without offload, any number of copies, gathered parameters kept or freed."""
+        footprint, constraints = question.footprint, question.constraints
+        copies, offloads = [1], [(), OFFLOADS]
+        if feature_refusal("replicas", footprint, constraints) is None:
+            copies += _copies(devices, question.inventory)
+        if feature_refusal("offload", footprint, constraints) is not None:
+            offloads = [()]
+        for offload, count, reshard in product(offloads, copies, (False, True)):
+            yield self._plan(question, devices, reshard, count, offload)
+
+    def example(self, question: Question, devices: Sequence[Device]) -> Plan:
+        """The one that takes least memory of the device."""
+        return self._plan(question, devices, True, 1, ())
+
+    def _plan(self, question: Question, devices: Sequence[Device], reshard: bool, copies: int, offload: tuple[Offload, ...]) -> Plan:
+        shard, left_out = shardable(question.footprint)
+        reasons = ["parameters, gradients and optimizer state are sharded: each device holds its part"]
+        if left_out:
+            reasons.append(f"{', '.join(left_out)} not sharded as units of their own: other code has or uses their parameters")
+        if reshard:
+            reasons.append("parameters are freed between forward and backward, for memory, and gathered a second time")
+        else:
+            reasons.append("gathered parameters are kept for backward, which saves gathering them a second time")
+        if copies > 1:
+            reasons.append(f"{copies} copies of the model: parameters are gathered where links are fast, gradients alone go further")
+        values: dict[str, Any] = {"reshard_after_forward": reshard, "shard": shard, "replicas": copies, "offload": offload}
+        return build_plan(question, devices, self.name, *reasons, **values)
+
+    def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
+        """Shards, and what is gathered."""
+        return rank_bytes(rank, self.widths)
+
+    def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
+        """Parameters come a unit ahead of what computes with them, gradients leave behind it."""
+        return FSDPStep(footprint, plan, inventory, precision, rates, self.wire)
+
+    def strategy(self, run: Any, *, forked: bool) -> Any:
+        """Lightning's ``ModelParallelStrategy`` with the mixin."""
+        from lightning_autopar.strategies.fsdp.strategy import FSDPEngine
+
+        return FSDPEngine(run)
+
+    def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
+        """By precision, callbacks and compiled parts."""
+        from lightning_autopar.strategies.fsdp.refusals import unsharded_run
+
+        return unsharded_run(trainer, kinds)
+
+    def untried(self, plan: Plan, footprint: Footprint) -> bool:
+        """On several devices planning has rehearsed it, but for what a plan does besides to a module that shards itself."""
+        return plan.world_size == 1 or ((bool(plan.offload) or plan.replicas > 1) and footprint.configures_model)
+
+    def rehearse(self, plan: Plan, trainer: Any, first: Any, footprint: Footprint) -> Any:
+        """Its step on two ranks against one process's."""
+        from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
+
+        told: dict[str, Any] = {"flops": footprint.flops, "conduct": footprint.conduct}
+        by_plan = bool(plan.offload) or plan.replicas > 1
+        return rehearse_fsdp(trainer.lightning_module, trainer, first, plan.shard, by_plan=by_plan, **told)
+
+    def ruled_out(self, plan: Plan) -> tuple[str, ...]:
+        """Of several devices what the plan does besides."""
+        return (self.name,) if plan.world_size == 1 else ("offload", "replicas")
+
+    def alike(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
+        """All but the first, whose shards may be padded less: nobody has more of any than the first, nor less than the last."""
+        last = plan.devices_per_replica - 1
+        padded = plan.world_size > 1 and sharding_of(footprint, plan, 0).total.own != sharding_of(footprint, plan, last).total.own
+        return (0, *(int(padded),) * (plan.world_size - 1))
+
+    def host_bytes(self, footprint: Footprint, plan: Plan, *, precision: str, on_cpu: bool) -> tuple[int, int]:
+        """Shards of parameters and gradients, which a GPU's host locks, and the optimizer's state."""
+        return offloaded_bytes(footprint, plan, on_cpu=on_cpu)
+
+    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole:
+        """A rank that holds shards."""
+        index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
+        return Shards(
+            machine,
+            script,
+            footprint,
+            rows,
+            recomputed(footprint, plan),
+            units=[index[fqn] for fqn in plan.shard],
+            rank=rank % plan.devices_per_replica,
+            world_size=plan.devices_per_replica,
+            reshard=bool(plan.reshard_after_forward),
+            widths=self.widths,
+        )
+
+
+def _copies(devices: Sequence[Device], inventory: Inventory) -> list[int]:
+    """How many copies of the model hybrid sharding may have: one a node, or one an island of well linked devices, and half as many; of few
+    devices on one node any number that divides theirs.
+    """
+    found: list[int] = []
+    nodes: dict[int, list[Device]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, []).append(device)
+    groups: list[list[Device]] = list(nodes.values())
+    if len(groups) == 1:
+        groups = islands(inventory, devices)
+    if len(groups) == 1 and len(devices) <= _FEW_DEVICES:
+        return [count for count in range(len(devices) // 2, 1, -1) if len(devices) % count == 0]
+    if len({len(group) for group in groups}) != 1:
+        return []
+    count = len(groups)
+    while count > 1 and count < len(devices):
+        found.append(count)
+        if count % 2:
+            break
+        count //= 2
+    return found[:2]

@@ -1,0 +1,41 @@
+"""What of a Trainer's options and callbacks can't keep the promise under FSDP2, by a sentence. Knows Lightning's options alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.plugins import BitsandbytesPrecision
+
+from lightning_autopar._lightning_compat import TrainerFn
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+#: Precisions with which FSDP2 runs a plain run's arithmetic: not 16-mixed, whose gradient scaler doesn't know shards.
+_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
+#: Callbacks that copy or regroup the module's own parameters, which shards don't survive.
+_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
+
+
+def unsharded_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
+    """Why this run can't be one on shards; None where nothing is known against it.
+
+    Args:
+        trainer: its options, callbacks and module are read.
+        kinds: of the callbacks: the name of each class that one is of, and the callback's own.
+    """
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    if any(isinstance(submodule, torch._dynamo.OptimizedModule) for submodule in trainer.lightning_module.modules()):
+        return "a part of the module was compiled before sharding, and FSDP2 has to shard first"
+    for name in reversed(_CALLBACKS):
+        if name in kinds and fitting:
+            return f"the callback {kinds[name]} works on whole parameters, and FSDP2 shards them"
+    if isinstance(trainer.precision_plugin, BitsandbytesPrecision):
+        return "quantised bitsandbytes layers can't be sharded by FSDP2"
+    if trainer.precision not in _PRECISIONS:
+        return f"precision {trainer.precision!r} doesn't work on sharded parameters; FSDP2 takes {', '.join(_PRECISIONS)}"
+    if "BaseFinetuning" in kinds and fitting:
+        return f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, which FSDP2 doesn't notice"
+    return None

@@ -1,0 +1,127 @@
+"""The contract for pipelines: blocks spread over the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.engines import Engine, Question, Rank, Searching, recomputed
+from lightning_autopar.memory.allocator.device import Machine
+from lightning_autopar.memory.allocator.play import Whole
+from lightning_autopar.memory.allocator.tape_parts import Script
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.planning.block_units import cuttable
+from lightning_autopar.planning.candidates import build_plan
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.pipeline.memory import rank_bytes
+from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
+from lightning_autopar.strategies.pipeline.replay import Stages
+from lightning_autopar.strategies.pipeline.schedules import rank_actions
+from lightning_autopar.strategies.pipeline.timing import PipelineStep
+from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.step import Step
+
+
+class Pipeline(Engine):
+    """Stages of the module, one after the other."""
+
+    name = "pipeline"
+    whole = False
+    splits = False
+    takes_remedies = False
+
+    def refusal(self, question: Question) -> str | None:
+        """What ``torch.distributed.pipelining`` asks for."""
+        footprint, constraints = question.footprint, question.constraints
+        if footprint.tape is None or not footprint.outer:
+            return "the step wasn't traced, so that it is not known where it can be cut into stages"
+        if len(footprint.blocks) < 2:
+            return f"a pipeline is cut between repeated blocks that share no parameters, and the module has {len(footprint.blocks)}"
+        if not constraints.split_batch:
+            return "each rank takes a whole batch of its own, which the ranks of a pipeline have in common"
+        if footprint.batch_size == 0:
+            return "the batch has no batch dimension, and a pipeline's stages tell samples by it"
+        if (reason := _nowhere_cuttable(footprint, constraints)) is not None or not footprint.training:
+            return reason
+        if footprint.optimizers != 1:
+            return f"each stage steps one optimizer, and the module configures {footprint.optimizers}"
+        if not footprint.automatic_optimization:
+            return "a pipeline's schedule runs backward by itself, and the module does so by hand"
+        return None
+
+    def example(self, question: Question, devices: Sequence[Device]) -> Plan:
+        """Stages of as many blocks each. On one device no pipeline can be written down, so that one without stages stands for it."""
+        blocks = question.footprint.blocks
+        devices = devices[: max(2, len(blocks))]
+        plan = build_plan(question, devices[:1], "single", "one device: nothing to communicate")
+        if len(devices) == 1:
+            return plan
+        names = [block.fqn for block in blocks] if len(blocks) > 1 else ["", "(no block)"]
+        cuts = tuple(names[len(names) * stage // len(devices)] for stage in range(1, len(devices)))
+        ids = tuple(device.id for device in devices)
+        return replace(plan, engine=self.name, devices=ids, cuts=cuts, schedule="gpipe", reasons=(REASON,))
+
+    def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
+        """By precision, callbacks, compiled parts, generators and parameters."""
+        from lightning_autopar.strategies.pipeline.refusals import unstaged_run
+
+        return unstaged_run(trainer, kinds)
+
+    def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
+        """Of each schedule the fastest pipeline that memory suffices for."""
+        return pipeline_plans(search.appraiser, [devices], search.speed, search.rates, search.limit, shown=shown)
+
+    def polished(self, search: Searching, plan: Plan) -> Plan:
+        """With its cuts moved."""
+        return with_better_cuts(search.appraiser, plan, search.speed, search.rates)
+
+    def notes(self, constraints: Constraints) -> tuple[str, ...]:
+        """What the probe of its stages found."""
+        return constraints.pipeline_notes
+
+    def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
+        """None by themselves: where to cut depends on bytes and seconds."""
+        return ()
+
+    def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
+        """Its stages, and the micro-batches that are under way."""
+        return rank_bytes(rank)
+
+    def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
+        """A schedule, played."""
+        return PipelineStep(footprint, plan, inventory, precision, rates)
+
+    def strategy(self, run: Any, *, forked: bool) -> Any:
+        """Stages recorded from the user's step, in a strategy with the mixin."""
+        from lightning_autopar.strategies.pipeline.strategy import PipelineEngine
+
+        return PipelineEngine(run)
+
+    def alike(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
+        """Those in one place of their pipelines."""
+        return [*range(plan.devices_per_replica)] * plan.replicas
+
+    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole | None:
+        """A rank that runs its stages; pipelines side by side can't be played."""
+        if plan.replicas > 1:
+            return None
+        assert plan.schedule is not None, "a pipeline has one"
+        index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
+        borders = [0, *(2 * index[fqn] + 1 for fqn in plan.cuts), 2 * len(footprint.blocks) + 1]
+        actions = rank_actions(plan.schedule, rank, plan.world_size, plan.stages, len(rows))
+        again = recomputed(footprint, plan)
+        return Stages(machine, script, footprint, rows, again, borders=borders, actions=actions, schedule=plan.schedule)
+
+
+def _nowhere_cuttable(footprint: Footprint, constraints: Constraints) -> str | None:
+    """Why no block can begin a stage; None where one can. The reason that most blocks have stands for all."""
+    allowed = cuttable(footprint, constraints.uncuttable)
+    if any(allowed[1:]):
+        return None
+    reasons = [constraints.uncuttable.get(block.fqn, "it shares a parameter with a block before it") for block in footprint.blocks[1:]]
+    most = max(reasons, key=reasons.count)
+    return f"no block can begin a stage: {most}"

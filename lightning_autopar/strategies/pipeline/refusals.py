@@ -1,0 +1,50 @@
+"""What of a Trainer's options, of its callbacks and of a module can't be run in stages, by a sentence. Knows Lightning's options alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.plugins import BitsandbytesPrecision
+from torch import nn
+
+from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar.exact.random_state import find_generators
+from lightning_autopar.memory.fakes.fakes import is_compiled
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+#: Precisions whose layers or weights are replaced by another library's, which can't be left out of a stage.
+_UNSTAGED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
+#: Callbacks that copy, regroup or judge the module's own parameters.
+_WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
+
+
+def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
+    """Why this run can't be one in stages; what the step itself has against it is the parity probe's to find out.
+
+    Args:
+        trainer: its options are read.
+        kinds: of the callbacks: the name of each class that one is of, and the callback's own.
+    """
+    module, fitting = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
+    if isinstance(trainer.precision_plugin, BitsandbytesPrecision):
+        return "quantised bitsandbytes layers can't be left out of a stage"
+    if trainer.precision in _UNSTAGED_PRECISIONS:
+        return f"precision {trainer.precision!r} replaces layers by another library's, which can't be left out of a stage"
+    for name in _WHOLE_CALLBACKS:
+        if name in kinds and fitting:
+            return f"the callback {kinds[name]} works on the whole module's weights, and a pipeline's stages each hold a part of them"
+    if any(isinstance(submodule, torch._dynamo.OptimizedModule) or is_compiled(submodule) for submodule in module.modules()):
+        return "a part of the module is compiled, and a pipeline cuts the code as it was written"
+    if own := sorted(find_generators(module.named_modules())):
+        name = own[0].removeprefix("own:").lstrip(".")
+        return f"it draws from {name!r}, a generator of its own, which the stages can't keep in step"
+    for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            return f"the parameter {name!r} gets its shape in the first step, and a pipeline is cut before"
+        if fitting and getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"the parameter {name!r} has a hook for when its gradient is complete, which a part of a batch would call as well"
+    return None

@@ -1,0 +1,71 @@
+"""A strategy of the process that a run is started from: it makes the engine that runs a plan, and by itself runs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lightning_autopar import engines
+from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.processes.external import is_alone
+
+
+class IdleStrategy(ParallelStrategy):
+    """One process, before and after a run."""
+
+    def make_engine(self, assignment: Assignment, *, forked: bool = True) -> EngineMixin:
+        """The Lightning strategy that executes a plan, called in each process that trains; a subclass may make another one.
+
+        Args:
+            assignment: the plan, and the devices it is for.
+            forked: whether this process is a worker, forked for the plan; else a launcher or the user has started it.
+        """
+        engine: EngineMixin = engines.of(assignment.plan).strategy(assignment, forked=forked)
+        return engine
+
+    @property
+    def root_device(self) -> torch.device:
+        """The first of the Trainer's devices; the plan decides which are used."""
+        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
+
+    @property
+    def global_rank(self) -> int:
+        """This process's."""
+        return 0 if self.cluster_environment is None or is_alone(self.cluster_environment) else super().global_rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning's distributed sampler is never wanted: the loader splits the user's own order."""
+        return False
+
+    def setup_environment(self) -> None:
+        """Nothing runs under this strategy itself."""
+        raise AssertionError("the launcher installs an engine before anything runs")
+
+    def model_to_device(self) -> None:
+        """The module stays where the run left it."""
+
+    def barrier(self, name: str | None = None) -> None:
+        """One process waits for nobody."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """One process knows it already."""
+        return obj
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        """One process has all there is."""
+        return tensor
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """One process's value is everybody's."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """One process decides alone."""
+        return decision
+
+    def teardown(self) -> None:
+        """Called after a failed run; the engine has cleaned up behind itself."""

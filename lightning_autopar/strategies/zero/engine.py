@@ -1,0 +1,132 @@
+"""The contract for DeepSpeed's ZeRO: the optimizer's state, gradients and parameters in partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.engines import Engine, Question, Rank
+from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.planning.candidates import build_plan
+from lightning_autopar.planning.refusals import feature_refusal
+from lightning_autopar.plans import OFFLOADS, ZERO_STAGES, Offload, Plan
+from lightning_autopar.strategies.zero.memory import rank_bytes, zero_host_bytes
+from lightning_autopar.strategies.zero.settings import ZeroSettings
+from lightning_autopar.strategies.zero.timing import ZeroStep
+from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.step import Step
+
+#: Lightning's names of those with which a ZeRO run is the plain one.
+_PRECISIONS = ("None", "32", "32-true", "bf16", "bf16-mixed", "bf16-true")
+#: Under which name stage 3 is ruled out.
+_STAGE_3 = "zero_3"
+_STAGE_REASONS: Mapping[int, str] = {
+    1: "DeepSpeed partitions the optimizer's state: each device updates its part of the parameters",
+    2: "DeepSpeed partitions the optimizer's state and the gradients: each device updates its part of the parameters",
+    3: "DeepSpeed partitions parameters, gradients and the optimizer's state, and gathers parameters module by module",
+}
+
+
+@dataclass(frozen=True)
+class Zero(Engine):
+    """Partitions on each device.
+
+    Args:
+        settings: DeepSpeed's, where somebody else's run is predicted; those of our engine, unless given.
+    """
+
+    settings: ZeroSettings | None = None
+    name = "zero"
+    whole = False
+    builds_on_each = True
+    another_library = True
+
+    def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
+        """Each stage, with and without offload."""
+        kinds: list[tuple[int, tuple[Offload, ...]]] = [(stage, ()) for stage in ZERO_STAGES]
+        if feature_refusal("offload", question.footprint, question.constraints) is None:
+            kinds += [(2, ("optimizer",)), (3, ("optimizer",)), (3, OFFLOADS)]
+        for stage, offload in kinds:
+            if stage != 3 or _STAGE_3 not in question.constraints.excluded:
+                yield self._plan(question, devices, stage, offload)
+
+    def example(self, question: Question, devices: Sequence[Device]) -> Plan:
+        """Stage 2 stands for all."""
+        return self._plan(question, devices, 2, ())
+
+    def refused_parts(self, question: Question, devices: Sequence[Device]) -> Iterable[tuple[Plan, str]]:
+        """Stage 3, which may be ruled out by itself."""
+        if (reason := question.constraints.excluded.get(_STAGE_3)) is not None:
+            yield replace(self.example(question, devices), zero_stage=3), reason
+
+    def part(self, plan: Plan) -> str:
+        """Stage 3 may be ruled out by itself."""
+        return _STAGE_3 if plan.zero_stage == 3 else self.name
+
+    def refusal(self, question: Question) -> str | None:
+        """What DeepSpeed asks for."""
+        footprint, constraints = question.footprint, question.constraints
+        if not footprint.training:
+            asked_for = constraints.pinned is not None or set(constraints.allow) == {self.name}
+            return None if asked_for else "a step without gradients has no optimizer's state to partition"
+        if footprint.optimizers != 1:
+            return f"DeepSpeed steps one optimizer, and the module configures {footprint.optimizers}"
+        if not footprint.automatic_optimization:
+            return "DeepSpeed runs backward and the optimizer's step by itself, and the module does so by hand"
+        if constraints.precision not in _PRECISIONS:
+            return f"precision {constraints.precision!r} isn't plain Lightning's under DeepSpeed; ZeRO takes 32-true, bf16-mixed, bf16-true"
+        return None
+
+    def _plan(self, question: Question, devices: Sequence[Device], stage: int, offload: tuple[Offload, ...]) -> Plan:
+        return build_plan(question, devices, self.name, _STAGE_REASONS[stage], zero_stage=stage, offload=offload)
+
+    def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
+        """Partitions, and DeepSpeed's buffers."""
+        return rank_bytes(rank, self.settings)
+
+    def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
+        """Gradients are reduced by the bucket; at stage 3 parameters come ahead of what computes with them."""
+        return ZeroStep(footprint, plan, inventory, precision, rates, self.settings)
+
+    def strategy(self, run: Any, *, forked: bool) -> Any:
+        """DeepSpeed's engine in a strategy with the mixin."""
+        from lightning_autopar.strategies.zero.strategy import ZeroEngine
+
+        return ZeroEngine(run, forked=forked)
+
+    def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
+        """By precision, callbacks, hooks and parameters; of a fit alone."""
+        from lightning_autopar._lightning_compat import TrainerFn
+        from lightning_autopar.strategies.zero.refusals import unpartitioned_run
+
+        return unpartitioned_run(trainer, kinds) if trainer.state.fn == TrainerFn.FITTING else None
+
+    def untried(self, plan: Plan, footprint: Footprint) -> bool:
+        """Planning tries none of its plans, as few are chosen."""
+        return True
+
+    def rehearse(self, plan: Plan, trainer: Any, first: Any, footprint: Footprint) -> Any:
+        """Its stage, what it offloads and what it recomputes, on two ranks at most."""
+        from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
+
+        told: dict[str, Any] = {"flops": footprint.flops, "conduct": footprint.conduct}
+        return rehearse_zero(trainer.lightning_module, trainer, first, plan, **told)
+
+    def before_fork(self, devices: Sequence[Device]) -> None:
+        """Import DeepSpeed once, rather than in each worker; for GPUs it asks CUDA, which nobody must before a fork."""
+        if devices[0].kind == "cpu":
+            from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
+
+            import_deepspeed("cpu")
+
+    def communicators(self, plan: Plan) -> tuple[int, ...]:
+        """DeepSpeed makes another one of all ranks (``groups.py``, ``_clone_world_group``)."""
+        return plan.world_size, plan.world_size
+
+    def host_bytes(self, footprint: Footprint, plan: Plan, *, precision: str, on_cpu: bool) -> tuple[int, int]:
+        """The optimizer's copy of the parameters, its gradients and its state, and parameters between uses."""
+        pageable, locked = zero_host_bytes(footprint, plan, precision=precision, on_cpu=on_cpu, settings=self.settings)
+        return pageable * plan.world_size, locked * plan.world_size
