@@ -67,7 +67,7 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
         own, others = _optimizer_state(index, optimizer, _names(module, optimizer, parts), parts)
         tensors |= own
         rest[_OPTIMIZERS].append(others)
-    if getattr(strategy, "in_stages", False) or parts:
+    if getattr(strategy, "holders", 1) > 1 or parts:
         _join_values(rest[_OPTIMIZERS])
     with _alone():
         dcp.save(tensors, storage_writer=PlainWriter(folder / _TENSORS, folder.parent / SPARE), no_dist=not dist.is_initialized())

@@ -417,7 +417,7 @@ def test_what_the_ranks_of_a_pipeline_changed_is_put_together(tmp_path: Path) ->
     engine: Any = trainer.strategy
 
     def stages() -> None:
-        engine.in_stages = True
+        engine.holders = 2
         engine.assignment = SimpleNamespace(plan=SimpleNamespace(devices_per_replica=2), batch="global")
         pristine = {each: dict(vars(each)) for each in (net, parent.keeper)}
         for rank in range(2):

@@ -135,11 +135,11 @@ def step_figure(report: Report, candidate: Candidate) -> Figure:
         candidate: one with a prediction of its time.
     """
     plan = candidate.plan
-    limit = max(_MOST_RANKS, min(plan.devices_per_replica if plan.cuts else 0, _MOST_STAGES))
+    limit = max(_MOST_RANKS, min(0 if engines.of(plan).splits else plan.devices_per_replica, _MOST_STAGES))
     spans = timeline(report.footprint, plan, report.inventory, precision=report.precision, rates=report.rates, ranks=limit)
     end = max((span.end_seconds for span in spans), default=0.0)
     groups = _alike(spans)
-    short = (_LEAST_SHARE if plan.cuts else _BLOCK_SHARE) * end
+    short = (_BLOCK_SHARE if engines.of(plan).splits else _LEAST_SHARE) * end
     drawn = [(_merged(found, end * _LEAST_SHARE, short), ranks) for found, ranks in groups]
     while sum(len(found) for found, _ in drawn) > _MOST_SPANS:
         short *= 2

@@ -27,6 +27,7 @@ from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_b
 from lightning_autopar.exact.step.draws import GlobalDraws
 from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.recompute import recomputed
+from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
 from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
 from lightning_autopar.strategies.base.assignment import Assignment
@@ -249,6 +250,26 @@ class EngineMixin(Strategy):
         own: Any = super()  # an engine's own class stands behind this one; where it says nothing, the module is so already
         if hasattr(own, "release"):
             own.release()
+
+    @property
+    def holders(self) -> int:
+        """How many ranks, the first ones, have the module's state together, each its own part of it."""
+        return 1
+
+    def hand_over(
+        self, module: Any, optimizers: list[Any], *, keep: bool, affordable: Callable[[int], bool]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The module's state and the optimizers', for the process that started the run; a collective.
+
+        Args:
+            module: that was trained.
+            optimizers: the user's.
+            keep: whether this rank's are wanted.
+            affordable: says whether that process takes the optimizers' states, if so many ranks have as much of them as this one; if not
+                there are none.
+        """
+        state = whole_state_dict(module, keep=keep)
+        return state, [whole_optimizer_state(each, keep=keep) for each in optimizers] if affordable(1) else []
 
     def held_tensors(self) -> dict[str, Iterable[Tensor]]:
         """What a step finds on this rank, by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``; on a CPU device also

@@ -77,7 +77,7 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_
     if epochs.processed < epochs.started:  # else what was logged has been read, and is about to be reset
         extra["results"] = _plain_results(loop._results)
         # Of a pipeline's stages, one alone may call a metric.
-        extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits or getattr(trainer.strategy, "in_stages", False)))
+        extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits or getattr(trainer.strategy, "holders", 1) > 1))
         extra["parts_per_batch"] = _parts_per_batch(trainer)
 
 

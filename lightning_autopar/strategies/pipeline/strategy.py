@@ -27,6 +27,7 @@ from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step.device_draws import drawn_on
 from lightning_autopar.exact.step.draws import GlobalDraws
 from lightning_autopar.exact.step.micro_batches import PartGradients, several_loaders, uncut, whole_share
+from lightning_autopar.state.checkpoint import own_optimizer_state, own_state_dict
 from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import join_group
@@ -172,6 +173,18 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
     def __init__(self, assignment: Assignment) -> None:
         super().__init__(assignment.torch_devices)
         self.attach(assignment)
+
+    @property
+    def holders(self) -> int:
+        """The ranks of the first pipeline."""
+        return self.assignment.plan.devices_per_replica
+
+    def hand_over(
+        self, module: Any, optimizers: list[Any], *, keep: bool, affordable: Callable[[int], bool]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Of each rank the part that its stages have."""
+        state = own_state_dict(module, keep=keep)
+        return state, [own_optimizer_state(each, keep=keep) for each in optimizers] if affordable(self.holders) else []
 
     def attach(self, assignment: Assignment) -> None:
         """See :class:`.engine.EngineMixin`."""

@@ -362,3 +362,13 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
         yield from host_held_by_zero(self.model, self._module)
         if "optimizer" in self.assignment.plan.offload:
             yield from optimizer_states(self)
+
+    def hand_over(
+        self, module: Any, optimizers: list[Any], *, keep: bool, affordable: Callable[[int], bool]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Made whole on rank 0; DeepSpeed is taken off the module."""
+        state = self.lightning_module_state_dict()
+        wanted = affordable(self.assignment.plan.world_size)
+        states = [self.optimizer_state(optimizer) for optimizer in optimizers] if wanted else []
+        self.let_go()
+        return state, states

@@ -27,7 +27,6 @@ class StagedState(OneFile):
     """Weights, gradients and files of a module in stages."""
 
     #: Whether a rank has the weights and the optimizers' states of its stages alone.
-    in_stages = True
     assignment: Any
     _exit: ExitStack
     _pipeline: Pipeline | None = None

@@ -43,8 +43,7 @@ def carry(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
             stages changed of the module.
     """
     engine: Any = trainer.strategy
-    in_stages = getattr(engine, "in_stages", False)
-    ranks = engine.assignment.plan.devices_per_replica if in_stages else 1
+    ranks = getattr(engine, "holders", 1)
     if rank >= ranks:
         return
     things = Belongings(trainer, before)
@@ -59,7 +58,7 @@ def carry(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
     for config in engine.lr_scheduler_configs:
         kind = type(config.scheduler)
         parcel.schedulers.append(kind if "<locals>" not in kind.__qualname__ else None)
-    write(parcel, things, values, folder / _RANK.format(rank), sent=sent, extras=extras, digests=in_stages)
+    write(parcel, things, values, folder / _RANK.format(rank), sent=sent, extras=extras, digests=ranks > 1)
 
 
 # -- in the new generation -------------------------------------------------------------------------------------------------------------

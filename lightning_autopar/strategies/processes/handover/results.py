@@ -42,17 +42,12 @@ from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.exact.logs.metrics import sync_states
 from lightning_autopar.state.checkpoint import (
     load_whole_optimizer_state,
-    own_optimizer_state,
-    own_state_dict,
-    whole_optimizer_state,
-    whole_state_dict,
 )
 from lightning_autopar.state.objects.reached import Reached, Variables
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey, is_under, merged
 from lightning_autopar.state.pretrained import move_tensors
 from lightning_autopar.state.scratch_files import save_lean
 from lightning_autopar.strategies.base.measure import Measured
-from lightning_autopar.strategies.zero.partitions.checkpoint_files import ZeroFiles
 from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:
@@ -208,8 +203,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
         apart: whether the ranks may be at different places, after a failure.
     """
     engine: Any = trainer.strategy
-    in_stages = getattr(engine, "in_stages", False)
-    ranks = engine.assignment.plan.devices_per_replica if in_stages else 1
+    ranks = engine.holders
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     value, lost = _on_cpu(value), []
     if not _has_pickle(value):
@@ -220,20 +214,14 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     module = trainer.lightning_module
     fitting = trainer.state.fn == TrainerFn.FITTING
     keeps = rank < ranks
-    if not apart and (engine.splits or in_stages):
+    if not apart and (engine.splits or ranks > 1):
         _merge_metrics(module)
-    partitioned = isinstance(engine, ZeroFiles)
     optimizers = [bare_optimizer(optimizer) for optimizer in trainer.optimizers]
-    holders = ranks if in_stages else engine.assignment.plan.world_size if partitioned else 1
-    affordable = fitting and _affordable(optimizers, results, holders=1 if apart else holders)
-    if partitioned:
-        state = engine.lightning_module_state_dict()
-        states = [engine.optimizer_state(optimizer) for optimizer in optimizers] if affordable else []
-        engine.let_go()
-    else:
-        state = (own_state_dict if in_stages else whole_state_dict)(module, keep=keeps)
-        of_optimizer = own_optimizer_state if in_stages else whole_optimizer_state
-        states = [of_optimizer(optimizer, keep=keeps) for optimizer in optimizers] if affordable else []
+
+    def affordable(holders: int) -> bool:
+        return fitting and _affordable(optimizers, results, holders=1 if apart else holders)
+
+    state, states = engine.hand_over(module, optimizers, keep=keeps, affordable=affordable)
     if not keeps:
         return results
     persistent = set(state)
