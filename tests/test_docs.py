@@ -115,8 +115,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None
     def install(folder: Path) -> None:
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         lines = [line for group, points in project["entry-points"].items() for line in (f"[{group}]", *map(" = ".join, points.items()))]
-        facts = folder / f"{project['name']}-{project['version']}.dist-info"
-        facts.mkdir()
+        (facts := folder / f"{project['name']}-{project['version']}.dist-info").mkdir()
         (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
         (facts / "entry_points.txt").write_text("\n".join(lines))
         monkeypatch.syspath_prepend(folder)

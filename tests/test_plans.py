@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,13 @@ def test_a_plan_that_can_be_is_titled_and_survives_json(values: dict[str, Any], 
     plan = Plan(**values)
     assert plan.title() == title
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_an_engine_of_another_package_has_besides_travels_with_its_plan() -> None:
+    bare = Plan(engine="ddp", devices=FOUR)
+    plan = replace(bare, options={"sent": "fp16"})  # type: ignore[arg-type]  # a mapping will do
+    assert Plan.from_json(plan.to_json()) == plan != bare
+    assert "options" not in bare.to_dict()
 
 
 def test_the_order_in_which_offloads_are_named_makes_no_difference() -> None:

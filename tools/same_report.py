@@ -28,6 +28,7 @@ import torch  # noqa: E402
 from decisions.models import MODELS  # noqa: E402
 from decisions.scenarios import SCENARIOS  # noqa: E402
 
+from lightning_autopar import engines  # noqa: E402
 from lightning_autopar.constraints import Constraints, SplitFinding  # noqa: E402
 from lightning_autopar.devices.inventory import Inventory  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
@@ -152,8 +153,8 @@ def predictions(footprint: Footprint, inventory: Inventory, precision: str) -> d
             "seconds": predict_seconds(footprint, plan, inventory, precision=precision, input_seconds=1e-3).to_dict(),
             "spans": [repr(span) for span in spans[:: max(1, len(spans) // 12)]],
         }
-        plain = plan.zero_stage is None and plan.micro_batches <= 4 and not (plan.recompute or plan.offload)
-        if plain and kind != "cpu" and not (plan.cuts and plan.replicas > 1):
+        plain = engines.of(plan).replays and plan.micro_batches <= 4 and not (plan.recompute or plan.offload)
+        if plain and kind != "cpu":
             told["replayed"] = repr(planning_memory.replay(footprint, plan, plan.world_size - 1))
         found[f"{plan.title()} {plan.devices} {plan.shard != ()}"] = told
     return found

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+from memory.play_stages import PlayedPipeline
+
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.device_bytes import DeviceBytes
@@ -130,6 +132,8 @@ def _engine(plan: Plan, widths: Widths | None = None, wire: Wire = AS_STORED, ze
     """What runs a row's plan, with the settings that others have chosen."""
     if plan.engine == "fsdp":
         return FSDP(widths or AS_TRACED, wire)
+    if plan.engine == "pipeline":
+        return PlayedPipeline()
     return Zero(zero or ZeroSettings()) if plan.engine == "zero" else engines.of(plan)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.profiler import profile
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.memory.play_stages import PlayedPipeline
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
@@ -36,6 +37,7 @@ from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
 from tests.memory.measured import make_trainer, real_peak_bytes
 from tests.memory.test_trace import GPT, Module, images, mlp, resnet, tokens, vectors
 
+PLAYED = {"pipeline": PlayedPipeline()}
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -265,9 +267,10 @@ def test_categories_add_up_to_what_is_allocated(
         values |= {"cuts": ("b",), "schedule": "1f1b" if reshard else "gpipe", "micro_batches": micro_batches + 1}
     of = plan(engine, 1 if engine == "single" else 2, **values)
     footprint = footprint_of(step_of_two_blocks(saved))
-    most = replay(footprint, of, 0, workspaces=(workspace_bytes,) if workspace_bytes else ()).reserved_peak_bytes
+    asked: dict[str, Any] = {"workspaces": (workspace_bytes,) if workspace_bytes else (), "engine": PLAYED.get(engine)}
+    most = replay(footprint, of, 0, **asked).reserved_peak_bytes
     for limit in (None, most, int(share * most)):
-        told = replay(footprint, of, 0, limit_bytes=limit, workspaces=(workspace_bytes,) if workspace_bytes else ())
+        told = replay(footprint, of, 0, limit_bytes=limit, **asked)
         assert sum(told.by_category.values()) == told.allocated_peak_bytes
 
 
@@ -445,7 +448,7 @@ def test_stages_as_predicted_by_their_parts(deep: Footprint, schedule: Any, rank
     options = AllocatorOptions(expandable_segments=True)
     for rank in range(ranks):
         predicted = pipeline_bytes(deep, of, rank).allocated
-        assert replay(deep, of, rank, options=options).allocated_peak_bytes == pytest.approx(predicted, rel=0.01)
+        assert replay(deep, of, rank, options=options, engine=PLAYED["pipeline"]).allocated_peak_bytes == pytest.approx(predicted, rel=0.01)
 
 
 def test_expandable_segments_lose_less(traced: Footprint) -> None:

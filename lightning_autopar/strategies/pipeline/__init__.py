@@ -9,7 +9,6 @@ Modules, in reading order:
     schedules   the order of a rank's micro-batches
     memory      what each rank holds
     timing      a schedule played over uneven stages
-    replay      a rank plays its stages' parts of the tape
     strategy    PipelineEngine
     rehearsal/  do stages compute the same
     run/        stages on several ranks

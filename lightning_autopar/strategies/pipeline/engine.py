@@ -8,10 +8,7 @@ from typing import Any
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Question, Rank, Searching, recomputed
-from lightning_autopar.memory.allocator.device import Machine
-from lightning_autopar.memory.allocator.play import Whole
-from lightning_autopar.memory.allocator.tape_parts import Script
+from lightning_autopar.engines import Engine, Question, Rank, Searching
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
@@ -19,8 +16,6 @@ from lightning_autopar.planning.candidates import build_plan
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline.memory import rank_bytes
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
-from lightning_autopar.strategies.pipeline.replay import Stages
-from lightning_autopar.strategies.pipeline.schedules import rank_actions
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import Step
@@ -104,17 +99,6 @@ class Pipeline(Engine):
     def alike(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
         """Those in one place of their pipelines."""
         return [*range(plan.devices_per_replica)] * plan.replicas
-
-    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole | None:
-        """A rank that runs its stages; pipelines side by side can't be played."""
-        if plan.replicas > 1:
-            return None
-        assert plan.schedule is not None, "a pipeline has one"
-        index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
-        borders = [0, *(2 * index[fqn] + 1 for fqn in plan.cuts), 2 * len(footprint.blocks) + 1]
-        actions = rank_actions(plan.schedule, rank, plan.world_size, plan.stages, len(rows))
-        again = recomputed(footprint, plan)
-        return Stages(machine, script, footprint, rows, again, borders=borders, actions=actions, schedule=plan.schedule)
 
 
 def _nowhere_cuttable(footprint: Footprint, constraints: Constraints) -> str | None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from lightning_autopar.engines import recomputed
 from lightning_autopar.memory.allocator.device import Machine
 from lightning_autopar.memory.allocator.play import Whole
 from lightning_autopar.memory.allocator.tape_parts import Change, Part, Script
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.parts import Size, parts_of
-from lightning_autopar.plans import Schedule
-from lightning_autopar.strategies.pipeline.schedules import Action
+from lightning_autopar.plans import Plan, Schedule
+from lightning_autopar.strategies.pipeline.engine import Pipeline
+from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
 
 #: What an optimizer keeps of this size or less isn't of a parameter's shape, but a number (of steps).
 _SCALAR_BYTES = 8
@@ -198,3 +200,18 @@ def _layers(footprint: Footprint, begin: int, end: int) -> list[LayerFootprint]:
 def _sizes(layers: Sequence[LayerFootprint]) -> list[int]:
     """Bytes of each of their parameters."""
     return [rows * row_bytes for layer in layers for rows, row_bytes, _ in layer.parameter_rows]
+
+
+class PlayedPipeline(Pipeline):
+    """The engine, with a player: planning replays no pipeline."""
+
+    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole | None:
+        """A rank that runs its stages; pipelines side by side can't be played."""
+        if plan.replicas > 1:
+            return None
+        assert plan.schedule is not None, "a pipeline has one"
+        index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
+        borders = [0, *(2 * index[fqn] + 1 for fqn in plan.cuts), 2 * len(footprint.blocks) + 1]
+        actions = rank_actions(plan.schedule, rank, plan.world_size, plan.stages, len(rows))
+        again = recomputed(footprint, plan)
+        return Stages(machine, script, footprint, rows, again, borders=borders, actions=actions, schedule=plan.schedule)
