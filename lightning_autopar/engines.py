@@ -10,8 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 from lightning_autopar.constraints import Constraints
@@ -22,7 +20,7 @@ from lightning_autopar.memory.allocator.tape_parts import Script
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.moments import Moments
-from lightning_autopar.plans import Plan, entry_of
+from lightning_autopar.plans import Plan, loaded
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import Step
 
@@ -153,6 +151,9 @@ class Engine(ABC):
             forked: whether this process is a worker, forked for the plan; a launcher has started it otherwise.
         """
 
+    def check(self, plan: Plan) -> None:  # noqa: B027  # most plans have nothing that must fit together
+        """Raise ValueError where the values of a plan's fields don't go together; asked whenever a plan is made."""
+
     def refusal(self, question: Question) -> str | None:
         """Why there is no plan of this engine, in a sentence; None where there is one, or where devices alone are missing."""
         return None
@@ -254,15 +255,13 @@ def recomputed(footprint: Footprint, plan: Plan) -> frozenset[int]:
     return frozenset(index[fqn] for fqn in plan.recompute)
 
 
-@lru_cache
 def named(name: str) -> Engine:
     """The engine of a name.
 
     Raises:
         ValueError: if there is none of that name.
     """
-    module, _, kind = entry_of(name).path.partition(":")
-    found: Engine = getattr(import_module(module), kind)()
+    found: Engine = loaded(name)
     return found
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from importlib import import_module
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -25,24 +26,30 @@ class EngineEntry:
         path: where its class is, as ``"package.module:Class"``.
         offered: whether planning takes its plans unless ``allow`` says otherwise; else only where ``allow`` names it.
         package: the package without which it can't be run, and the extra of this one that brings it.
+        takes: fields of a plan that plans of this engine may have, of those that not all have.
         parts: names of what some of its plans do that a run may rule out by itself.
     """
 
     path: str
     offered: bool = True
     package: tuple[str, str] | None = None
+    takes: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
 
 
 #: The engines by name, in the order in which they are preferred where all else is equal.
 ENGINES: dict[Engine, EngineEntry] = {
     "single": EngineEntry(path="lightning_autopar.strategies.ddp.engine:Single"),
-    "ddp": EngineEntry(path="lightning_autopar.strategies.ddp.engine:DDP"),
-    "fsdp": EngineEntry(path="lightning_autopar.strategies.fsdp.engine:FSDP"),
+    "ddp": EngineEntry(path="lightning_autopar.strategies.ddp.engine:DDP", takes=("shares",)),
+    "fsdp": EngineEntry(path="lightning_autopar.strategies.fsdp.engine:FSDP", takes=("replicas", "shares", "offload")),
     "zero": EngineEntry(
-        path="lightning_autopar.strategies.zero.engine:Zero", offered=False, package=("deepspeed", "deepspeed"), parts=("zero_3",)
+        path="lightning_autopar.strategies.zero.engine:Zero",
+        offered=False,
+        package=("deepspeed", "deepspeed"),
+        takes=("zero_stage", "offload", "optimizer_on_disk"),
+        parts=("zero_3",),
     ),
-    "pipeline": EngineEntry(path="lightning_autopar.strategies.pipeline.engine:Pipeline"),
+    "pipeline": EngineEntry(path="lightning_autopar.strategies.pipeline.engine:Pipeline", takes=("replicas", "cuts", "schedule")),
 }
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -51,6 +58,16 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 #: How many stages a rank of a pipeline has: several under these schedules, one under the others.
 INTERLEAVED: tuple[Schedule, ...] = ("interleaved_1f1b",)
 ZERO_STAGES = (1, 2, 3)
+#: Fields of a plan that not every engine has, and what they are where it hasn't.
+_OWN: Mapping[str, Any] = {
+    "replicas": 1,
+    "shares": (),
+    "zero_stage": None,
+    "offload": (),
+    "optimizer_on_disk": False,
+    "cuts": (),
+    "schedule": None,
+}
 #: Under which other packages register engines, each an :class:`EngineEntry` by its name.
 GROUP = "lightning_autopar.engines"
 
@@ -105,61 +122,41 @@ class Plan:
     options: tuple[tuple[str, str | int | float | bool | None], ...] = ()
 
     def __post_init__(self) -> None:
-        entry_of(self.engine)
+        entry = entry_of(self.engine)
         if not self.devices:
             raise ValueError(f"a plan needs at least one device, but its devices are {self.devices!r}")
         if len(set(self.devices)) != len(self.devices):
             raise ValueError(f"a plan names each device once, but its devices are {self.devices!r}")
-        if self.engine == "single" and len(self.devices) != 1:
-            raise ValueError(f"engine 'single' runs on one device, but the plan names {len(self.devices)}: {self.devices!r}")
-        if self.engine == "fsdp" and not isinstance(self.reshard_after_forward, bool):
-            raise ValueError(f"an fsdp plan needs reshard_after_forward, true or false, but it is {self.reshard_after_forward!r}")
         object.__setattr__(self, "options", tuple(sorted(dict(self.options).items())))
+        for name in _OWN:
+            if (value := getattr(self, name)) != _OWN[name] and name not in entry.takes:
+                takers = " or ".join(repr(other) for other, its in all_engines().items() if name in its.takes)
+                raise ValueError(f"{name} is {value!r}, but the engine is {self.engine!r}; leave it out, or choose {takers}")
         self._check_replicas()
         self._check_shares()
-        self._check_zero()
         self._check_offload()
-        self._check_pipeline()
+        loaded(self.engine).check(self)
 
     def _check_replicas(self) -> None:
         """Micro-batches and copies of the model."""
         for name, value in (("micro_batches", self.micro_batches), ("replicas", self.replicas)):
             if not _is_whole(value) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, but is {value!r}")
-        if self.replicas == 1:
-            return
-        if self.engine not in ("fsdp", "pipeline"):
-            raise ValueError(
-                f"replicas is {self.replicas}, but only fsdp and pipeline plans have copies of several devices each; leave it at 1"
-            )
         if self.world_size % self.replicas:
             raise ValueError(
                 f"replicas must divide the number of devices, but {self.replicas} doesn't divide {self.world_size}; "
                 f"choose one of {', '.join(str(count) for count in range(1, self.world_size) if self.world_size % count == 0)}"
             )
-        if self.replicas == self.world_size:
-            instead = "choose engine 'ddp'" if self.engine == "fsdp" else "a pipeline needs at least two"
-            raise ValueError(f"{self.replicas} replicas leave each one device of {self.world_size}; {instead}, or have fewer replicas")
 
     def _check_shares(self) -> None:
         """One whole number a rank, made as small as they can be; even ones are none."""
         if not self.shares:
             return
-        if self.engine not in ("ddp", "fsdp"):
-            raise ValueError(f"shares is {self.shares!r}, but the engine is {self.engine!r}; leave it out, or choose 'ddp' or 'fsdp'")
         if len(self.shares) != self.world_size or not all(_is_whole(share) and share >= 1 for share in self.shares):
             raise ValueError(f"shares needs a whole number of at least 1 for each of {self.world_size} ranks, but is {self.shares!r}")
         common = gcd(*self.shares)
         even = len(set(self.shares)) == 1
         object.__setattr__(self, "shares", () if even else tuple(share // common for share in self.shares))
-
-    def _check_zero(self) -> None:
-        """The stage, of a ZeRO plan and no other."""
-        if self.engine == "zero":
-            if not _is_whole(self.zero_stage) or self.zero_stage not in ZERO_STAGES:
-                raise ValueError(f"a zero plan needs zero_stage 1, 2 or 3, but it is {self.zero_stage!r}")
-        elif self.zero_stage is not None:
-            raise ValueError(f"zero_stage is {self.zero_stage!r}, but the engine is {self.engine!r}; leave it out, or choose engine 'zero'")
 
     def _check_offload(self) -> None:
         """What is offloaded, and put in order."""
@@ -170,69 +167,6 @@ class Plan:
         object.__setattr__(self, "offload", tuple(what for what in OFFLOADS if what in self.offload))
         if not isinstance(self.optimizer_on_disk, bool):
             raise ValueError(f"optimizer_on_disk must be true or false, but is {self.optimizer_on_disk!r}")
-        if self.optimizer_on_disk and (self.engine != "zero" or "optimizer" not in self.offload):
-            raise ValueError(
-                f"optimizer_on_disk needs engine 'zero' with 'optimizer' in offload, but the engine is {self.engine!r} and offload is "
-                f"{self.offload!r}; leave it out, or choose them"
-            )
-        if not self.offload:
-            return
-        if self.engine not in ("zero", "fsdp"):
-            raise ValueError(
-                f"engine {self.engine!r} can't offload {', '.join(self.offload)}; leave offload empty, or choose 'zero' or 'fsdp'"
-            )
-        if self.engine == "fsdp" and self.offload != OFFLOADS:
-            raise ValueError(
-                f"fsdp offloads {' and '.join(OFFLOADS)} together, but the plan names {self.offload[0]!r} alone; name both or none"
-            )
-        if "parameters" in self.offload and self.engine == "zero" and self.zero_stage != 3:
-            raise ValueError(
-                f"ZeRO offloads parameters at stage 3, but zero_stage is {self.zero_stage}; raise it, or offload the optimizer alone"
-            )
-
-    def _check_pipeline(self) -> None:
-        """Cuts and schedule, of a pipeline and no other."""
-        if self.engine != "pipeline":
-            for name, value in (("cuts", self.cuts), ("schedule", self.schedule)):
-                if value:
-                    raise ValueError(f"{name} is {value!r}, but the engine is {self.engine!r}; leave it out, or choose engine 'pipeline'")
-            return
-        if not self.cuts:
-            raise ValueError("a pipeline plan needs at least one cut, but has none; name the blocks with which its later stages begin")
-        if len(set(self.cuts)) != len(self.cuts):
-            raise ValueError(f"a pipeline plan names each cut once, but its cuts are {self.cuts!r}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"a pipeline plan needs a schedule, but it is {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
-        ranks, count = self.devices_per_replica, len(self.cuts)
-        if ranks == 1:
-            raise ValueError(f"a pipeline needs at least two devices, but the plan names {self.devices!r}; choose engine 'single'")
-        if self.schedule in INTERLEAVED:
-            if self.stages % ranks or self.stages == ranks:
-                raise ValueError(
-                    f"{self.schedule} on {ranks} devices needs {2 * ranks} stages, or a larger multiple of {ranks}, "
-                    f"but {count} cuts make {self.stages}; have {2 * ranks - 1} cuts, or schedule '1f1b'"
-                )
-        elif self.stages != ranks:
-            raise ValueError(
-                f"schedule {self.schedule!r} on {ranks} devices needs as many stages, but {count} cuts make {self.stages}; "
-                f"have {ranks - 1} of them"
-            )
-        # As torch.distributed.pipelining demands it (schedules.py: Schedule1F1B, ScheduleInterleaved1F1B).
-        if self.schedule == "1f1b" and self.micro_batches < self.stages:
-            raise ValueError(
-                f"1f1b needs as many micro_batches as stages at least, but they are {self.micro_batches} and {self.stages}; "
-                f"choose {self.stages}, or schedule 'gpipe'"
-            )
-        rounds = max(1, self.micro_batches // ranks)
-        if self.schedule in INTERLEAVED and self.micro_batches % rounds:
-            raise ValueError(
-                f"{self.schedule} runs micro_batches in {rounds} equal rounds on {ranks} devices, but they are {self.micro_batches}; "
-                f"choose {self.micro_batches // ranks * ranks}"
-            )
-        if self.shard and self.replicas == 1:
-            raise ValueError(
-                f"a pipeline shards over its replicas, but has 1 and shards {self.shard[0]!r}; raise replicas, or leave shard empty"
-            )
 
     @property
     def world_size(self) -> int:
@@ -247,11 +181,11 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """How many parts a batch has, one after the other within a rank not counted: a pipeline's ranks all get their replica's."""
-        return self.replicas if self.engine == "pipeline" else self.world_size
+        return self.replicas if self.cuts else self.world_size
 
     def data_rank(self, rank: int) -> int:
         """Which of the :attr:`data_ranks` parts of a batch a rank works on."""
-        return rank // self.devices_per_replica if self.engine == "pipeline" else rank
+        return rank // self.devices_per_replica if self.cuts else rank
 
     @property
     def stages(self) -> int:
@@ -392,6 +326,17 @@ def entry_of(name: str) -> EngineEntry:
     if found is None:
         raise ValueError(f"unknown engine {name!r}; choose one of {', '.join(all_engines())}")
     return found
+
+
+@lru_cache
+def loaded(name: str) -> Any:
+    """The engine of that name, an ``engines.Engine``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    module, _, kind = entry_of(name).path.partition(":")
+    return getattr(import_module(module), kind)()
 
 
 @lru_cache

@@ -28,7 +28,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_autopar
-from lightning_autopar import AutoParallelStrategy, engines, plans
+from lightning_autopar import AutoParallelStrategy, plans
 from lightning_autopar.callbacks.elastic import ElasticReplan
 from lightning_autopar.callbacks.migrate import CheckpointMigrate
 from lightning_autopar.cli import program
@@ -122,7 +122,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None
         forget()
 
     def forget() -> None:
-        for remembered in (plans.registered, plans.order_of, engines.named):
+        for remembered in (plans.registered, plans.order_of, plans.loaded):
             remembered.cache_clear()
 
     yield install

@@ -219,14 +219,8 @@ def test_each_part_of_a_batch_gathers_anew() -> None:
 
 def test_gathering_in_half_precision_takes_half() -> None:
     rates = PlainRates(wire_bytes_per_second=1 * MIB)
-    half = seconds(
-        "fsdp",
-        *GPUS[:2],
-        step=traced(),
-        rates=rates,
-        reshard_after_forward=False,
-        asked=FSDP(wire=Wire(parameter_bytes=2, gradient_bytes=4)),
-    )
+    narrow = FSDP(wire=Wire(parameter_bytes=2, gradient_bytes=4))
+    half = seconds("fsdp", *GPUS[:2], step=traced(), rates=rates, reshard_after_forward=False, asked=narrow)
     assert half.step == pytest.approx(600, rel=0.02)
 
 

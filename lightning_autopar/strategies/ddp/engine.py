@@ -28,6 +28,11 @@ class Single(Engine):
     several = False
     replays = True
 
+    def check(self, plan: Plan) -> None:
+        """It has one device."""
+        if plan.world_size != 1:
+            raise ValueError(f"engine 'single' runs on one device, but the plan names {plan.world_size}: {plan.devices!r}")
+
     def refusal(self, question: Question) -> str | None:
         """Processes that were started already each have to have a device."""
         least = question.constraints.min_devices or 1

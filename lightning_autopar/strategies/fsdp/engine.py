@@ -46,6 +46,19 @@ class FSDP(Engine):
     plainer = ("ddp", "replicas")
     replays = True
 
+    def check(self, plan: Plan) -> None:
+        """Both offloads or none, and copies of several devices each."""
+        if not isinstance(plan.reshard_after_forward, bool):
+            raise ValueError(f"an fsdp plan needs reshard_after_forward, true or false, but it is {plan.reshard_after_forward!r}")
+        if plan.replicas == plan.world_size > 1:
+            raise ValueError(
+                f"{plan.replicas} replicas leave each one device of {plan.world_size}; choose engine 'ddp', or have fewer replicas"
+            )
+        if plan.offload not in ((), OFFLOADS):
+            raise ValueError(
+                f"fsdp offloads {' and '.join(OFFLOADS)} together, but the plan names {plan.offload[0]!r} alone; name both or none"
+            )
+
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """With and without offload, any number of copies, gathered parameters kept or freed."""
         footprint, constraints = question.footprint, question.constraints

@@ -13,7 +13,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.candidates import build_plan
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan
 from lightning_autopar.strategies.pipeline.memory import rank_bytes
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
@@ -28,6 +28,49 @@ class Pipeline(Engine):
     whole = False
     splits = False
     takes_remedies = False
+
+    def check(self, plan: Plan) -> None:
+        """Cuts once each, a schedule, and as many stages and micro-batches as it needs."""
+        if not plan.cuts:
+            raise ValueError("a pipeline plan needs at least one cut, but has none; name the blocks with which its later stages begin")
+        if len(set(plan.cuts)) != len(plan.cuts):
+            raise ValueError(f"a pipeline plan names each cut once, but its cuts are {plan.cuts!r}")
+        if plan.schedule not in SCHEDULES:
+            raise ValueError(f"a pipeline plan needs a schedule, but it is {plan.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+        ranks, count = plan.devices_per_replica, len(plan.cuts)
+        if plan.replicas == plan.world_size > 1:
+            raise ValueError(
+                f"{plan.replicas} replicas leave each one device of {plan.world_size}; a pipeline needs at least two, have fewer"
+            )
+        if ranks == 1:
+            raise ValueError(f"a pipeline needs at least two devices, but the plan names {plan.devices!r}; choose engine 'single'")
+        if plan.schedule in INTERLEAVED:
+            if plan.stages % ranks or plan.stages == ranks:
+                raise ValueError(
+                    f"{plan.schedule} on {ranks} devices needs {2 * ranks} stages, or a larger multiple of {ranks}, "
+                    f"but {count} cuts make {plan.stages}; have {2 * ranks - 1} cuts, or schedule '1f1b'"
+                )
+        elif plan.stages != ranks:
+            raise ValueError(
+                f"schedule {plan.schedule!r} on {ranks} devices needs as many stages, but {count} cuts make {plan.stages}; "
+                f"have {ranks - 1} of them"
+            )
+        # As torch.distributed.pipelining demands it (schedules.py: Schedule1F1B, ScheduleInterleaved1F1B).
+        if plan.schedule == "1f1b" and plan.micro_batches < plan.stages:
+            raise ValueError(
+                f"1f1b needs as many micro_batches as stages at least, but they are {plan.micro_batches} and {plan.stages}; "
+                f"choose {plan.stages}, or schedule 'gpipe'"
+            )
+        rounds = max(1, plan.micro_batches // ranks)
+        if plan.schedule in INTERLEAVED and plan.micro_batches % rounds:
+            raise ValueError(
+                f"{plan.schedule} runs micro_batches in {rounds} equal rounds on {ranks} devices, but they are {plan.micro_batches}; "
+                f"choose {plan.micro_batches // ranks * ranks}"
+            )
+        if plan.shard and plan.replicas == 1:
+            raise ValueError(
+                f"a pipeline shards over its replicas, but has 1 and shards {plan.shard[0]!r}; raise replicas, or leave shard empty"
+            )
 
     def refusal(self, question: Question) -> str | None:
         """What ``torch.distributed.pipelining`` asks for."""

@@ -44,6 +44,19 @@ class Zero(Engine):
     builds_on_each = True
     another_library = True
 
+    def check(self, plan: Plan) -> None:
+        """The stage, and what it can offload."""
+        if isinstance(plan.zero_stage, bool) or not isinstance(plan.zero_stage, int) or plan.zero_stage not in ZERO_STAGES:
+            raise ValueError(f"a zero plan needs zero_stage 1, 2 or 3, but it is {plan.zero_stage!r}")
+        if plan.optimizer_on_disk and "optimizer" not in plan.offload:
+            raise ValueError(
+                f"optimizer_on_disk needs 'optimizer' in offload, but offload is {plan.offload!r}; leave it out, or offload it"
+            )
+        if "parameters" in plan.offload and plan.zero_stage != 3:
+            raise ValueError(
+                f"ZeRO offloads parameters at stage 3, but zero_stage is {plan.zero_stage}; raise it, or offload the optimizer alone"
+            )
+
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """Each stage, with and without offload."""
         kinds: list[tuple[int, tuple[Offload, ...]]] = [(stage, ()) for stage in ZERO_STAGES]
