@@ -1,6 +1,7 @@
-"""Lines that libraries write to stderr from C++, and that nobody can turn off: they are kept from people. Knows file descriptors alone.
+"""Two things that last for a while: an attribute of somebody else's module or class that is replaced, and lines on stderr that are hidden.
 
-An attribute of somebody else's module or class, replaced for a while. Knows nothing of what is replaced, or why.
+C++ libraries write some lines to stderr that no setting turns off. This module knows attributes and file descriptors, not why they are
+touched.
 """
 
 from __future__ import annotations

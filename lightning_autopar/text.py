@@ -1,6 +1,6 @@
-"""Sizes and durations as people write and read them. Knows no torch, no device, no plan.
+"""Sizes and durations as people write and read them; and text from outside, made safe for a terminal or a log.
 
-Text of somebody else's, made fit for a terminal or a log. Knows nothing of what it says.
+Knows no torch, device or plan.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Watch: what ElasticReplan knows of a run from one look at the devices to the next, and what it makes of that. It moves nothing.
+"""What ElasticReplan remembers between two looks at the devices, and what it concludes from them. It moves nothing.
 
-Parts of a watch: the latest planning, what planning may take of a core, what steps usually take. Each knows nothing of the others.
+The watch has three parts, which don't know each other: the latest planning, the share of a core that planning may use, and what a step
+usually takes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PlanMonitor: what was predicted beside what was measured, shown at the end of a run; predictions and changes of plan as numbers."""
+"""PlanMonitor shows predicted and measured figures at the end of a run, and logs predictions and changes of plan as numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is on a device: processes by user and command, and runs. Asks the host's process table, no driver and no torch."""
+"""Who uses a device: processes, by user and command, and runs. It reads the host's process table, without a driver and without torch."""
 
 from __future__ import annotations
 

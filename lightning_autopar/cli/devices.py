@@ -1,6 +1,6 @@
-"""``lightning-autopar devices`` and ``calibrate``: what there is, who is on it, what a plan would see, how fast it is.
+"""``lightning-autopar devices`` and ``calibrate``: which devices there are, who uses them, what a plan would see, and how fast they are.
 
-Measured rates in a few words, for people: products, memory, collectives. It measures and predicts nothing.
+It prints measured rates of products, memory and collectives. It neither measures nor predicts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Give every Trainer that is built our strategy in place of its own, and tell what that leaves out. Plans nothing and runs nothing."""
+"""Gives every Trainer that a script builds our strategy in place of its own, and says which settings that loses.
+
+It plans and runs nothing.
+"""
 
 from __future__ import annotations
 

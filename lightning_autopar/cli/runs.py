@@ -1,5 +1,6 @@
-"""The command line about runs that are on: ``status``, and ``yield``, ``pause``, ``resume`` and ``cancel`` for one's own. No torch, no
-Lightning.
+"""The commands about runs: ``status`` for all of them; ``yield``, ``pause``, ``resume`` and ``cancel`` for the user's own.
+
+Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What takes over a second is seen to go on: a spinner on a terminal's standard error, and nothing anywhere else."""
+"""A spinner on a terminal's standard error, for work that takes over a second. Where standard error is no terminal it prints nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""``lightning-autopar status``: every run on this host, whose it is and what it does, and who else is on the GPUs. No torch, no Lightning.
+"""``lightning-autopar status``: every run on this host, its owner and its state, and who else uses the GPUs. Imports neither torch nor
+Lightning.
 
-What other users show is theirs to say: it is read as ``run_requests`` believes it, and printed as plain text.
+What another user's run says of itself may be false: ``sharing/runs/requests`` decides what is believed, and this module prints it as plain
+text.
 """
 
 from __future__ import annotations

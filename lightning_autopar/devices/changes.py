@@ -1,4 +1,4 @@
-"""What happened to the devices between two looks at them, in words with numbers. Values and arithmetic: it decides nothing."""
+"""What happened to the devices between two looks at them, as sentences with numbers. It decides nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Host: memory and cores that this process may use. Knows physical limits and cgroups, nothing of devices or plans.
+"""The host: the memory and cores that this process may use, and the key under which measurements of this machine are kept.
 
-Which machine this is, as far as speed goes: its processor, its cores, the software. Imports no torch, touches no device.
+It knows physical limits and cgroups, and nothing of devices or plans. The key is made of processor, cores and software versions. Imports no
+torch.
 """
 
 from __future__ import annotations

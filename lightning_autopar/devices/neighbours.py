@@ -1,11 +1,12 @@
-"""Neighbours: what somebody else does to this host's CPU devices, settable by a file. Knows no plan and no run.
+"""A file that simulates other users of this host's CPU devices. Knows no plan and no run.
 
-A CPU device is a budget that nobody else can take from. For tests and demonstrations of what happens when somebody does, the environment
-variable ``AUTOPAR_NEIGHBOURS`` names a JSON file, which may change, come and go at any moment::
+A CPU device is a budget that nobody else can take from. Tests and demonstrations need somebody who does: the environment variable
+``AUTOPAR_NEIGHBOURS`` names a JSON file, which may appear, change and disappear at any moment::
 
     {"cpu:0": {"taken": "1GiB", "slowdown": 1.5, "gone": false, "error": "XID 79"}}
 
-Whoever changes it writes another file beside it and renames that, so that nobody reads half of it (:func:`write_neighbours` does so).
+To change it, write another file in the same folder and rename that over it, so that nobody reads half of it (:func:`write_neighbours` does
+so).
 """
 
 from __future__ import annotations

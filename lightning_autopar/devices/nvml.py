@@ -1,10 +1,8 @@
-"""NVML: the GPUs that CUDA would show this process, read from the driver without a CUDA context.
+"""The GPUs that CUDA would show to this process, in CUDA's order, read from the driver by NVML without a CUDA context.
 
-Knows the ``pynvml`` module of the package ``nvidia-ml-py``, old drivers and what may fail; nothing of plans. A device that
-can't be read, as one that is lost, is left out with a note, never guessed; one of which the driver says that something is wrong with it
-is there, with that as its ``error``.
-
-Visible: which GPUs CUDA shows a process, and in which order. Knows the two environment variables, no library.
+It knows the ``pynvml`` module of ``nvidia-ml-py``, old drivers, their failures, and the two environment variables that hide and order GPUs.
+A GPU that can't be read is left out with a note, never guessed. A GPU that the driver reports as faulty is listed with that as its
+``error``. Knows no plan.
 """
 
 from __future__ import annotations

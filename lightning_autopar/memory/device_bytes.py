@@ -1,4 +1,4 @@
-"""What a plan takes of a device and of the host, by category. Data only: it doesn't know how the figures come about."""
+"""What a plan takes of a device and of the host, by category. Data only: it doesn't know how the figures were found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Footprint: what one step of a module needs. Data only: it doesn't know how it is traced or what is made of it.
+"""The footprint: what one step of a module needs, as data; and a cache of what was computed from a footprint, which a search asks for
+hundreds of times.
 
-What is made of a footprint, kept while it is asked for: a search asks hundreds of times. Knows footprints by identity alone.
+It doesn't know how a footprint is traced or what is made of it.
 """
 
 from __future__ import annotations

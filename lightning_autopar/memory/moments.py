@@ -1,6 +1,6 @@
-"""The footprint's moments as columns, on one rank's share of the batch and with blocks recomputed. Arithmetic only: no plan, no engine.
+"""The footprint's moments as columns, for one rank's share of the batch and with blocks recomputed. Arithmetic only: no plan, no engine.
 
-A footprint of a hundred blocks has a thousand moments, and a search asks for hundreds of plans: columns keep that under a millisecond each.
+A footprint of a hundred blocks has a thousand moments, and a search looks at hundreds of plans: columns keep that under a millisecond each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each part of a step takes by itself, read off its tape: for engines that run parts of it elsewhere, or in smaller batches.
+"""What each part of a step takes by itself, read from its tape, for engines that run parts on other devices or in smaller batches.
 
 Knows the tape alone: no plan, no engine, no torch.
 """

@@ -1,4 +1,4 @@
-"""Storages: where tensors really lie, and how many bytes that takes. It doesn't know what the tensors are for."""
+"""Storages: where tensors really lie, and how many bytes they take. It doesn't know what the tensors are for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Predicted against measured, device by device: values, a table, numbers for loggers, and what is to be warned of.
+"""Predicted and measured figures, device by device: as values, as a table, as numbers for loggers, and as warnings.
 
-Must not know how either was found.
+It must not know how either was found.
 """
 
 from __future__ import annotations

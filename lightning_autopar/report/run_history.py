@@ -1,10 +1,6 @@
-"""What happened to a run over time, as values, with what every drawing of it asks of them: names, units, and what of much is shown.
+"""What happened to a run over time: as values, and as an HTML page or a picture of its loss, each device's memory, its plans and its moves.
 
-Draws nothing; the agent's diary fills it.
-
-A run over time, as an HTML page or a picture: its loss, each device's memory, the plans that ran, why it moved.
-
-Knows only what a :class:`lightning_autopar.report.run_history.RunHistory` says.
+The agent's recorder fills the values. The page knows only what a :class:`lightning_autopar.report.run_history.RunHistory` says.
 """
 
 from __future__ import annotations

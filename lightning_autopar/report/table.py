@@ -1,10 +1,7 @@
-"""The report as a text for a person: in a wide terminal with the parts of the time, in a narrow one with the reasons below the plans.
+"""The report as text: plans with the parts of their time in a wide terminal, with reasons below the plans in a narrow one.
 
-It reads a report, and must not know how it came about.
-
-A candidate's bytes by category, the candidates' seconds by part, and the footprint by layer, as tables for a person.
-
-Doesn't know how any of them was found.
+It also has tables of a candidate's bytes by category, the candidates' seconds by part, and the footprint by layer. It reads a report, and
+must not know how it was made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Leases, as each run of a host writes its own and everybody reads them. Doesn't know how much there is to be leased."""
+"""Leases as files: each run of a host writes its own, and every run reads all. Doesn't know how much memory there is to lease."""
 
 from __future__ import annotations
 

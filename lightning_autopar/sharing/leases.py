@@ -1,5 +1,7 @@
-"""A run's leases: what it has been promised of its plan's devices, from before its first process until after its last. Knows plans only by
-what they need of each device.
+"""A run's leases: the memory that the ledger has promised it on its plan's devices, from before its first process starts until after its
+last ends.
+
+Of a plan it knows only what the plan needs of each device.
 """
 
 from __future__ import annotations

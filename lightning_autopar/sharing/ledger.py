@@ -1,12 +1,11 @@
-"""The ledger: what runs on this host have been promised of each device's memory, without a server and without a lock that can be held.
+"""The ledger: how much of each device's memory is promised to which run of this host, without a server and without a lock that can be held.
 
-Between the moment that a run finds room and the moment that others can see its memory in use lie seconds, in which everybody would find
-the same room. So each run writes down what it is about to take before it looks whether that is there. Of any two that ask at once the one
-that wrote later sees the other; it counts all it sees, so that both are never granted what only one of them can have. Nobody waits for
-anybody: a process that is stopped in the middle holds up others for some seconds at most. Knows devices by their ids and bytes; no model,
-no plan, no driver.
+Seconds pass between the moment a run finds room and the moment others see its memory in use, and meanwhile every run would find the same
+room. So each run writes down what it is about to take, and only then looks whether that is free. Of two runs that ask at once, the one that
+wrote later sees the other's line and counts it, so that both are never granted what only one can have. No run waits for another: a process
+that is stopped in between delays others by some seconds at most.
 
-What others have been promised of devices and can't be seen on them yet, taken off an inventory. Knows leases and devices, no plan.
+An inventory less all promises is what is left to plan with. Knows devices by their ids and bytes; no model, no plan, no driver.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Files that live while their process does, in a folder that all users of a host share: made whole, nobody else's to touch.
+"""Files that live as long as their process, in a folder that all users of a host share: written as a whole, and protected from other users.
 
-Such a file is held by ``flock``, which the kernel lets go of however its process dies. Its name says what it is, whose it is and when it
-was made; its owner, by the file system, must agree. Whoever reads it trusts nothing else: no links, no pipes, no file of another name's
-owner, none that is locked by somebody after its process has died. The name never changes while the file lasts, as a listing of the folder
-may miss one that is renamed meanwhile. Doesn't know what the files say.
-
-Descriptors by which this process holds locks that others look at. A forked child lets go of them, or it would hold them after its
-parent's death. Needs the standard library alone; doesn't know what is locked.
+Each file is held by ``flock``, which the kernel releases however the process dies; a forked child closes its copies of the locks, or it
+would hold them after its parent's death. A file's name says what it is, whose it is and when it was made, and its owner in the file system
+must agree. Readers trust nothing else: no links, no pipes, no name with another owner, no file that somebody has locked after its process
+died. The name never changes, as a listing of the folder may miss a file that is renamed meanwhile. Needs the standard library alone;
+doesn't know what the files say.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which process is meant: a number alone may be another one's by now, and a container's numbers are its own. Needs the standard library
-alone; knows nothing of what processes do.
+"""Which process a number means: the number may have been given to another process since, and a container has numbers of its own.
 
-Whether a process's number means here what it means to a GPU's driver, which counts as the host does. Knows neither devices nor runs.
+It also tells whether this process's numbers are the ones that a GPU's driver uses, which counts as the host does. Needs the standard
+library alone; knows no devices and no runs.
 """
 
 from __future__ import annotations

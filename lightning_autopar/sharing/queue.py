@@ -1,7 +1,7 @@
-"""Places in the queue of a host: runs that wait write down what they wait for, and everybody reads it.
+"""A run's place in the host's queue, as a file: a run that waits writes down what it waits for, and every run reads that.
 
-There is no server that calls the next: each waiting run looks by itself, at everybody's place and at the leases, and goes when it is its
-turn (``turn``). Knows devices by their ids and bytes; no plan.
+No server calls the next run: each one reads all places and leases, and starts when :mod:`.reservation` says that it is its turn. Knows
+devices by their ids and bytes; no plan.
 """
 
 from __future__ import annotations

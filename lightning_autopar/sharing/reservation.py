@@ -1,11 +1,9 @@
-"""What a run that can't start reserves: which devices, from when on, and whom it asks to make room. Pure but for one variable; of plans it
-knows what they take.
+"""What each waiting run reserves, whose turn it is, and what a run may take without delaying those ahead of it. Reads no file and no clock.
 
-Whose turn it is on a host: what the runs that wait leave of the devices to those behind them. Pure: no file, no clock, no plan.
-
-Every waiting run reserves what it wants of some devices from when it expects to start, and everybody computes the same from the same files.
-Whoever is behind may take what is free now and is neither reserved from some later moment on, nor given back by then (EASY backfill, Lifka
-1995, but for everybody ahead rather than the first alone, as conservative backfill has it: Mu'alem and Feitelson 2001).
+Every waiting run reserves what it wants of some devices from the moment it expects to start, and every run computes the same from the same
+files. A run further behind may take what is free now if nobody ahead has reserved it for later, or if it gives it back by then. This is
+EASY backfill (Lifka 1995), but for all runs ahead instead of the first alone, as in conservative backfill (Mu'alem and Feitelson 2001). Of
+plans it knows what they take.
 """
 
 from __future__ import annotations

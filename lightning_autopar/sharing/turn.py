@@ -1,4 +1,4 @@
-"""What a user says of waiting: how long, and how important the run is. It knows no queue.
+"""``Turn``: how long a user lets a run wait, and how important the run is. It knows no queue.
 
 No ``from __future__ import annotations`` here: jsonargparse reads the annotations as objects.
 """

@@ -1,8 +1,9 @@
-"""A run that can't start yet: it takes a place in the host's queue, looks whether it is its turn, and goes with its memory promised.
+"""Waits for a run that can't start yet: it takes a place in the host's queue until it is the run's turn, and comes back with its memory
+promised.
 
-There is no server. Each waiting run looks by itself, tells others what it reserves, and takes nothing that delays one ahead of it, nor what
-came free before those ahead have looked at it. The process that waits touches no GPU. Knows devices, leases and places; of plans only what
-they take (``decide``), and not how they are run.
+There is no server. Each waiting run looks by itself and says what it reserves. It takes nothing that would delay a run ahead, nor memory
+that came free before the runs ahead have looked at it. The process that waits touches no GPU. Knows devices, leases and places; of plans
+only what they take (``decide``), and not how they run.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Lightning's own single-file checkpoint under any plan: written whole by rank 0, read by every rank for its part.
+"""Lightning's own single-file checkpoint under any plan: rank 0 writes it whole, and each rank reads its own part.
 
-The file is an ordinary ``.ckpt``: plain Lightning reads it without this package. What the package adds (the loaders' positions and RNG
-states, for a resume in the middle of an epoch) lies under a key of its own, which plain Lightning passes over. Knows tensors and files, no
-plan.
-
-Checkpoints of a module whose ranks each have a part: one ordinary file, written by rank 0 and read by each rank no more than it needs.
-
-A mixin for what a Lightning strategy does about files; what a rank's part is, and how parts come together, is its subclasses' matter.
+The file is an ordinary ``.ckpt``, which plain Lightning reads without this package. The loaders' positions and random states, for a resume
+in the middle of an epoch, lie under a key of their own that plain Lightning ignores. The mixin does what a Lightning strategy does about
+files; its subclasses know what a rank's part is and how parts are joined. Knows tensors and files, no plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A rank's flat part of a tensor, as torch.distributed.checkpoint takes it: in rectangular chunks, so that nobody holds the whole tensor.
+"""A rank's flat part of a tensor, as torch.distributed.checkpoint takes it: in rectangular chunks, so that no rank holds the whole tensor.
 
-ZeRO partitions the elements of a tensor in the order of its memory, whatever its shape; DCP writes and reads boxes. A range of elements is
-few boxes: rows that are whole, and what is left of the first and the last one. Knows tensors, no plan and no ranks.
+ZeRO partitions a tensor's elements in memory order, whatever its shape, while torch.distributed.checkpoint writes and reads rectangles. A
+range of elements is a few rectangles: the whole rows, and what is left of the first and the last one. Knows tensors, no plan and no ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pickles in which what lies on a GPU comes out on the reader's own device.
+"""Pickles whose GPU tensors come out on the reader's own device.
 
-A pickle of torch's own names the GPU by its number, and whoever reads it puts the tensors there: on a GPU that another rank uses, or that
-the parent process must not touch. Knows tensors and pickles; no trainer and no run.
+torch's own pickles name the GPU by its number, and the reader puts the tensors there, which may be a GPU that another rank uses or that the
+parent process must not touch. Knows tensors and pickles; no trainer and no run.
 """
 
 from __future__ import annotations

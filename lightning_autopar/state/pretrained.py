@@ -1,10 +1,9 @@
-"""Weights of Hugging Face's files in a module, without a copy of them for each process.
+"""Loads weights from Hugging Face's files into a module without a copy for each process; and puts tensors without values in a module's
+places.
 
-Where a file has the wanted dtype, ``from_pretrained`` maps it: pages come as they are read, are the same for all processes, and go when
-memory is short. What is left to do is done here: what a load has to compute (another dtype, weights that the files lack) may be larger
-than memory, and a process that is to know the shapes alone must not be given weights. Knows transformers' loading; no plan, no ranks.
-
-Tensors without values in the places of a module's own, where another process or a file is to give them. Knows modules alone.
+Where a file has the wanted dtype, ``from_pretrained`` maps it: pages come as they are read, all processes share them, and the kernel drops
+them when memory is short. This module does the rest: what must be computed (another dtype, weights that the files lack) may be larger than
+memory, and a process that only needs the shapes gets no weights. Knows transformers' loading; no plan, no ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Room for what a rank puts together for a file, without holding it: tensors whose pages belong to a file that has no name.
+"""Tensors whose pages belong to a file without a name, in which a rank puts together what it writes, without holding it in memory.
 
-The kernel writes such pages out and takes them back when memory is short, so that they count against no budget; and they are handed back as
-soon as they have been written or read. Knows tensors and files; no plan, no ranks.
+The kernel writes such pages out and reads them back when memory is short, so they count against no budget. They are released as soon as
+they have been written or read. Knows tensors and files; no plan, no ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A snapshot: the training state at a step boundary, saved under one plan, loaded under any other.
 
-A folder: weights and optimizer states by torch.distributed.checkpoint, keyed by fully-qualified names, so that each rank writes and reads
-its own part (its shards, its range of elements, or what its stages use; what several ranks have alike is written once); beside them
-Lightning's own checkpoint dictionary without them. Knows tensors, files and the trainer, no plan.
+It is a folder. torch.distributed.checkpoint writes weights and optimizer states, keyed by fully-qualified names, so that each rank writes
+and reads its own part (its shards, its range of elements, or what its stages use); what several ranks have alike is written once. Beside
+them lies Lightning's checkpoint dictionary without weights and optimizer states. Knows tensors, files and the trainer, no plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a snapshot's tensors lie in files: as they lie in memory, so that a rank writes them without a detour and reads them in place.
+"""How a snapshot's tensors lie in files: as in memory, so that a rank writes them directly and reads them in place.
 
-torch.distributed.checkpoint plans who writes and reads what; its own files hold each tensor as ``torch.save`` makes it, which takes a copy
-more on the way back. Where there are files of a snapshot that nobody wants any more, their pages are written over: a run that moves waits
-for the kernel to find and clear new ones otherwise, which takes longer than the copy itself. Knows tensors and files, no trainer.
+torch.distributed.checkpoint plans who writes and reads what. Its own file format (``torch.save`` for each tensor) costs one more copy when
+reading. Files of snapshots that nobody needs any more are written over, as the kernel would take longer to find and clear new pages than
+the copy itself takes. Knows tensors and files, no trainer.
 """
 
 from __future__ import annotations

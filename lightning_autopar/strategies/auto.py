@@ -1,4 +1,5 @@
-"""AutoParallelStrategy: what a user hands to the Trainer. It checks its arguments, plans through its launcher, and steps aside.
+"""AutoParallelStrategy: what a user hands to the Trainer. It checks its arguments, plans by its launcher, and then leaves its place to the
+plan's engine.
 
 No ``from __future__ import annotations`` here: jsonargparse reads the annotations as objects.
 """

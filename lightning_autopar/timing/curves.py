@@ -1,8 +1,7 @@
-"""What was measured of a machine: seconds of single things by their size. Values and interpolation; it knows no operation and no device.
+"""Curves: measured seconds of single operations by their size, and the file that keeps them, one for each machine and set of versions.
 
-The cache of calibrations: one small JSON file for each machine and set of versions. It measures nothing, and imports no torch.
-
-A file that can't be read is left out with a warning, one that can't be written costs a run nothing.
+Values and interpolation: it knows no operation and no device, measures nothing and imports no torch. A file that can't be read is left out
+with a warning; one that can't be written costs a run nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Rates by data sheet: the catalogue's peaks, and what kernels reach of them in practice. It measures nothing.
+"""Rates from the data sheet: the catalogue's peaks, and how much of them kernels reach in practice; and the seconds of one GPU kernel.
 
-A GPU that the catalogue doesn't know counts as a slow one. Of CPU devices only a rough rule is known, which calibration replaces.
-
-Seconds of one GPU kernel by its kind and shape, from a catalogue's row. Arithmetic: it knows no plan, no links, and measures nothing.
-
-A matrix product is cut into tiles, each of which one multiprocessor works out by itself; what doesn't fill a tile or the last wave of tiles
-is lost ("Matrix Multiplication Background User's Guide", NVIDIA, "tile and wave quantization"). Everything else is a roofline: the longer
-of arithmetic at the rate that its kind reaches, and of bytes at the bandwidth that its kind reaches.
+A GPU that isn't in the catalogue counts as a slow one. For CPU devices there is only a rough rule, which calibration replaces. A matrix
+product is cut into tiles, each computed by one multiprocessor; what doesn't fill a tile or the last wave of tiles is lost ("Matrix
+Multiplication Background User's Guide", NVIDIA, "tile and wave quantization"). Every other kernel is a roofline: the longer of its
+arithmetic and its bytes, each at the rate that its kind reaches. It measures nothing; knows no plan and no links.
 """
 
 from __future__ import annotations

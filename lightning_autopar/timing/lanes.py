@@ -1,6 +1,6 @@
-"""Replicas and shards: when the gradients and parameters of a step cross the links, and what of it computing hides.
+"""Replicas and shards: when a step's gradients and parameters cross the links, and how much of that computing hides.
 
-DDP and FSDP2 are played part by part on two lanes: the device computes, the links carry one collective after the other. It knows no
+DDP and FSDP2 are played part by part on two lanes: the device computes, and the links carry one collective after the other. It knows no
 pipeline, and not how fast anything is.
 """
 

@@ -1,11 +1,10 @@
-"""Measured rates: what this machine was measured to take, and a data sheet for what wasn't measured. It measures nothing itself.
+"""Rates from measurements of this machine, and from a data sheet for what wasn't measured. It measures nothing itself.
 
-A curve's thing is an operation's name (``"gelu"``, ``"add_"``; seconds by bytes moved), ``"matmul/8"`` (of matrices whose smallest
-dimension is 8; seconds by the mean of the other two), ``"convolution"``, ``"depthwise"``, ``"one_position"``, ``"few_channels"``,
-``"attention"`` and ``"recurrent"`` with their ``"…_backward"`` (by FLOPs), a collective (by bytes), ``"issue/forward"`` and the like,
-``"loop/ddp"``, ``"unit"``, ``"call"``, ``"action"``, ``"host_copy"``, ``"adam"`` (by elements), ``"disk_write"``, ``"disk_read"``. How much
-slower several ranks are than one on the same cores is measured by two of them, ``"crowd/matmul"`` and ``"crowd/add"``, at each number of
-ranks.
+A curve is named by an operation (``"gelu"``, ``"add_"``; seconds by bytes moved), ``"matmul/8"`` (of matrices whose smallest dimension is
+8; seconds by the mean of the other two), ``"convolution"``, ``"depthwise"``, ``"one_position"``, ``"few_channels"``, ``"attention"`` and
+``"recurrent"`` with their ``"…_backward"`` (by FLOPs), a collective (by bytes), ``"issue/forward"`` and the like, ``"loop/ddp"``,
+``"unit"``, ``"call"``, ``"action"``, ``"host_copy"``, ``"adam"`` (by elements), ``"disk_write"``, ``"disk_read"``. Two of them,
+``"crowd/matmul"`` and ``"crowd/add"``, say for each number of ranks how much slower several ranks are than one on the same cores.
 """
 
 from __future__ import annotations

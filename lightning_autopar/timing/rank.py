@@ -1,4 +1,4 @@
-"""What a rank does by itself in one step: its parts' seconds, the update's, and what the host adds. It knows no collectives."""
+"""What a rank does by itself in one step: the seconds of its parts and of the update, and what the host adds. It knows no collectives."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What planning asks of whoever knows how fast devices are: a data sheet, or measurements. Data and a contract; it measures nothing.
+"""What planning asks of rates, whether they come from a data sheet or from measurements; and rates of devices that are slow for now.
 
-Rates of devices of which somebody knows that they are slow for now: each takes longer by its own slowdown. It measures nothing.
+Data and a contract; it measures nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What one rank computes: seconds of each part of a step on one device, by its operations. It knows no links and no schedule.
 
-A GPU runs its stream of kernels while the host issues the next ones: what counts is the longer of the two over the whole step. A CPU does
-both by itself, one after the other. Results are remembered by operations, share of the batch and kind of device, since blocks are alike and
-so are devices.
+A GPU runs its stream of kernels while the host issues the next ones: the longer of the two over the whole step counts. A CPU does one after
+the other. Results are cached by operations, share of the batch and kind of device, since blocks are alike and so are devices.
 """
 
 from __future__ import annotations

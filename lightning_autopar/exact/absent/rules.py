@@ -1,10 +1,8 @@
-"""Arguments of torch's operators: walked through, and put in words. Knows tensors only.
+"""What may be done with absent tensors: which functions need only a tensor's description and which read its values, and when values may be
+absent.
 
-What is allowed with holes in this process at the moment: to compute with them, and to write them into real tensors.
-
-Knows no tensors but by their ids.
-
-Torch's functions by what they need of a tensor: what describes it, what reads its values. Data only.
+It walks through the arguments of torch's operators and describes them in words. It also says whether code in this process may, for now,
+compute with absent tensors and write them into real ones. Knows tensors only.
 """
 
 from __future__ import annotations

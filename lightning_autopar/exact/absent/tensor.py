@@ -1,8 +1,8 @@
-"""Tensors that aren't here: a hole has the shape, type and device of a tensor that another stage has, and no values.
+"""Absent tensors: each has the shape, dtype and device of a tensor that another stage holds, and no values.
 
-Code that runs on holes gives holes, computed for their shapes alone. Whoever reads a hole's values gets an error that says what is missing:
-nothing can come out wrong unnoticed. A filled hole stands for the tensor that it was filled with. Knows tensors; nothing of modules, stages
-or recordings.
+Code that computes with absent tensors gets absent tensors, of the right shapes. Code that reads the values of one gets an error that names
+what is missing, so that no wrong number can come out unnoticed. An absent tensor that was provided with a real one stands for it. Knows
+tensors; nothing of modules, stages or recordings.
 """
 
 from __future__ import annotations

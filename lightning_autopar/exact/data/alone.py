@@ -1,6 +1,6 @@
-"""The user's data code as one device would run it: ``torch.distributed`` says that there is no process group.
+"""Runs the user's data code as on one device: ``torch.distributed`` tells it that there is no process group.
 
-A batch is cut for the ranks after it was made. A sampler or a data set that dealt samples out by itself would have them dealt out twice.
+Batches are cut for the ranks after they are made. A sampler or dataset that dealt samples out by rank itself would deal them out twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""How several ranks may make the batches of a loader: by their own samples, or whole, to be cut. Found out on some of its batches.
+"""Whether each rank may collate its own samples of a batch, or must collate the whole batch and cut it. Tried on some of a loader's
+batches.
 
-The whole batch's collation, cut into rows, is exact whatever the collate function does, but each rank loads all samples for it. Where that
-is dear, and the function makes each row of its sample alone as far as can be seen, ranks collate their own samples, and tell each other at
-every batch whether their parts have one shape. Knows batches; no module and no plan.
+Collating the whole batch and cutting its rows is exact whatever the collate function does, but every rank then loads all samples. Where
+that is expensive, and each row of the batch seems to depend on its own sample alone, ranks collate their own samples, and compare the
+shapes of their parts at every batch. Knows batches; no module and no plan.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""What a rank's loader collates of a batch: its own samples, or the whole batch, of which it keeps its rows. Runs in the loader's workers.
+"""What a rank's loader collates of a batch: its own samples, or the whole batch, of which it keeps its own rows. Runs in the loader's
+workers.
 
-Each gives ``(samples of the global batch, the rank's part)``. Knows a rank's share and a batch's rows; no loader, no Lightning.
+Both ways return ``(number of samples in the global batch, the rank's part)``. Knows a rank's share and a batch's rows; no loader, no
+Lightning.
 """
 
 from __future__ import annotations

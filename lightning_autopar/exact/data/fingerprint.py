@@ -1,4 +1,7 @@
-"""A batch's number: equal in every process for equal batches, and another one where batches differ. Knows batches alone."""
+"""A fingerprint of a batch: the same number in every process for equal batches, and another number for other batches.
+
+Knows batches alone.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One pass over an exact loader: the iterator that loads.
+"""One pass over an exact loader: the iterator that loads the batches.
 
-The record of it (``track``) outlives the iterator's workers: the loader keeps the one, Lightning drops the other.
+The record of the pass (``track``) outlives the iterator: the loader keeps the record, while Lightning drops the iterator and its workers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A rank's share of a global batch: which samples are its own, and how they are taken out of anything that can be sliced.
+"""A rank's share of a global batch: which samples are its own, and how to take them out of anything that can be sliced.
 
-Knows tensors and sequences; what batches are made of is the business of :mod:`.rows`.
-
-Who gets which sample of a batch: dealt out in turns that a plan names, evenly or not. Knows numbers only, no batch and no tensor.
+A plan deals samples out in turns, evenly or not. What batches are made of is the business of :mod:`.rows`. Knows numbers, tensors and
+sequences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The record of a pass over an exact loader, which a checkpoint is made of, and the random state that loaders resumed from one settle.
+"""The record of a pass over an exact loader, from which a checkpoint is made, and the random state that all resumed loaders share.
 
-Loads nothing, and knows no iterator.
+It loads nothing, and knows no iterator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The random states of a data loader's worker processes: told with each batch, and given to the workers of a loader that goes on.
+"""The random states of a loader's worker processes: sent with each batch, and restored in the workers of a loader that resumes.
 
-A loader that begins in the middle of an epoch has new workers, which torch seeds as at its start: a dataset that draws in them would
-draw the epoch's first numbers again. Knows workers and random states; no loader of ours, no rank.
+A loader that resumes in the middle of an epoch starts new workers, which torch seeds as at the epoch's start. A dataset that draws in its
+workers would then draw the epoch's first numbers again. Knows workers and random states; no loader of ours, no rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether the user's code throws a metric's value away (``self.accuracy(y, target)``): told by the code of the call that runs.
+"""Whether the user's code throws a metric's value away, as in ``self.accuracy(y, target)``. The code of the running call tells.
 
-Knows frames and metrics; nothing of what is exchanged. Where the code doesn't tell, the value counts as looked at.
+Where the code doesn't tell, the value counts as used. Knows frames and metrics; nothing of what is exchanged.
 """
 
 from __future__ import annotations

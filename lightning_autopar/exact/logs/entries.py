@@ -1,10 +1,8 @@
-"""What was logged, and how the values of a batch's parts, on ranks or one after the other, make the whole batch's.
+"""Logged values, and how the values of a batch's parts make the whole batch's, whether the parts ran on several ranks or one after the
+other.
 
-Knows Lightning's arguments of ``log`` and numbers; nothing of ranks, communication or a trainer.
-
-Lightning's result collections written to past ``self.log``: a local value taken back, and the whole batch's logged in its place.
-
-Knows what was logged, not how the ranks came to agree on it.
+It also writes to Lightning's result collections past ``self.log``: it takes a local value back and logs the whole batch's in its place.
+Knows the arguments of Lightning's ``log`` and numbers; nothing of ranks or of how they agreed on a value.
 """
 
 from __future__ import annotations

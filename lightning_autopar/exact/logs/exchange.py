@@ -1,10 +1,10 @@
-"""Bring together what ranks logged: one small collective, once it is known who logs what; with GPUs two, one of them on the host.
+"""Exchanges what the ranks logged: in one small collective once all ranks know what each logs, and in two, one of them on the host, with
+GPUs.
 
-Knows entries and a process group; nothing of a trainer, of what runs, or of where values go afterwards.
-
-Each rank sends a header (a hash of what it logged, how much) with its numbers: samples, values, and metrics' states. The first time that a
-combination of hashes comes up, ranks tell each other by name what they stand for; from then on the numbers are enough. With GPUs, values
-and states lie on the device, where no host reads them, and the header, which it must read, goes by the host.
+Each rank sends a header (a hash of what it logged, and how much) with its numbers: samples, values, and metrics' states. When a combination
+of hashes comes up for the first time, the ranks also send the names behind the hashes; from then on the numbers are enough. With GPUs,
+values and states stay on the device, and only the header, which the host must read, goes by the host. Knows entries and a process group;
+nothing of a trainer, of the step, or of what becomes of the values.
 """
 
 from __future__ import annotations

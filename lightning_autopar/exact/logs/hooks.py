@@ -1,7 +1,7 @@
-"""Where the user's code logs: the hooks around steps after which something may read what was logged, and ``log`` itself.
+"""The hooks in which the user's code logs, and after which something may read what was logged; and ``log`` itself.
 
-Knows Lightning's loops and modules; nothing of ranks, or of what becomes of the values. The module and the trainer are shadowed by instance
-attributes, which is undone by what each function returns.
+Instance attributes of the module and the trainer shadow their methods; what each function returns undoes that. Knows Lightning's loops and
+modules; nothing of ranks, or of what becomes of the values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""torchmetrics over the parts of a batch that is worked off one after the other, and over a pipeline's stages.
+"""torchmetrics over the parts of a batch that run one after the other, and over a pipeline's stages.
 
-Knows metrics and whose code runs; nothing of logging, nor of how ranks exchange a metric's states.
+Knows metrics and which code updates them; nothing of logging, nor of how ranks exchange a metric's states.
 """
 
 from __future__ import annotations

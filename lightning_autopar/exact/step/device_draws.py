@@ -1,4 +1,4 @@
-"""What a module built in host memory draws for its weights is drawn on the device: plain Lightning builds it there.
+"""Draws a module's initial weights on the device, although the module is built in host memory: plain Lightning builds it on the device.
 
 A GPU's generator gives other numbers than the host's from the same seed. Knows tensors and generators; no module and no plan.
 """

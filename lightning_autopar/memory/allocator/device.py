@@ -1,6 +1,6 @@
-"""One device while a step is played on it: what it holds, by name and category, in torch's allocator. Knows no plan and no tape.
+"""One device while a step is played on it: what it holds in torch's allocator, by name and category. Knows no plan and no tape.
 
-What is asked of it is written down, and reaches the allocator when it is settled: orders one after the other are played in one loop.
+Requests are noted first and reach the allocator together when they are settled, so that one loop plays all of them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Tensors on a CPU, treated as CUDA would treat its own. Knows torch; nothing of modules, ledgers or devices.
+"""Treats CPU tensors as CUDA would treat its own, down to the attention kernel that CUDA would pick. Knows torch; nothing of modules or
+ledgers.
 
 A step is traced on fake CPU tensors, as fake CUDA tensors need a build of torch for CUDA. What a step keeps depends on the kernels:
-autocast's casts, attention, dropout, normalisation, recurrent layers, optimizers. Each choice here is that of torch's own sources, named
-where it is made; those that a step met are told in sentences.
+autocast's casts, attention, dropout, normalisation, recurrent layers, optimizers. Each choice here follows torch's own sources, named where
+it is made, and those that a step met are reported in sentences. Most of it happens in torch's dispatcher, by kernels that are registered
+for a while, so that it holds however an operation is called: by user code under any name, from C++, and inside backward, where function
+modes are off.
 
-Most of it is done in torch's dispatcher, by kernels that are registered for a while: so it holds in whatever way an operation is called,
-from user code under any name, from C++, and inside of backward, where function modes are off.
-
-The attention kernel that CUDA would pick, for tensors on a CPU. Knows torch's operations; nothing of modules or memory.
-
-After ``aten/src/ATen/native/transformers/attention.cpp`` and ``cuda/sdp_utils.cpp`` (torch 2.13), for GPUs from Ampere on. Older ones have
-no flash kernel and take the memory-efficient one, which keeps the same. On Hopper and data-centre Blackwell cuDNN's comes first from cuDNN
-9.15.1 on (``check_prefer_cudnn_attention``), which torch's wheels have from 2.10 on.
+The attention kernel is picked as in ``aten/src/ATen/native/transformers/attention.cpp`` and ``cuda/sdp_utils.cpp`` (torch 2.13), for GPUs
+from Ampere on. Older ones have no flash kernel and take the memory-efficient one, which keeps the same. On Hopper and data-centre Blackwell
+cuDNN's comes first from cuDNN 9.15.1 on (``check_prefer_cudnn_attention``), which torch's wheels have from 2.10 on.
 """
 
 from __future__ import annotations

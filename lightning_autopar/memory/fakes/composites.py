@@ -1,8 +1,9 @@
-"""Composite operations that treat fakes otherwise than real tensors, as they treat real ones. Knows torch's operations and its dispatcher.
+"""Composite operations that torch runs differently on fake tensors: here they run as on real ones. Knows torch's operations and its
+dispatcher.
 
-Where a tensor may be a subclass's (``areAnyTensorSubclassLike``, ``aten/src/ATen/TensorSubclassLikeUtils.h``), some of torch's composites
-write into a new tensor instead of one of their own. Of fakes they would take one block more than of real tensors, and free it elsewhere.
-Here are those of forward. :mod:`.accumulation` has those of backward.
+Where an argument may be a tensor subclass (``areAnyTensorSubclassLike``, ``aten/src/ATen/TensorSubclassLikeUtils.h``), some of torch's
+composites write into a new tensor instead of one of their own. On fakes they would take one block more than on real tensors, and free it
+elsewhere. This module has those of forward, the tracker those of backward.
 """
 
 from __future__ import annotations

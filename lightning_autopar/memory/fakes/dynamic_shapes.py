@@ -1,6 +1,7 @@
-"""Operations whose output's shape depends on values, or that torch's fakes refuse: what they give, as fakes. Knows torch; nothing of steps.
+"""Operations whose output shape depends on values, or that torch's fakes refuse: their results, as fakes. Knows torch; nothing of steps.
 
-Each answer gets the :class:`.values.ShadowValues` that knows or guesses values. Of unknown ones the output is the largest that it can be.
+Each function gets the :class:`.shadow_values.ShadowValues` that knows or guesses values. Where the values are unknown the output has the
+largest possible shape.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the CPU's kernels take inside of one operation, which the trace can't see. Knows torch's operations; no ledger, no module, no plan.
+"""What the CPU's kernels allocate inside one operation, where the trace can't see it. Knows torch's operations; no ledger, no module, no
+plan.
 
-The tracker asks two tables, by operation: what a kernel takes while it runs, and how large an output is whose fake is empty or too small.
-What is said here was read from the profiler's memory events of torch 2.13, and from the kernels' sources in ``ATen/native``.
+The tracker asks two tables by operation: what a kernel takes while it runs, and how large an output is whose fake is empty or too small.
+The figures were read from the profiler's memory events of torch 2.13 and from the kernels' sources in ``ATen/native``.
 """
 
 from __future__ import annotations

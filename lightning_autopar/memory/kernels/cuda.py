@@ -1,6 +1,7 @@
-"""What CUDA's kernels take inside of one operation, which the trace can't see. Knows torch's operations; no ledger, no module, no plan.
+"""What CUDA's kernels allocate inside one operation, where the trace can't see it. Knows torch's operations; no ledger, no module, no plan.
 
-Read from torch's sources (2.13), named at each; what cuDNN takes is estimated, and told in a sentence. Compare :mod:`.scratch`.
+The figures were read from torch's sources (2.13), named at each. What cuDNN takes is estimated, and a sentence says so. :mod:`.cpu` is the
+same for the CPU.
 """
 
 from __future__ import annotations

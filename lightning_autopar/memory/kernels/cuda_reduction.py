@@ -1,7 +1,8 @@
-"""What a reduction on CUDA takes beside its output: a buffer through which blocks of threads hand on their sums. Knows no operation's name.
+"""The buffer that a reduction on CUDA takes beside its output, through which blocks of threads pass on their sums. Knows no operation's
+name.
 
-After ``setReduceConfig`` of ``aten/src/ATen/native/cuda/Reduce.cuh`` (torch 2.13). A bias's gradient, a sum over all rows, takes several
-times the bytes of what it sums, where there are many rows.
+After ``setReduceConfig`` of ``aten/src/ATen/native/cuda/Reduce.cuh`` (torch 2.13). The gradient of a bias, a sum over all rows, takes
+several times the bytes of its input where there are many rows.
 """
 
 from __future__ import annotations

@@ -1,21 +1,13 @@
-"""What convolutions take inside of one operation on a CPU: they are run once, on few samples, under the profiler. Knows shapes; no ledger.
+"""What convolutions, half-precision products and LSTMs allocate inside one operation on a CPU. Knows shapes; no ledger, no module.
 
-oneDNN has dozens of kernels, and chooses by instruction set, threads, layout and each of a convolution's numbers; which of them copy input,
-weight or output to a layout of their own, and which go through columns, no formula tells for more than the shapes it was read from. The
-kernels themselves tell it exactly. What a few samples take is carried on to the batch by the line through two numbers of them, where
-running the whole batch would take long (``benchmarks/convolutions.py`` says how well).
+Convolutions and products are run once, on few samples, under the profiler. oneDNN has dozens of kernels, and chooses by instruction set,
+threads, layout and every size of the operation; which of them copy a tensor to a layout of their own no formula tells. A line through two
+numbers of samples gives the batch's bytes, where running the whole batch would take long (``benchmarks/convolutions.py`` says how well).
+Products go to oneDNN where the CPU has instructions for them; it packs both matrices into buffers of tens of kilobytes to 1.5 MB a thread.
 
-What oneDNN's LSTM takes and keeps on a CPU. Knows shapes; no ledger, no module.
-
-The layout of the workspace and of the scratchpad is that of oneDNN's ``src/cpu/rnn/rnn_utils.cpp`` (``set_offsets``) and ``.hpp``
-(``set_workspace_sizes``): buffers on pages of 4096 bytes, rows of whole cache lines that aren't multiples of 256 elements. To the byte
-for torch 2.13's.
-
-What products of matrices in half precision take inside of one operation on a CPU: they are run once. Knows shapes; no ledger.
-
-Where the CPU has instructions for them, torch gives them to oneDNN, which packs both matrices into buffers of a size that its blocking
-bounds: some tens of kilobytes to one and a half megabytes a thread, whatever the matrices' own size; of many products each thread works on
-one. Which instructions there are it knows best itself.
+LSTMs are computed: workspace and scratchpad follow oneDNN's ``src/cpu/rnn/rnn_utils.cpp`` (``set_offsets``) and ``.hpp``
+(``set_workspace_sizes``): buffers on pages of 4096 bytes, rows of whole cache lines that aren't multiples of 256 elements. To the byte for
+torch 2.13's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Small JSON files in the user's cache folder: replaced as a whole, so that runs beside each other can't spoil one. Knows no content.
+"""Small JSON files in the user's cache folder. Each is replaced as a whole, so that runs at the same time can't spoil one. Knows no
+content.
 
-What can't be written costs a run nothing; of two that write together one may be forgotten.
+A failed write costs a run nothing. Of two runs that write at the same moment, one may be lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Residuals: what earlier runs of a module were measured to take beside what was predicted, and how that corrects the next prediction.
+"""What earlier runs of a module took beside what was predicted, and how that corrects the next prediction.
 
 Values and arithmetic: it reads no file and knows no run. :mod:`lightning_autopar.memory.learned.records` keeps the records.
 """

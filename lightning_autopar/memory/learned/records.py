@@ -1,8 +1,7 @@
-"""The cache of residuals: one small JSON file for each module, precision and set of versions, in the user's cache folder.
+"""The file of records of earlier runs' memory: one JSON file for each module, precision and set of versions, in the user's cache folder.
 
-What can't be read or written costs the run nothing. Knows nothing of how records are used.
-
-A module's identity as far as memory goes: its structure and its code, not its values.
+A module is identified by its structure and code, not by its weights. A failed read or write costs a run nothing. Knows nothing of how
+records are used.
 """
 
 from __future__ import annotations

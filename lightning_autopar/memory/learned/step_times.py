@@ -1,10 +1,9 @@
-"""Step times: how long runs' steps took beside what was predicted, and the factors that correct the next prediction.
+"""How long steps of earlier runs took beside what was predicted, the factors that correct the next prediction, and the file of these
+records.
 
-Values and arithmetic: it reads no file and knows no run. What is corrected is what plans share, computing and links, by the same factors
-for all of them. A run says as much about plans that never ran as about its own: having run makes no plan look slower or faster. Runs that
-somebody disturbed aren't kept (:func:`disturbance`).
-
-The cache of step times: one small JSON file for each machine and set of versions. Knows nothing of how records are used.
+Computing and links are corrected, by the same factors for all plans: a run says as much about plans that never ran as about its own, so
+that having run makes no plan look slower or faster. Runs that somebody disturbed aren't kept (:func:`disturbance`). There is one JSON file
+for each machine and set of versions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One step of a LightningModule, called as Lightning's loops would call it, without them. Knows Lightning; nothing of fakes or memory.
+"""One step of a LightningModule, called as Lightning's loops would call it, without the loops. Knows Lightning; nothing of fakes or memory.
 
-The module may be a fake copy: nothing here reads a tensor's value. No logger is called, no file written, and the trainer isn't changed.
-
-The trainer as a rehearsed module sees it: reads pass through, nothing is written, logged or communicated. Knows Lightning's names.
+The module may be a fake copy: nothing here reads a tensor's value. The module sees a view of its trainer: reads pass through, and nothing
+is written, logged or communicated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a training step does with the module's parameters besides calling the modules that hold them. Knows torch; no engine, no plan.
+"""What a training step does with parameters besides calling the modules that hold them. Knows torch; no engine, no plan.
 
-Engines that take a module apart have a parameter whole while its module runs. Code that takes parameters by themselves (a weight in the
-loss, an average of another network's weights, a hook) sees something else there, and this says which code does. It is told on the traced
-step, under fake tensors, so that a module's size doesn't matter.
+Engines that take a module apart have a parameter whole only while its module runs. Code that uses a parameter elsewhere (a weight in the
+loss, an average of another network's weights, a hook) would see a part of it. This module finds such code in the traced step, under fake
+tensors, so that a module's size doesn't matter.
 """
 
 from __future__ import annotations

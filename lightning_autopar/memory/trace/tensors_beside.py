@@ -1,5 +1,7 @@
-"""What a run holds beside a module's own parameters and buffers: copies that callbacks keep, tensors in plain attributes, optimizers' later
-state. Knows Lightning's callbacks and torch's optimizers; nothing of fakes or ledgers.
+"""What a run holds besides the module's parameters and buffers: callbacks' copies, tensors in attributes, and optimizer state that comes
+later.
+
+Knows Lightning's callbacks and torch's optimizers; nothing of fakes or ledgers.
 """
 
 from __future__ import annotations

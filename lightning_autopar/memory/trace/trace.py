@@ -1,12 +1,9 @@
-"""A LightningModule's step under fake tensors → Footprint. Knows Lightning modules and torch; nothing of devices, plans or strategies.
+"""Traces a LightningModule's step under fake tensors, which gives its footprint. Knows Lightning modules and torch; nothing of devices or
+plans.
 
-Meant for a forked child (``_fork.run_forked``): the user's code runs here. The module that is passed in stays as it is all the same.
-
-Method: a deep copy whose tensors are fake; its own hooks and ``configure_optimizers``; two steps (the first has no optimizer state), the
-second one counted. Against the CPU's real peak the error is below 1 % for most architectures; what most kernels take inside of one
-operation stays unseen.
-
-What a Trainer's ``precision`` means to the types of a step. Knows no module.
+Meant for a forked child (``_fork.run_forked``), as it runs the user's code. The module that is passed in isn't changed all the same. A deep
+copy gets fake tensors, its own hooks and ``configure_optimizers`` run, and so do two steps, of which the second is counted: the first has
+no optimizer state. The Trainer's ``precision`` gives the dtypes. Against the CPU's real peak the error is below 1 % for most architectures.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What a step's tensors take, operation by operation: a ledger of live storages and its tape. Knows torch; no Lightning, module, or plan.
+"""What a step's tensors take, operation by operation: a ledger of live storages and its tape. Knows torch; no Lightning, module or plan.
 
-A constant amount of work an operation, unlike ``torch.distributed._tools.MemTracker``, which walks every module (1 to 4 s a step of a 124M
-model against 0.7 s) and stumbles over frozen parameters.
-
-What autograd writes in place, and does not while a mode looks on. Knows torch's autograd; no ledger, no module.
+Each operation costs a constant amount of work, unlike ``torch.distributed._tools.MemTracker``, which walks every module (1 to 4 s a step of
+a 124M model against 0.7 s) and fails on frozen parameters. Autograd adds gradients in place only while no mode is active; here they are
+counted as added in place.
 """
 
 from __future__ import annotations

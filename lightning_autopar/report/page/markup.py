@@ -1,6 +1,6 @@
-"""HTML and inline SVG from values: elements, pages and fragments. What isn't markup already is escaped here, and nowhere else.
+"""HTML and inline SVG from values: elements, pages and fragments. This module alone escapes what isn't markup.
 
-Knows neither reports nor runs, nor how anything looks: that is :mod:`page_style`.
+It knows neither reports nor runs, nor how anything looks: that is :mod:`.style`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The page's memory: a bar for each device by category against what may be used, the same as a table, and the footprint by layer.
+"""The page's section on memory: a bar for each device by category against its budget, the same as a table, and the footprint by layer.
 
-It reads a report, and must not know how a prediction was made.
-
-What each device of a plan holds, as the bars that every picture of a report draws. Draws nothing itself.
+It reads a report, and must not know how a prediction was made. Its bars are the ones that every picture of a report draws.
 """
 
 from __future__ import annotations

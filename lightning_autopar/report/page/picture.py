@@ -1,7 +1,7 @@
-"""Figures as one SVG file that needs nothing but itself, in the colours of a light page: for documents, talks and notebooks.
+"""Figures as one self-contained SVG file in the colours of a light page, for documents, talks and notebooks.
 
-Knows no report: what is drawn is :mod:`page_figure`'s, the same as on the page. An SVG wraps no text and makes no room by itself, so that
-places are reckoned here, by a guess at how wide words are that is on the wide side.
+What is drawn comes from :mod:`.figure`, as on the page; this module knows no report. SVG neither wraps text nor makes room for it, so
+places are computed here from a generous guess at the width of words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page's table: every candidate, those that fit first, each with what speaks for or against it to be opened.
+"""The page's list of every candidate, those that fit first. Each opens to show what speaks for or against it.
 
 It reads a report, and must not know how plans are found.
 """

@@ -1,6 +1,6 @@
-"""The report as one HTML page that needs nothing but itself: the chosen plan and why, memory, a step, every candidate, the footprint.
+"""The report as one self-contained HTML page: the chosen plan and its reasons, memory, a step, every candidate, the footprint.
 
-It reads a report, and must not know how it came about. Everything is drawn with inline SVG, and there is no script in it.
+It reads a report, and must not know how it was made. All drawings are inline SVG, and the page has no script.
 """
 
 from __future__ import annotations

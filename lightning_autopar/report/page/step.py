@@ -1,8 +1,6 @@
-"""The page's step: what each rank does and when, with what it waits, and where the seconds go.
+"""The page's section on the step: what each rank does and when, what it waits for, and where the seconds go.
 
-It reads a report and the spans of :mod:`timeline`, and must not know how seconds are predicted.
-
-What each rank does in one step, as spans of time: what a picture of a plan draws. It predicts by the same step as the seconds do.
+It draws spans of time, which come from the same step as the predicted seconds. It must not know how seconds are predicted.
 """
 
 from __future__ import annotations

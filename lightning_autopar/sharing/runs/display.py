@@ -1,7 +1,7 @@
-"""What one call of the trainer shows of itself on its host, from its planning to its end, whatever kind of run it is.
+"""What one call of the trainer shows of itself on its host, from planning to its end, whatever kind of run it is.
 
-A run is never the worse for it: what can't be shown costs a warning. Only the process that planned shows anything; of those that a launcher
-started, the first. Knows decisions and what was promised; where it is shown ``run_files`` knows, how far the run has come ``progress``.
+A failure to show something costs a warning, never the run. Only the process that planned shows anything; of processes that a launcher
+started, the first one. Knows decisions and promises; ``status`` knows where it is shown, ``progress`` how far the run has come.
 """
 
 from __future__ import annotations

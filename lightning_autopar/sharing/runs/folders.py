@@ -1,8 +1,8 @@
-"""Folders of runs in a place that all users share: whose they are, whether their run is alive, and files in them that are whole.
+"""Folders of runs in a place that all users share: their owners, whether their run is alive, and files in them that are never half written.
 
-A run's folder has a lock that the kernel lets go of however its process dies; its user alone can open that. In such a place anybody can
-make a folder of any name, so one is this user's only if the file system says so, and another user's files are read as anybody's might be.
-Needs the standard library alone; doesn't know what the files say.
+A run's folder has a lock that only its user can open, and that the kernel releases however the process dies. In such a place anybody can
+make a folder of any name, so the file system decides whose it is, and another user's files are read with distrust. Needs the standard
+library alone; doesn't know what the files say.
 """
 
 from __future__ import annotations

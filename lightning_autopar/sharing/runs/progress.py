@@ -1,6 +1,6 @@
-"""How far a run has come, told by the process that trains to the one that shows it: some numbers in memory that both share.
+"""How far a run has come, passed from the process that trains to the one that shows it, in a few numbers of shared memory.
 
-Made before any fork. The process that trains writes seldom, and reads a clock at each batch; nothing here waits for anything. Knows the
+The memory is made before any fork. The process that trains reads a clock at each batch and writes seldom; it never waits. Knows the
 trainer's counters; doesn't know who shows them, nor where.
 """
 

@@ -1,13 +1,10 @@
-"""The runs of this host as other processes see them: ``runs()`` lists this user's, ``everyones_runs()`` all; ``ask()`` and ``yield_run()``
-ask one of this user's for something.
+"""The runs of this host as other processes see them: listed (``runs()``, ``everyones_runs()``), asked (``ask()``, ``yield_run()``) and
+ended (``cancel()``).
 
-Nothing here waits for a run, which may be stopped or hang: a request is a file that lies there until it is taken. Needs the standard
-library alone (and psutil, for workers and other users' processes), so that the command line starts at once. Knows no plan and no trainer.
-
-Ending a run of this user's from another process, as Ctrl-C in its terminal does: ``cancel()``.
-
-By a signal to the very process that the run has shown, which a number alone may not be any more. Needs the standard library alone (and
-psutil, for workers' numbers). Knows no plan and no trainer.
+Nothing here waits for a run, which may be stopped or hang: a request is a file that lies there until the run takes it. ``cancel()`` sends a
+signal, as Ctrl-C in the run's terminal would, and first checks that the number still means the process that the run has shown. Needs the
+standard library alone (and psutil, for workers and other users' processes), so that the command line starts at once. Knows no plan and no
+trainer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a run shows on its host and listens to: small files in a folder of its user's. All may read its status, its user alone the rest.
+"""A run's status and its requests, as small files in a folder of its user's. All may read the status; the rest is its user's alone.
 
-The run's main process opens the folder, shows its status there and takes requests; other processes list runs, and those of the same user
-ask them (``run_requests.py``). Needs the standard library alone. Knows no plan, no trainer, no device: what it passes on are words and
-numbers.
+The run's main process opens the folder, writes its status there and takes requests; other processes list runs, and those of the same user
+send requests (:mod:`.requests`). Needs the standard library alone. Knows no plan, no trainer and no device: it passes on words and numbers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Processes of a sweep: each a group of its own, none of which outlives the sweep, however that ends. Knows no plans.
+"""Processes of a sweep: each leads a group of its own, and none outlives the sweep, however that ends. Knows no plans.
 
-Two things see to that. The kernel sends the group's leader SIGTERM when this process dies, and :mod:`keeper`, a process of its own, ends
+Two things ensure that. The kernel sends the group's leader SIGTERM when this process dies, and :mod:`.keeper`, a process of its own, ends
 whole groups when its pipe from here closes.
 """
 

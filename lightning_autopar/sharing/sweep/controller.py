@@ -1,6 +1,6 @@
-"""Runs a sweep: starts each run on the devices that a schedule gives it, and schedules the rest anew whenever one ends.
+"""Runs a sweep: starts each run on the devices that the schedule gives it, and schedules the rest anew whenever one ends.
 
-It knows processes, their files and what they show of themselves; how they are shown to people, and what a plan is, others know.
+It knows processes, their files and what they show of themselves; not how that is shown to people, nor what a plan is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How each run of a sweep could run: its script goes up to ``fit`` in a process of its own, as ``lightning-autopar plan --json`` does.
+"""How each run of a sweep could run: its script runs up to ``fit`` in a process of its own, as ``lightning-autopar plan --json`` does.
 
-Keeps what it found in the sweep's folder. Places nothing.
+It keeps what it found in the sweep's folder, and places nothing.
 """
 
 from __future__ import annotations

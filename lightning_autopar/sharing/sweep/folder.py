@@ -1,4 +1,4 @@
-"""A sweep's folder: what is done, what was planned, which devices each run may use, and its log. One sweep at a time uses it."""
+"""A sweep's folder: finished runs, their plans, the devices that each run may use, and the log. One sweep at a time uses it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""What a sweep's schedule is made of: devices, jobs with the ways in which each may run, and where each is put.
+"""What a sweep's schedule is made of: devices, jobs, the options by which each job may run, and where each job is put.
 
-Plain values. Knows no model, no report and no process: how a way's seconds and bytes came to be is somebody else's.
-
-A plan's report, as ``lightning-autopar plan --json`` prints it, made into the ways in which its run may be placed.
-
-A report names particular devices; a way may have any others of the same kinds that are linked as well. Knows JSON's values, no process.
+The options come from a plan's report, as ``lightning-autopar plan --json`` prints it. A report names particular devices; an option may use
+any others of the same kinds that are linked as well. Plain values: knows no model, no process, and not how seconds and bytes were
+predicted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ends process groups when the process that names them is gone, however it died. A program of its own; standard library alone.
 
-It reads lines on standard input, ``+12345`` for a group that is to be ended and ``-12345`` for one that is over, and waits for the end of
-the input, which the kernel brings about even where the other side was killed.
+It reads lines from standard input: ``+12345`` names a group to end, ``-12345`` one that is over. At the end of the input it ends the named
+groups; the kernel closes the input even where the other side was killed.
 """
 
 from __future__ import annotations

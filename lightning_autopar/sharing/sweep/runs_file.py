@@ -1,6 +1,6 @@
-"""The runs of a sweep as somebody lists them: a YAML file, a text file with a command a line, or the commands themselves.
+"""The list of a sweep's runs: a YAML file, a text file with one command a line, or commands on the command line.
 
-Starts nothing and knows no devices.
+It starts nothing and knows no devices.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Put jobs on devices so that the last is over soonest: which way each takes, on which devices, in which order.
+"""Puts jobs on devices so that the last one ends soonest: by which option each runs, on which devices, in which order.
 
-The problem (moldable jobs on a few devices) is NP-hard. Here allotments that are good for some deadline (J. Turek, J. L. Wolf, P. S. Yu:
-Approximate algorithms for scheduling parallelizable tasks, SPAA 1992) are listed longest first, and the best lists are then improved by
-annealing, as Saturn (K. Nagrecha, A. Kumar, VLDB 2023) leaves to a solver. Small cases are compared with the best schedule there is
-(``benchmarks/sweep_exact.py``). The same jobs on the same devices give the same schedule.
-
-List scheduling: jobs in an order, each in a way that was chosen for it, each as early as its devices are free.
-
-For devices that are alike the best schedule of all is among these (of the order in which it starts its jobs, and of its ways).
-It chooses neither the order nor the ways: ``sweep.py`` does.
+The problem (moldable jobs on a few devices) is NP-hard. Allotments that are good for some deadline (J. Turek, J. L. Wolf, P. S. Yu:
+Approximate algorithms for scheduling parallelizable tasks, SPAA 1992) are listed longest first, and annealing improves the best lists,
+where Saturn (K. Nagrecha, A. Kumar, VLDB 2023) uses a solver. A list is scheduled job by job, each as early as its devices are free; on
+equal devices the best schedule of all is such a list. ``benchmarks/sweep_exact.py`` compares small cases with the best schedule. Equal jobs
+on equal devices give the same schedule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""At a sweep's end nothing waits any more, and devices fall idle: which of the runs that can move should have them. Pure."""
+"""The end of a sweep, when no run waits any more and devices fall idle: which of the runs that can move should get them. Reads nothing."""
 
 from __future__ import annotations
 

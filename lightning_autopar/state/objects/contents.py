@@ -1,6 +1,6 @@
-"""What a Python object is to those who carry its changes: of which kind, what it holds, and whether that is what it was.
+"""What kind a Python object is, what it holds, and whether that has changed: what those need who carry its changes.
 
-Knows no survey and no pickle that objects are written into, and nothing of Lightning.
+Knows no survey, no pickle that objects are written into, and nothing of Lightning.
 """
 
 from __future__ import annotations

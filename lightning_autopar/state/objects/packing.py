@@ -1,11 +1,8 @@
-"""Changed objects packed in one process, for another that was forked from the same parent, where the user's code ran anew.
+"""Packs changed objects for another process that was forked from the same parent and in which the user's code ran anew.
 
-Objects from before the fork are numbers, as in :mod:`objects`. An object that came later is packed with the place where it was found, so
-that the other process can look for its own one there. Knows nothing of Lightning.
-
-What a parcel is: a pickle of changed objects with the places where they were found, and a file beside it with their tensors and arrays.
-
-Who packs it (:mod:`packing`) and who unpacks it (:mod:`unpacking`) agree on it here. Knows nothing of Lightning.
+A parcel is a pickle of changed objects, with the places where they were found, and a file of their tensors and arrays; :mod:`.unpacking`
+reads it. Objects from before the fork are numbers in it. A later object comes with its place, so that the other process can look for its
+own object there. Knows nothing of Lightning.
 """
 
 from __future__ import annotations

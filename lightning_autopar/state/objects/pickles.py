@@ -1,6 +1,6 @@
-"""Pickles in which objects that two processes both have are numbers or names, and local functions travel by value.
+"""Pickles in which objects that both processes have are numbers or names, and in which local functions travel by value.
 
-Knows what stands for an object, not who surveyed them; nothing of Lightning.
+Knows what stands for an object, not who surveyed it; nothing of Lightning.
 """
 
 from __future__ import annotations

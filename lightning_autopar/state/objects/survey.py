@@ -1,8 +1,8 @@
-"""What a run changed in Python objects: found in a forked worker, done again in the parent on the parent's own objects.
+"""Finds what a run changed in Python objects in a forked worker, and makes the same changes to the parent's own objects.
 
-A fork leaves every object where it is, so an object that was there before has the same number on both sides. Those that can change
-(containers, instances, tensors, generators) are surveyed before the fork; afterwards the worker sends what differs, in which an object from
-before is only its number. Identity, aliases and objects that can't be pickled survive that way. Knows nothing of Lightning.
+A fork leaves every object at its address, so an object from before the fork has the same number on both sides. Objects that can change
+(containers, instances, tensors, generators) are surveyed before the fork. Afterwards the worker sends what differs, and names objects from
+before by their numbers. So identity, aliases and objects that can't be pickled survive. Knows nothing of Lightning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Changed objects unpacked in a process that was forked from the same parent as the one that packed them, where the user's code ran anew.
+"""Unpacks changed objects in another process that was forked from the same parent, and in which the user's code ran anew.
 
-Where this process has an object of the packed one's kind in the place that one was found in, made by the same code, it takes over the
-packed one's contents, so that whoever else refers to it here (a loader, a hook) sees them. Knows nothing of Lightning.
+Where this process has an object of the same kind in the same place, made by the same code, it takes over the packed object's contents, so
+that others that refer to it here (a loader, a hook) see them. Knows nothing of Lightning.
 """
 
 from __future__ import annotations

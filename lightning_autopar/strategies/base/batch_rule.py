@@ -1,4 +1,4 @@
-"""What the user's batch is to several devices: the strategy's argument ``batch``, with all that belongs to it.
+"""The strategy's argument ``batch``: whether the user's batch is the global batch or each device's, and the settings that belong to it.
 
 No ``from __future__ import annotations`` here: jsonargparse reads the annotations as objects.
 """

@@ -1,4 +1,4 @@
-"""A worker's exception on its way to the parent. Knows exceptions and their pickles; knows no process and no run."""
+"""Carries a worker's exception to the parent. Knows exceptions and their pickles; no process and no run."""
 
 from __future__ import annotations
 

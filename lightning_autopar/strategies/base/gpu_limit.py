@@ -1,15 +1,15 @@
-"""How much of a GPU a process may take: what its run was promised, a slack beside that, and more once it has asked; never unasked.
+"""How much of a GPU a process may take: its lease, slack beside it, and more once it has asked for more. It never takes memory without
+asking.
 
-What a lease holds is settled here. A run asks for what its plan is predicted to need with the footprint's margin, and its allocator is
-capped there. A prediction that is some per cent too low must not end it: memory peaks inside the first step, when nobody can ask any more.
-So each process asks for a slack at once, which it gets where nobody else has been promised that memory. When some steps are measured, the
-slack is given back but for what they are short of; the prediction itself is kept, as a validation or a longer batch may still need it.
-Where nobody else is on the device, the slack is all that the run may come to have, until its steps are known or somebody else comes: cuDNN
-tries its kernels out, and batches have several lengths, in the middle of a step.
-Where the allocator comes near its cap, more is asked for between two steps. What isn't granted isn't taken: then the run stays under its
-cap, and what goes beyond it is its own out-of-memory.
+A run's lease is what its plan is predicted to need with the footprint's margin, and its allocator is capped there. A prediction that is
+some per cent too low must not end the run: memory peaks inside the first step, when nothing can be asked for. So each process asks for
+slack at once, and gets it where nobody else has that memory promised. After some measured steps it returns the slack that they didn't need;
+it keeps the prediction, as a validation or a longer batch may need it. On a device without other runs, the slack is all that the run may
+come to need, until its steps are known or another run comes: cuDNN tries kernels, and batches differ in length, in the middle of a step.
 
-A process asks for itself. Its lease stands beside its run's, and what it has taken counts once (:mod:`lightning_autopar.sharing.ledger`).
+Where the allocator comes near its cap, the process asks for more between two steps. What isn't granted isn't taken: the run stays under its
+cap, and a step that needs more runs out of memory by itself. Each process asks for itself. Its lease stands beside its run's, and memory
+that it has taken counts once (:mod:`lightning_autopar.sharing.ledger`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The user's optimizer on tensors in host memory: the same object and the same numbers, by torch's vectorised kernels where it has them.
+"""Runs the user's optimizer on tensors in host memory: the same object with the same results, by torch's vectorised kernels where it has
+them.
 
-It doesn't know who offloads (ZeRO or FSDP), nor how parameters and gradients come to the host.
+It doesn't know which engine offloads, nor how parameters and gradients come to the host.
 """
 
 from __future__ import annotations

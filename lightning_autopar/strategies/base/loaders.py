@@ -1,10 +1,7 @@
-"""A trainer's loaders under a plan: made exact where the plan asks for it, and those that a batch came from.
+"""A trainer's loaders under a plan: made exact where the plan asks for it; and predictions of all ranks, put into the user's order.
 
-Knows what the ranks share of the order, not what they do with a batch.
-
-Predictions of all ranks put together in the user's order.
-
-Knows which rank predicts which batches, not how they come to this process.
+Knows how the ranks share the order and which rank predicts which batches; not what they do with a batch, nor how predictions reach this
+process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What a rank really used: seconds a step, and bytes on its device by what holds them. Knows nothing of predictions.
-
-Which tensors a rank's engine holds, by what they are: on its device, and in host memory what its plan offloads.
-
-Knows engines' ways to hold them; measures nothing.
-"""
+"""Measures a rank: seconds a step, and bytes on its device and in host memory by what holds them. Knows nothing of predictions."""
 
 from __future__ import annotations
 

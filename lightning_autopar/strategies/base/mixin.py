@@ -1,7 +1,7 @@
-"""What every engine adds to Lightning's own strategy: the global batch split exactly, and a record of what ran.
+"""EngineMixin: what every engine adds to Lightning's own strategy, which is the exact split of the global batch and a record of what ran.
 
-A mixin, placed before the Lightning strategy in an engine's bases. It knows the plan and the batch's shares; it doesn't know how a plan was
-found, and it never touches how the Lightning strategy itself runs or shards the module.
+It stands before the Lightning strategy in an engine's bases. It knows the plan and the batch's shares; it doesn't know how a plan was
+found, and never changes how the Lightning strategy runs or shards the module.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""How a run came to the plan that it is under now, for whoever logs it in a worker: the agent says from what to what and why.
+"""What loggers get of a run's plans: hyperparameters, numbers for those who ask, and how the run came from plan to plan.
 
-When and at which step a change was over only the new plan's workers know; rank 0 notes it in the run's folder, which outlives them.
-Knows no logger.
-
-What loggers get of a plan: hyperparameters, always, and numbers for whoever asks for them. It calls no logger.
-
-Hyperparameters name the plan that a run begins with, once; a run that moves tells of that by numbers (``callbacks/monitor.py``), since
-some loggers refuse a hyperparameter that changes.
+Hyperparameters name the first plan, once, as some loggers refuse one that changes; later plans are logged as numbers
+(``callbacks/monitor.py``). The agent says from which plan to which and why. At which step a change was over only the new workers know; rank
+0 writes it in the run's folder, which outlives them. Calls no logger.
 """
 
 from __future__ import annotations

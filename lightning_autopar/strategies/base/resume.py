@@ -1,9 +1,10 @@
-"""Going on exactly where a checkpoint was saved: what plain Lightning's file has no place for, and what its loops get wrong.
+"""Resumes exactly where a checkpoint was saved: it adds what plain Lightning's file has no place for, and corrects what Lightning's loops
+get wrong.
 
-A checkpoint saved after a step, in ``on_train_batch_end``, is one before the validation that may be due and before the epoch's end. Plain
-Lightning leaves both out when it goes on from there, begins the epoch's means anew and doesn't step a plateau scheduler at that epoch's end
-(Lightning 2.6, ``_TrainingEpochLoop.reset``, ``advance``, ``_FitLoop.reset``, ``on_advance_end``). What is needed for better lies in the
-file under a key of its own, which plain Lightning passes over. Knows Lightning's loops and the loaders; no plan and no shards.
+A checkpoint saved after a step, in ``on_train_batch_end``, comes before the validation that may be due and before the epoch's end. Plain
+Lightning leaves both out when it resumes there, begins the epoch's means anew and doesn't step a plateau scheduler at that epoch's end
+(Lightning 2.6, ``_TrainingEpochLoop.reset``, ``advance``, ``_FitLoop.reset``, ``on_advance_end``). The additions lie in the file under a
+key of their own, which plain Lightning ignores. Knows Lightning's loops and the loaders; no plan and no shards.
 """
 
 from __future__ import annotations

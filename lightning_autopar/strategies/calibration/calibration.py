@@ -1,9 +1,8 @@
-"""Calibration of this machine: which measurements are missing, and how each is made in a process of its own under a time limit.
+"""Calibrates this machine: finds which measurements are missing, and makes each in a process of its own under a time limit.
 
-The parent touches no GPU and runs no operation; what a measurement does to its process stays there. What fails is left to the data sheet,
-and isn't tried again for a week. Of GPUs one of each model is measured, and all idle ones of a model together, whatever their number: what
-is found out counts for every GPU of that model and every group that is linked alike. Knows the inventory and the cache; nothing of modules
-and of plans' choice.
+The parent touches no GPU and runs no operation. A measurement that fails is replaced by the data sheet, and tried again after a week. Of
+each model of GPU one is measured alone, and all idle ones together; the results count for every GPU of that model and every group that is
+linked alike. Knows the inventory and the cache; nothing of modules, nor of how plans are chosen.
 """
 
 from __future__ import annotations

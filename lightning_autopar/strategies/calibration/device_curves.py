@@ -1,10 +1,8 @@
-"""What is measured of one device: operations at several sizes, and how long each takes there. Knows torch; no planning, no other rank.
+"""Measures one device: operations at several sizes, and what it costs the host to issue an operation. Knows torch; no planning, no other
+rank.
 
-It runs in a forked child, on a device that this process alone uses, and changes nothing outside of it.
-
-What it costs the host to issue an operation: steps of a model so small that there is nothing else to do. Knows torch; no planning.
-
-A clock for measuring operations: of the processor where that is what counts, of the wall else. Knows torch's devices; no operation.
+It runs in a forked child, on a device that this process alone uses, and changes nothing outside it. Its clock is the processor's where that
+counts, else the wall's. The host's cost is measured on a model so small that there is nothing else to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which devices may be measured now: idle ones with room, whose memory others see as leased for as long as it takes.
+"""Which devices may be measured now: idle ones with room. Others see their memory as leased while the measurement lasts.
 
-A GPU that somebody computes on would show half its speed, and the other one's run would feel it. Knows the inventory and the ledger;
-nothing of what is measured.
+A GPU that somebody computes on would show half its speed, and the measurement would slow the other run down. Knows the inventory and the
+ledger; nothing of what is measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is measured of several ranks at once: how much they slow each other down, and collectives; and of the host that they share.
+"""Measures several ranks at once: how much they slow each other down, and their collectives; and the host that they share.
 
 Each function runs in a forked child. Knows torch and ranks; nothing of engines and plans, nor of where measurements are kept.
 """

@@ -1,6 +1,6 @@
-"""What an engine adds to a step: measured on a module so small that there is nothing else in it.
+"""Measures what an engine adds to a step, on a module so small that its step contains nothing else.
 
-Each function runs in a forked child. Knows engines and how plans are run; nothing of plans' choice, nor of where measurements are kept.
+Each function runs in a forked child. Knows engines and how plans run; nothing of how plans are chosen, nor of where measurements are kept.
 """
 
 from __future__ import annotations

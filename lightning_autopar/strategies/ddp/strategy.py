@@ -1,7 +1,4 @@
-"""Replicas: Lightning's DDP strategy on split batches.
-
-One device: Lightning's own single-device strategy, with the exact loader and the measurement.
-"""
+"""DDPEngine and SingleEngine: Lightning's DDP strategy on split batches, and Lightning's single-device strategy with the exact loader."""
 
 from __future__ import annotations
 

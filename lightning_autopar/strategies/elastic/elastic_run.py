@@ -1,6 +1,6 @@
-"""An elastic call of ``fit``: what its agent needs of trainer, strategy and host, put together.
+"""Puts together an elastic call of ``fit``: what its agent needs of the trainer, the strategy and the host.
 
-It knows which callbacks make a run elastic, by what they have; it decides nothing about where the run should be.
+It recognises the callbacks that make a run elastic by their attributes. It doesn't decide where the run should be.
 """
 
 from __future__ import annotations

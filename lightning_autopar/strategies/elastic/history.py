@@ -1,4 +1,4 @@
-"""What happened to an elastic run, as its agent notes it: which plans ran when and why, what was on the devices, how the loss went."""
+"""What happened to an elastic run, as its agent records it: which plans ran, when and why, who else used the devices, and the loss."""
 
 from __future__ import annotations
 

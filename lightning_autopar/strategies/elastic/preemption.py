@@ -1,7 +1,7 @@
-"""What an elastic run does for those that wait: it makes room for a more important run that asks for it, and doesn't grow into what others
-wait for. By agreement: nobody can make it do so; it looks at who waits, and decides itself.
+"""What an elastic run does for runs that wait: it makes room for a more important run that asks, and doesn't grow into devices that others
+wait for.
 
-Knows the queue and the run's view of itself; moves nothing.
+This is voluntary: no run can force another. Knows the queue and the run's view of itself; moves nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A parked run's place in the queue of its host: it waits by its own priority and age, and says what for.
+"""The memory that an elastic run has promised from plan to plan, and a parked run's place in the host's queue.
 
-It doesn't decide when the run resumes.
+A parked run waits by its own priority and age, and says what for. This module doesn't decide when the run resumes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""How an elastic run stands: what runs, where, since when, and what it may use; as those see it who watch it, ask it or move it.
+"""The state of an elastic run: what runs, where, since when, and which devices it may use, as watchers and the agent see it.
 
-Moves nothing.
-
-What of its devices a run keeps away from: those that it was asked to leave, for a while, and memory that it has run out of.
-
-Decides nothing, and knows no plan.
+Some devices it avoids: those that somebody asked the run to leave, for some minutes, and memory that the run has run out of. It moves
+nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A generation at work as its agent sees it: its pace, whether it hangs, and what it holds. It asks nothing of it."""
+"""A generation at work as its agent sees it: how fast it runs, whether it hangs, and what it holds. It asks the generation for nothing."""
 
 from __future__ import annotations
 

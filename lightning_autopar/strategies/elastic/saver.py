@@ -1,4 +1,4 @@
-"""When an elastic run is saved, and that it was: its agent's side of snapshots. Where they lie the shelf knows; how, a rank does."""
+"""When an elastic run saves a snapshot, and whether one was saved: the agent's side. The snapshot store knows where, a rank knows how."""
 
 from __future__ import annotations
 

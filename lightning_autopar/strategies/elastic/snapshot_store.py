@@ -1,7 +1,7 @@
-"""Where an elastic run keeps its snapshots: in memory where they fit, else on disk, the latest ones only, and known again after its death.
+"""Keeps an elastic run's latest snapshots: in memory where they fit, else on disk. A later start of the run finds them after its death.
 
-A snapshot counts once it is complete, which its manifest says; one that doesn't agree with its manifest any more is passed over, with a
-warning. Knows files and sizes; no trainer, no process but this one.
+A snapshot counts once it is complete, which its manifest says. One that doesn't match its manifest is left out with a warning. Knows files
+and sizes; no trainer, no process but this one.
 """
 
 from __future__ import annotations

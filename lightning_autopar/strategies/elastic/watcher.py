@@ -1,4 +1,4 @@
-"""What passes between a run's agent and the callback that watches it: how the run stands, and what is wished for. It decides nothing."""
+"""What a run's agent and the callbacks that watch it exchange: the run's state, and requests to move. It decides nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether FSDP2 can run a module's step, and runs it right: a rehearsal on two forked ranks.
+"""Whether FSDP2 runs a module's step right: a rehearsal on two forked ranks.
 
-FSDP2 refuses some modules, and with others what the step does to whole parameters is lost. Knows Lightning modules; nothing of devices or
-of how plans are chosen.
+FSDP2 refuses some modules, and with others it loses what the step writes to whole parameters. Knows Lightning modules; nothing of devices
+or of how plans are chosen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Shards: FSDP2 (``fully_shard``) under Lightning's ModelParallelStrategy, for a module whose author never thought of it.
+"""FSDPEngine: FSDP2 (``fully_shard``) under Lightning's ModelParallelStrategy, for a module that wasn't written for it.
 
-torch's fused optimizer updates on shards: each rank's kernel goes over its own parts. Knows operations; no optimizer and no engine.
+It also lets torch's fused optimizers update shards: each rank's kernel runs on its own parts.
 """
 
 from __future__ import annotations

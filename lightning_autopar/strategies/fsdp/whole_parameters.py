@@ -1,8 +1,7 @@
-"""When FSDP2's parameters are whole: in the user's steps, and in calls from hooks; everywhere else they are shards. Knows modules, no plan.
+"""When FSDP2's parameters are whole: in the user's steps and in calls from hooks. Everywhere else they are shards. Knows modules, no plan.
 
-FSDP2 gathers a unit's parameters for its ``forward`` and may leave them whole after it. A write to a whole parameter is
-taken over by the shards (:mod:`.written`). After the optimizer has stepped on the shards, a parameter that was left whole is stale. Hence
-the rule that this module keeps.
+FSDP2 gathers a unit's parameters for its ``forward`` and may leave them whole after it. The shards take over a write to a whole parameter
+(:mod:`.written_parameters`). After the optimizer has stepped on the shards, a parameter that was left whole is stale: hence this rule.
 """
 
 from __future__ import annotations

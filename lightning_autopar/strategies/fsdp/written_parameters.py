@@ -1,8 +1,8 @@
-"""What somebody writes to a gathered parameter of FSDP2 goes into its shards. Knows FSDP2's parameters; no plan, no trainer.
+"""Takes what code writes to a gathered parameter of FSDP2 over into its shards. Knows FSDP2's parameters; no plan, no trainer.
 
-FSDP2 gathers a parameter into a buffer of its own and frees that again: what a step has written there (an average of the weights of another
-network, weights of norm one) would be lost, without a word. Each rank holds the same whole parameter and has written the same, so that each
-takes its own part of it, with no communication.
+FSDP2 gathers a parameter into a buffer of its own and frees it again: what a step has written there (an average of another network's
+weights, weights of norm one) would be lost silently. Each rank holds the same whole parameter and has written the same, so that each takes
+its own part of it without communication.
 """
 
 from __future__ import annotations

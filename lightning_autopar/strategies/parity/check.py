@@ -1,4 +1,4 @@
-"""What came of a check that a plan needs before it may be taken: it passed, it failed, or it couldn't be made. Data only."""
+"""The outcome of a check that a plan needs: it passed, it failed, or it couldn't be made. Data only."""
 
 from __future__ import annotations
 

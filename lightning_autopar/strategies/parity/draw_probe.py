@@ -1,4 +1,7 @@
-"""Relate a step's random draws to its batch's samples, by running it on the whole batch and on parts. Knows draws and shares only."""
+"""Finds how a step's random draws relate to its batch's samples, by running it on the whole batch and on parts.
+
+Knows draws and shares only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses of a step that is tried: noted where backward begins, and those of a batch's parts beside the whole's.
+"""The losses of a step that is tried: noted where backward begins, and compared between a batch's parts and the whole batch.
 
 Knows autograd and shares of a batch; nothing of modules.
 """

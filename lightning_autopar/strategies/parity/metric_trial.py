@@ -1,7 +1,7 @@
-"""A module's metrics where the parts of a batch, one a rank, are tried one after the other in one process: what their ranks would exchange.
+"""A module's metrics while a batch's parts, one for each rank, are tried in one process: it does what the ranks would exchange.
 
-The parts run twice: first each metric's states of each part are noted, then each part's metric gets those of all of them. Knows metrics;
-nothing of batches.
+The parts run twice. The first time, each part's metric states are noted; the second time, each part's metric gets those of all parts. Knows
+metrics; nothing of batches.
 """
 
 from __future__ import annotations

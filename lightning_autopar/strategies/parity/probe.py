@@ -1,11 +1,8 @@
-"""Whether a module's loss survives its batch being split, and how its random draws relate to the samples: found out on the first batch.
+"""Whether a module's loss stays the same when its batch is split, and how its random draws relate to the samples. Found out on the first
+batch.
 
-Runs the user's own step, for real and on the CPU, on the whole batch and on parts of it as ranks would get them. Meant for a forked child,
-as the module is changed. Knows Lightning modules; nothing of devices or plans.
-
-The first batch and its parts, as ranks would be fed them.
-
-Knows how a batch is made and cut, not what a step does with it.
+It runs the user's own step on the CPU, on the whole batch and on the parts that ranks would get. Meant for a forked child, as the module is
+changed. Knows Lightning modules and how a batch is made and cut; nothing of devices or plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether an engine that takes a module apart runs its step right: found out before any worker starts, on the first batch.
+"""Whether an engine that takes a module apart runs its step right: found out on the first batch, before any worker starts.
 
-Forked ranks take a few real steps with the engine, all on the same batch, which must give what one process gives with whole parameters.
-Knows Lightning modules; nothing of devices, of how plans are chosen, nor of what the engine does (``rehearse_fsdp``, ``rehearse_zero``).
+Forked ranks take a few real steps with the engine on the same batch; the result must be that of one process with whole parameters. Knows
+Lightning modules; nothing of devices, of how plans are chosen, nor of what the engine does (``fsdp/rehearsal``, ``zero/rehearsal``).
 """
 
 from __future__ import annotations

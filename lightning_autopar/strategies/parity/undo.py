@@ -1,4 +1,4 @@
-"""Run a step of a module and undo what it did to the module: parameters that it wrote to, attributes that it set; and tell what that was.
+"""Runs a step of a module and undoes its effects on the module: parameters that it wrote, attributes that it set. It also reports them.
 
 Knows modules, and nothing of batches, trainers or engines.
 """

@@ -1,11 +1,9 @@
-"""Bytes and seconds of every stage that a pipeline could have, as sums over its blocks: what the search for cuts asks thousands of times.
+"""Bytes and seconds of every stage that a pipeline could have, as sums over its blocks, and the best cuts: the search asks thousands of
+times.
 
-The bytes are :mod:`memory.pipeline_bytes`'s with the same meaning, but for what doesn't add up: tensors that live across a cut count where
-they are made, and what schedules keep for a moment isn't there. Whoever chooses a cut has it verified by the exact prediction.
-
-Where a pipeline is cut: a dynamic programme over blocks, in the manner of PipeDream (https://arxiv.org/abs/1806.03377). Arithmetic only.
-
-It knows what each stage would cost, not why: seconds and bytes of stages are :mod:`stages`'s.
+The bytes mean what :mod:`.memory`'s mean, without what doesn't add up: tensors that live across a cut count where they are made, and
+buffers that a schedule holds for a moment don't count. The exact prediction then checks the chosen cut. Cuts come from a dynamic programme
+over blocks, in the manner of PipeDream (https://arxiv.org/abs/1806.03377). Arithmetic only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Pipelines worth a prediction: for each schedule the ranks, replicas, micro-batches and cuts that promise to be fastest.
+"""Pipelines that deserve a prediction: for each schedule the ranks, replicas, micro-batches and cuts that promise to be fastest.
 
-The cuts are :mod:`partition`'s, by the tables of :mod:`stages`; here is what there is to choose, and the check by the exact prediction.
+:mod:`.partition` has the cuts; this module has the choices, and the check by the exact prediction.
 """
 
 from __future__ import annotations

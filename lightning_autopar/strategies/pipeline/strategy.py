@@ -1,9 +1,9 @@
-"""A pipeline: the module in stages, one after the other, each on a device of its own, under a schedule of ``torch.distributed.pipelining``.
+"""PipelineEngine: the module in stages, each on a device of its own, under a schedule of ``torch.distributed.pipelining``.
 
-A Lightning strategy for a module whose author never thought of one. A rank holds its stages' parameters and no others; every rank of a
-pipeline is given the same batch, runs the user's own steps on it for its stages (:mod:`.staged.replay`), and sees what the last stage's
-step returned. Forward and backward of all micro-batches run in the place of Lightning's ``training_step``; its ``backward`` brings their
-gradients to light. Knows Lightning's order of a run, and puts together what :mod:`.staged` does.
+It is a Lightning strategy for a module that wasn't written for pipelines. A rank holds its stages' parameters and no others. Every rank of
+a pipeline gets the same batch, runs the user's own steps on it for its stages (:mod:`.run.staged_step`), and sees what the last stage's
+step returned. Forward and backward of all micro-batches run in the place of Lightning's ``training_step``; its ``backward`` makes their
+gradients visible. Knows Lightning's order of a run.
 """
 
 from __future__ import annotations

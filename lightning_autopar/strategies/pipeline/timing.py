@@ -1,6 +1,6 @@
-"""One step of a pipeline: its stages' own work, what they send, and what their replicas say to each other at the end. It finds no plans.
+"""Seconds of one step of a pipeline: its stages' own work, what they send, and what their replicas exchange at the end.
 
-A pipeline's schedule, played action by action over stages that need not be even. Arithmetic on seconds: it knows no device or link.
+The schedule is played action by action over stages that may be uneven. It finds no plans.
 """
 
 from __future__ import annotations

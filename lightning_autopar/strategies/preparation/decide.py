@@ -1,4 +1,4 @@
-"""Decide on a plan for one call of the trainer: trace in a forked child, probe the split, rule out what this run can't use, plan.
+"""Decides on a plan for one call of the trainer: traces in a forked child, probes the split, rules out what this run can't use, and plans.
 
 It reads the trainer and changes nothing in it; it doesn't know how a plan is executed.
 """

@@ -1,4 +1,4 @@
-"""What was decided for one call of the trainer: the report with the assignment of its best plan, and what the report was made of.
+"""The decision for one call of the trainer: the report, the run plan of its best candidate, and what the report was made from.
 
 Values only; doesn't know how they were found out.
 """

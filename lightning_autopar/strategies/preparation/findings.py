@@ -1,4 +1,5 @@
-"""What planning finds out about a module in forked children: its footprint, and whether its step survives shards, stages and a split batch.
+"""What planning finds out about a module in forked children: its footprint, and whether its step works with shards, stages and a split
+batch.
 
 It reads the trainer and changes nothing in it; it doesn't know which plans there are.
 """

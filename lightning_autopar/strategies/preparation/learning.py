@@ -1,4 +1,4 @@
-"""What is made of a run's figures when it is over: they are said beside the prediction, and kept for the next one."""
+"""What becomes of a run's figures when it is over: they are shown beside the prediction, and kept for the next one."""
 
 from __future__ import annotations
 

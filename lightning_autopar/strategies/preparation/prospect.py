@@ -1,10 +1,7 @@
-"""What was found out about one call of the trainer, from which the best plan follows for whatever devices there are.
+"""All that was found out about one call of the trainer. From it follows the best plan for any set of devices, confirmed before it is taken.
 
-Reads the trainer where a plan is tried, and changes nothing in it; doesn't know how a plan is executed.
-
-A chosen plan confirmed before it is taken: what tracing didn't try is tried in a forked child.
-
-It reads the trainer and changes nothing in it; it doesn't know which plans there are beside.
+What tracing didn't try is tried in a forked child. It reads the trainer and changes nothing in it; it knows neither the other plans nor how
+a plan is executed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which engines a trainer's own options rule out, each by a sentence. Knows Lightning's options; knows nothing of memory or time."""
+"""Which engines the Trainer's options rule out, with a sentence for each. Knows Lightning's options; nothing of memory or time."""
 
 from __future__ import annotations
 

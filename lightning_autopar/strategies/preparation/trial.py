@@ -1,6 +1,6 @@
-"""The trial: the best plans run for some steps on the user's own batches, and the fastest is taken.
+"""The trial: runs the best plans for some steps on the user's own batches, and takes the fastest.
 
-Each runs in a forked child with workers of its own, without callbacks, loggers and checkpoints: the run itself starts as if there had
+Each plan runs in a forked child with workers of its own, without callbacks, loggers and checkpoints: the run itself starts as if there had
 been no trial. Knows decisions and generations; nothing of how plans are predicted.
 """
 

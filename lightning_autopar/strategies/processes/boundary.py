@@ -1,12 +1,9 @@
-"""A rank of an elastic run at the boundary between two batches: it tells how it comes along, writes snapshots, leaves and takes up.
+"""A rank of an elastic run at the boundary between two batches: it reports its progress, writes snapshots, leaves and resumes.
 
-All that happens before a batch is fetched: the step before it is over, its validation as well, and nothing of the next one has begun. It
-doesn't know why a snapshot is wanted nor what runs next.
-
-Which checkpoint files a run has written since its latest snapshot, so that a run that goes back to the snapshot removes them first.
-
-Else ``ModelCheckpoint``, whose state is the snapshot's, would find files that it doesn't know: it would give the same checkpoint another
-name ("-v1"), and leave the file behind. Knows paths; no callback, no snapshot's content.
+All of it happens before a batch is fetched: the step before is over, its validation as well, and the next one hasn't begun. The module also
+keeps a list of checkpoint files that the run wrote since its latest snapshot. A run that goes back to the snapshot removes them; otherwise
+``ModelCheckpoint``, whose state comes from the snapshot, would write the same checkpoint under another name ("-v1") and leave the file
+behind. It doesn't know why a snapshot is wanted, nor what runs next.
 """
 
 from __future__ import annotations

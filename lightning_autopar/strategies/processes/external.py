@@ -1,6 +1,6 @@
-"""Processes that exist already: started by torchrun or SLURM, or reruns of the script where the parent has initialised CUDA.
+"""Processes that exist already: torchrun or Slurm started them, or they rerun the script because the parent has initialised CUDA.
 
-Rank 0 plans, all follow. They meet at a key-value store before any process group exists. This module knows ranks and messages, no plan's
+Rank 0 plans and the others follow. They meet at a key-value store before any process group exists. Knows ranks and messages, no plan's
 content.
 """
 

@@ -1,6 +1,6 @@
 """One generation: a set of forked workers that execute one plan, with the parent as their agent.
 
-It starts them, listens to them, ends them together, and leaves nothing behind. It doesn't know why this plan was chosen.
+It starts the workers, listens to them, ends them together, and leaves nothing behind. It doesn't know why this plan was chosen.
 """
 
 from __future__ import annotations

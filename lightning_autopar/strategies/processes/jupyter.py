@@ -2,10 +2,10 @@
 
 It knows the kernel's messages, and neither trainers nor plans. Without a kernel it does nothing.
 
-Of what a forked process says, ipykernel passes on its streams, by a new context of ZMQ for each write, in no certain order; what it shows
-and all that a widget does is dropped ("attempted to send message from fork", jupyter_client/session.py: Session.send), and with it every
-progress bar. Here the session's check is off, as its documentation allows to who takes care of forks, and one socket of this process's own
-carries everything, in order. It can go when ipykernel does that (ipykernel/iostream.py: IOPubThread._really_send).
+From a forked process ipykernel passes on the text streams, by a new ZMQ context for each write and in no certain order. It drops what the
+process displays and every message of a widget ("attempted to send message from fork", jupyter_client/session.py: Session.send), and so
+every progress bar. Here the session's check is turned off, as its documentation allows for code that takes care of forks, and one socket of
+this process carries everything, in order. This can go when ipykernel does the same (ipykernel/iostream.py: IOPubThread._really_send).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""In each process of a run that a launcher started: sees when another one on this host is stopped or gone, and then ends this one.
+"""In each process of a run that a launcher started: notices when another process on this host is stopped or gone, and then ends this one.
 
-There is no parent of ours that could: the processes are torchrun's, Slurm's, or reruns of a script. Each looks at the others' states once a
-second, in a thread. A launcher may be quicker, or may never look; what waits for a lost rank in a collective would wait for long.
-Each looks at its own GPU as well, and tells the others when that does nothing any more.
+No parent of ours could do it: the processes are torchrun's, Slurm's, or reruns of a script. A thread in each looks at the others' states
+once a second. A launcher may be quicker, or may never look, and a rank that waits for a lost one in a collective would wait for long. Each
+process watches its own GPU as well, and tells the others when that does nothing any more.
 """
 
 from __future__ import annotations

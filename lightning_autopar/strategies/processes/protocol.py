@@ -1,8 +1,9 @@
-"""Where the ranks of a generation meet: at one boundary between two batches, without a collective.
+"""The protocol between the agent and the workers of a generation: how all ranks meet at one boundary between two batches, without a
+collective.
 
-Shared memory in which the parent asks for something and each rank counts its boundaries: the brake those of every loop, at which all leave;
-the gate of an elastic generation those of training, at which all write a snapshot. Knows ranks and counts; knows no process, no trainer and
-no snapshot.
+In shared memory the parent writes requests, and each rank counts its boundaries. There are two kinds: at a boundary of any loop all ranks
+leave together; at a boundary of training all ranks of an elastic generation write a snapshot. Files in the generation's folder hold what
+numbers can't. Knows ranks and counts; no process, no trainer and no snapshot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Somebody's script, run in this process as ``python script.py …`` or ``python -m module …`` would run it.
+"""Runs a user's script in this process as ``python script.py …`` or ``python -m module …`` would run it.
 
 Standard library only: what a script sets before it imports torch must still count. Knows no Trainer and no strategy.
 """

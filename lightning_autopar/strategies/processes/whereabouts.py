@@ -1,8 +1,8 @@
-"""Where a worker is in its code, and whether its GPU comes along: it writes both to a file when the parent asks by a signal.
+"""Where a worker is in its code, and whether its GPU makes progress: it writes both to a file when the parent sends it a signal.
 
-It does so even from inside of a collective, and costs nothing until somebody asks. The worker's main thread, which does nothing else, reads
-the other thread's stack with Python's lock held: ``faulthandler`` reads without it, and crashes where that thread returns from a function
-meanwhile. Knows stacks, a GPU's queue and files; ends no process.
+This works even inside a collective, and costs nothing until somebody asks. The worker's main thread, which does nothing else, reads the
+other thread's stack while it holds Python's lock: ``faulthandler`` reads without the lock, and crashes where that thread returns from a
+function meanwhile. Knows stacks, a GPU's queue and files; ends no process.
 """
 
 from __future__ import annotations

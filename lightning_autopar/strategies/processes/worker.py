@@ -1,6 +1,6 @@
 """A worker of a generation: a forked process that installs an engine on the trainer it inherited and runs the trainer's function.
 
-It tells its agent over a pipe how that ended, and leaves results or the failure as files. It doesn't know the other workers' processes, nor
+It tells its agent over a pipe how that ended, and leaves results or the failure as files. It knows neither the other workers' processes nor
 why there is a generation.
 """
 

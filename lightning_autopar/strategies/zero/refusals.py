@@ -1,6 +1,6 @@
-"""What of a Trainer's options, of a module and of its optimizer can't keep the promise under DeepSpeed, each by a sentence.
+"""Why a Trainer's options, a module or its optimizer can't keep the promise under DeepSpeed, with a sentence for each.
 
-Knows Lightning's options and torch's optimizers; nothing of memory or time. DeepSpeed isn't imported: planning asks before anybody knows
+Knows Lightning's options and torch's optimizers; nothing of memory or time. DeepSpeed isn't imported: planning asks before it is known
 whether a ZeRO plan will be taken.
 """
 

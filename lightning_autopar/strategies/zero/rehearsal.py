@@ -1,7 +1,7 @@
 """Whether DeepSpeed runs a module's step right under a ZeRO plan: a rehearsal on forked ranks, by the engine that would run the plan.
 
-DeepSpeed has no front door that says no: what it can't partition fails in its hooks, or is lost in them. Knows Lightning modules and the
-engine; nothing of the devices that there are, nor of how plans are chosen.
+DeepSpeed doesn't refuse a module that it can't partition: it fails in its hooks, or computes something else. Knows Lightning modules and
+the engine; nothing of the devices that there are, nor of how plans are chosen.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""How large DeepSpeed's buffers are: its settings as data, and ours, sized by the model. Arithmetic only: neither torch nor DeepSpeed.
+"""The sizes of DeepSpeed's buffers, and its configuration for a ZeRO plan. Arithmetic on values: imports neither torch nor DeepSpeed.
 
-Lightning's defaults are for models of billions of parameters: two buckets of 200 million elements take 1.6 GB of a model of any size, and
-stage 3 keeps up to a billion parameters gathered, which is all of most models. Ours are shares of the model, at most Lightning's.
-
-DeepSpeed's configuration for a ZeRO plan. Arithmetic on values: imports neither torch nor DeepSpeed.
-
-DeepSpeed reads a dictionary, in which what isn't said has a default. Here all that matters is said: of its defaults some change what is
-computed (0.19.8 clips gradients to a norm of 1).
+Lightning's defaults are for models of billions of parameters: two buckets of 200 million elements take 1.6 GB for a model of any size, and
+stage 3 keeps up to a billion parameters gathered, which is all of most models. Ours are shares of the model, at most Lightning's. The
+configuration sets everything that matters, as some of DeepSpeed's defaults change what is computed (0.19.8 clips gradients to a norm of 1).
 """
 
 from __future__ import annotations

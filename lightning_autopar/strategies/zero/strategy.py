@@ -1,9 +1,9 @@
-"""ZeRO: DeepSpeed's stages under Lightning's DeepSpeedStrategy, such that the run is plain Lightning's on one device.
+"""ZeroEngine: DeepSpeed's stages under Lightning's DeepSpeedStrategy, such that the run computes what plain Lightning computes on one
+device.
 
-Lightning's own precision plugins, with backward and the optimizer's step run by DeepSpeed's engine.
-
-Lightning's ``DeepSpeedPrecision`` converts the module, and each batch, to 16 bits under mixed precision, and skips the hooks' order of a
-plain run. These compute what a plain run computes.
+Lightning's ``DeepSpeedPrecision`` converts the module and each batch to 16 bits under mixed precision, and changes the order of hooks. The
+precision plugins here do neither: they are Lightning's own for a plain run, with backward and the optimizer's step run by DeepSpeed's
+engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""An elastic run in processes that torchrun or Slurm started: it leaves with a snapshot, and goes on from it when it is started anew.
+"""An elastic run in processes that torchrun or Slurm started: it leaves with a snapshot, and resumes from it when it is started again.
 
-Such processes can't move by themselves: who started them decides how many there are. All ranks save at one boundary when a process is told
-to leave, and now and then; the next start of the same script, in whatever number of processes, goes on from there. What a boundary does
-``boundary`` knows, where ranks meet ``store_gate``, where snapshots lie ``shelf``.
+Such processes can't move by themselves: whoever started them decides how many there are. All ranks save at one boundary now and then, and
+when a process is told to leave; the next start of the same script, with whatever number of processes, resumes there. ``processes/boundary``
+knows what happens at a boundary, ``store_rendezvous`` where ranks meet, ``elastic/snapshot_store`` where snapshots lie.
 """
 
 from __future__ import annotations

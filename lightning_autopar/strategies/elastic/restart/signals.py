@@ -1,6 +1,6 @@
-"""Signals to a process that a launcher started: noted, and acted on at a boundary between two batches.
+"""Signals to a process that a launcher started: noted when they come, and acted on at a boundary between two batches.
 
-Knows signals and the trainer's own handlers, in whose place it is; knows no snapshot and no other rank.
+Knows signals and the trainer's own handlers, which it replaces; no snapshot and no other rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What a run in stages gives other than the whole module's, in a sentence. Knows tensors and names; nothing of how either was run.
+"""What a run in stages gives other than the whole module's run, in a sentence; and what a step leaves on the module besides parameters and
+buffers.
 
-What a step leaves on the module beside parameters and buffers (lists of outputs, counters), and whether stages come apart in it.
-
-A stage leaves the user's step at its end, so that what the step keeps after that is on later stages alone; a hook that runs on every rank
-would read something else there. Knows modules; nothing of how a step is run.
+A stage leaves the user's step at its end, so that only later stages have what the step stores on the module after that (lists of outputs,
+counters). A hook that runs on every rank would then read different values. Knows modules, tensors and names; nothing of how a step runs.
 """
 
 from __future__ import annotations

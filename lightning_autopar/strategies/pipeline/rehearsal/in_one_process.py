@@ -1,7 +1,7 @@
-"""All stages of a module in one process, each on a copy of its own, one after the other: what a pipeline computes, without any pipeline.
+"""All stages of a module in one process, one after the other, each on its own copy: what a pipeline computes, without the pipeline.
 
-For the parity probe and for tests: no process group, no schedule, no precision. Each copy is what a worker would have: what other stages
-need are holes, and it has optimizers of its own.
+For the parity probe and for tests: no process group, no schedule, no precision. Each copy is what a worker would have: tensors of other
+stages are absent, and it has optimizers of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A module's steps in stages, cut in several ways, beside the whole module: two real steps with the user's own optimizer, in one process.
+"""Runs a module's steps in stages, cut in several ways, beside the whole module: two real steps with the user's optimizer, in one process.
 
-Loss, logged values, every gradient and weight must come out alike: to one part in a million in single precision, and in double precision
-where rounding might explain more. Meant for a forked child. Knows Lightning modules; nothing of devices, schedules or plans.
+Loss, logged values, every gradient and every weight must agree to one part in a million in single precision, and in double precision where
+rounding might explain a larger difference. Meant for a forked child. Knows Lightning modules; nothing of devices, schedules or plans.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Whether a module's steps can run in stages, and where they can be cut: found out before any worker starts, on the first batch.
+"""Whether a module's steps can run in stages, and where they can be cut: found out on the first batch, before any worker starts.
 
-A step is recorded, then run for real in stages (:mod:`.trial`), or, where it is too large for that, recorded under fake tensors. What comes
-out otherwise in stages is never a candidate. Knows Lightning modules; nothing of devices, schedules or how plans are chosen.
-
-What the parity probe found out about running a module in stages. Data only.
+A step is recorded, then really run in stages (:mod:`.side_by_side`), or, where it is too large for that, recorded under fake tensors. A cut
+whose stages compute something else is never a candidate. Knows Lightning modules; nothing of devices, schedules or how plans are chosen.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Whether all stages were given the same batch: a number of each rank's, compared while the step runs.
+"""Compares the batch of all stages while the step runs; and lets all ranks agree whether gradients overflowed under half precision's loss
+scale.
 
 Every rank of a pipeline loads its batches itself. A dataset that draws from generators which nobody else knows of (NumPy's
-``default_rng()``, the system's entropy) gives each of them another crop or another mask, and the step would go on with one stage's inputs
-and another one's targets, silently. Knows batches and a process group.
-
-Half precision's loss scale over several ranks: whether gradients have overflowed is for all of them to say. Knows a GradScaler alone.
+``default_rng()``, the system's entropy) would give each rank another crop or mask, and the step would silently combine one stage's inputs
+with another stage's targets. Knows batches, a process group and a GradScaler.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How a stage learns the shapes of what it is about to receive: by a word of the stage before, once for each kind of micro-batch.
+"""How a stage learns the shapes that it is about to receive: the stage before sends a message, once for each kind of micro-batch.
 
-Whoever receives a tensor must have a buffer of its shape. Shapes change with sequence lengths and short last batches, and only the stage
-that sends knows them. What they follow from is the same on both sides: a batch's *signature*, which all stages see. The first time that a
-signature comes by, the sender's word goes ahead of the tensors; from then on both remember. A step may go by the batch's index as well (two
-networks that train in turns), so that a signature is told anew for a few batches until it is clear that its word doesn't change. Knows
-tensors and a process group; no schedule and no module.
+To receive a tensor a stage needs a buffer of its shape. Shapes change with sequence lengths and short last batches, and only the sender
+knows them. All stages see the batch's *signature*, from which the shapes follow. When a signature comes up for the first time, the message
+precedes the tensors; from then on both sides remember it. A step may also depend on the batch's index (two networks that train in turns),
+so a signature's message is repeated for a few batches until it is clear that it doesn't change. Knows tensors and a process group; no
+schedule and no module.
 """
 
 from __future__ import annotations

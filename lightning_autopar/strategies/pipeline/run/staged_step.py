@@ -1,8 +1,9 @@
-"""One of the user's steps through the stages of a pipeline: micro-batches in, and out comes what the step would have returned in one piece.
+"""Runs one of the user's steps through the stages of a pipeline: it takes micro-batches and returns what the step would return in one
+piece.
 
-Every rank of a pipeline has the same batch, and runs the user's own hook on each micro-batch for each of its stages (:mod:`.replay`). The
-last stage alone sees what the hook returns; the others are told. Knows Lightning's step, a schedule and a plan; not how batches are loaded,
-nor what becomes of gradients afterwards.
+Every rank of a pipeline has the same batch, and runs the user's own hook on each micro-batch for each of its stages. Only the last stage
+sees what the hook returns; it tells the others. Knows Lightning's step, a schedule and a plan; not how batches are loaded, nor what becomes
+of gradients afterwards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Hands the blocks of a module, and its hooks, to the stage that is running. Knows modules and recordings; nothing of what stages do.
+"""Hands a module's blocks and its hooks to the stage that is running, and finds which of the user's modules are blocks.
 
-Modules of the user's, looked at for blocks and for what isn't looked into. Knows torch and Lightning modules; no recordings.
+Knows torch and Lightning modules and recordings; nothing of what stages do.
 """
 
 from __future__ import annotations

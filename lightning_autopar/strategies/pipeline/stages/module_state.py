@@ -1,6 +1,7 @@
-"""The state that a step uses: parameters, buffers, which of them it writes to, and generators. Knows modules only.
+"""The state that a step uses (parameters, buffers and generators), and which of it is a stage's own. The rest is replaced by absent
+tensors.
 
-Which parameters and buffers are a stage's own; the others make way for holes. Knows modules and recordings; nothing of processes.
+Knows modules and recordings; nothing of processes.
 """
 
 from __future__ import annotations

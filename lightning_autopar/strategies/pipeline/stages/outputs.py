@@ -1,6 +1,6 @@
-"""What a block returns, in terms of what it is given: how a stage that leaves the block out knows its result's shape. Knows no modules.
+"""What a block returns, described by its arguments, so that a stage that skips the block knows the shape of its result. Knows no modules.
 
-What leaves a block otherwise than by being returned: hooks within it see it, or an attribute holds it. Data only.
+Some tensors leave a block in another way: a hook inside it sees them, or an attribute holds them. They are described here as well.
 """
 
 from __future__ import annotations

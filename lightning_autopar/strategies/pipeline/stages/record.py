@@ -1,8 +1,8 @@
-"""Run a step once and find out where it can be cut, and what crosses each cut.
+"""Runs a step once and finds out where it can be cut, and which tensors cross each cut.
 
-The user's hook runs as it is, on a few samples. Code outside of blocks is watched function by function; a tensor that it makes of
-parameters, blocks' outputs or random draws, and that is used again after a cut, crosses that cut. Meant for a forked child, but leaves the
-module as it was. Knows Lightning modules; nothing of devices, plans or processes.
+The user's hook runs unchanged, on a few samples. Code outside blocks is watched function by function. A tensor crosses a cut if that code
+makes it from parameters, blocks' outputs or random draws and uses it after the cut. Meant for a forked child, but leaves the module as it
+was. Knows Lightning modules; nothing of devices, plans or processes.
 """
 
 from __future__ import annotations

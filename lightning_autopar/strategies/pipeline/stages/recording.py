@@ -1,7 +1,7 @@
-"""What is known of a step that is to be cut into stages: which tensors cross each cut, which parts use which parameters. Data only.
+"""What is known of a step that is to be cut into stages: which tensors cross each cut, and which parts use which parameters. Data only.
 
-A step's code runs in parts: part ``2 i + 1`` is block ``i``, part ``2 i`` what runs before it and after the block before, the last one what
-follows the last block. It is the numbering of :attr:`lightning_autopar.memory.footprint.Footprint.parts`.
+A step's code runs in parts: part ``2 i + 1`` is block ``i``, part ``2 i`` the code between block ``i - 1`` and block ``i``, and the last
+part the code after the last block. :attr:`lightning_autopar.memory.footprint.Footprint.parts` has the same numbers.
 """
 
 from __future__ import annotations

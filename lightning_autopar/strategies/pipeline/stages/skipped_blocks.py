@@ -1,4 +1,4 @@
-"""Blocks that a stage leaves out: they return holes, of the shapes that their results would have. Knows recordings; no stages."""
+"""Blocks that a stage skips: they return absent tensors of the shapes that their results would have. Knows recordings; no stages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """One stage of a step: the user's own hook, run from its beginning to the stage's end.
 
-What other stages compute gives holes; where the stage's own code begins they are filled with the tensors that were received; where it ends,
-a private exception carries the tensors out that the next stage needs. Knows recordings; nothing of schedules, processes or Lightning.
-
-What a stage runs of a step, and what it has to look at meanwhile. Data only.
+Code of other stages gives absent tensors. Where the stage's own code begins, they are provided with the received tensors; where it ends, a
+private exception carries out the tensors that the next stage needs. Knows recordings; nothing of schedules, processes or Lightning.
 """
 
 from __future__ import annotations

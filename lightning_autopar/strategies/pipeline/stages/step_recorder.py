@@ -1,4 +1,4 @@
-"""What is seen of a step while it runs once: numbers of tainted tensors, their uses, blocks' results; and what follows for each cut."""
+"""Records a step while it runs once: tainted tensors by number, their uses, blocks' results; and what follows for each cut."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Code outside of blocks, watched: which of its tensors depend on parameters, blocks or random draws (are *tainted*), one after the other.
+"""Watches code outside blocks: which of its tensors depend on parameters, blocks or random draws (are *tainted*), and in which order.
 
-The recording of a step and its replays in stages must tell the same tensors tainted, in the same order: the rules are here, once. What
-depends on the batch alone isn't tainted: every stage makes it for itself, and may make more or less of it from one batch to the next.
-Knows torch functions; nothing of stages.
+The recording of a step and its replays in stages must find the same tensors tainted, in the same order, so the rules stand here, once. A
+tensor that depends on the batch alone isn't tainted: every stage makes it for itself, and may make more or fewer of them from one batch to
+the next. Knows torch functions; nothing of stages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A module that one rank has built for all, and one that is made whole again on every rank. Knows ranks, holes and tensors; no plan."""
+"""Builds a module on one rank for all, and makes a module whole again on every rank. Knows ranks, absent tensors and tensors; no plan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a Lightning strategy has to do about weights, gradients and files where the module's stages lie on several ranks.
+"""What a Lightning strategy does about weights, gradients and files where the module's stages lie on several ranks.
 
-A mixin that comes after :class:`..engine.EngineMixin` in an engine's bases. It joins what its neighbours do (:mod:`.weights`, :mod:`.tied`,
-:mod:`.norms`, :mod:`.building`) to Lightning's interface. Knows the trainer, ranks and holes; not how stages run.
+A mixin that comes after :class:`~lightning_autopar.strategies.base.mixin.EngineMixin` in an engine's bases. It joins :mod:`.gathered`,
+:mod:`.gradient_norms` and :mod:`.building` to Lightning's interface. Knows the trainer, ranks and absent tensors; not how stages run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights and optimizer states of a module whose parts lie on several ranks: gathered whole for a file, loaded each rank its part of one.
+"""Weights and optimizer states of a module whose parts lie on several ranks: gathered whole for a file, and loaded by each rank in part.
 
-A rank holds what its stages use; the rest of its module are holes. Each tensor's home is the first rank of the pipeline that holds it.
-Knows ranks, holes and tensors; no plan, no trainer.
+A rank holds what its stages use; the rest of its module is absent tensors. Each tensor's home is the first rank of the pipeline that holds
+it. Knows ranks and tensors; no plan, no trainer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a tensor gets from one rank of a pipeline to another. Knows ranks and bytes; nothing of modules or stages."""
+"""Sends tensors from one rank of a pipeline to another. Knows ranks and bytes; nothing of modules or stages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What one rank carries to the next generation, as two files: a pickle, and its tensors and arrays beside it.
+"""What one rank hands to the next generation, as two files: a pickle, and its tensors and arrays beside it.
 
-Knows how they are written and read, not whose turn it is, nor what becomes of them.
+Knows how they are written and read, not which rank writes when, nor what becomes of them.
 """
 
 from __future__ import annotations

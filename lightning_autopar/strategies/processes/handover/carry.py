@@ -1,8 +1,9 @@
-"""What a generation's workers changed in Python objects, carried to the next generation's workers.
+"""Hands what a generation's workers changed in Python objects to the next generation's workers.
 
-All generations are forked from one pristine parent, so the numbers of its survey mean the same in each. The old one's ranks write what
-differs; the new one's, in which the user's ``setup`` and its like have run again, take it over into their own objects. Weights, optimizer
-states, loop counters and the loaders' positions travel elsewhere; references to them are references to the new generation's own ones.
+All generations are forked from one unchanged parent, so that the numbers of its survey mean the same in each. The old generation's ranks
+write what differs. In the new one the user's ``setup`` and the like have run again, and its ranks take the changes over into their own
+objects. Weights, optimizer states, loop counters and the loaders' positions travel elsewhere; references to them become references to the
+new generation's own.
 """
 
 from __future__ import annotations

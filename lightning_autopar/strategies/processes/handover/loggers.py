@@ -1,6 +1,6 @@
-"""The loggers of a run carried to its next generation: first of all, so that they go on with the run that they had.
+"""Hands a run's loggers to its next generation before anything else, so that they go on with the same experiment.
 
-Knows loggers' experiments and Lightning's CSV files; the rest of what is carried it leaves to others.
+Knows loggers' experiments and Lightning's CSV files; nothing else of what is handed over.
 """
 
 from __future__ import annotations

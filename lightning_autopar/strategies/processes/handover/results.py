@@ -1,9 +1,9 @@
-"""What a run leaves behind, carried from the workers to the parent: code after ``fit`` sees what it would see after plain Lightning.
+"""Brings what a run leaves from the workers to the parent, so that code after ``fit`` sees what it would see after plain Lightning.
 
-Weights and optimizer states travel as files in the run's folder; what else a worker changed (counters, metrics, random states, attributes
-of module, callbacks, loggers, loaders and DataModule, and what their functions reach besides) as differences of Python objects. What can't
-travel is named, once. Rank 0 speaks for all; where a module's stages lie on several ranks, each of these brings its part of weights and
-states, and what its stages changed of the module and of what functions reach.
+Weights and optimizer states travel as files in the run's folder. Everything else that a worker changed (counters, metrics, random states,
+attributes of module, callbacks, loggers, loaders and DataModule, and what their functions reach) travels as differences of Python objects.
+What can't travel is named, once. Rank 0 speaks for all; where a module's stages lie on several ranks, each of them brings its part of
+weights and states, and its stages' changes.
 """
 
 from __future__ import annotations

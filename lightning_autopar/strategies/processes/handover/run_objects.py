@@ -1,10 +1,7 @@
-"""What a process of a run has besides its weights: found under the same names in the old generation and in the new one.
+"""What a process of a run has besides its weights, found under the same names in the old generation and in the new one.
 
-Knows what there is to carry and where it goes, not how it travels.
-
-In a process that goes on with a run: what was there before its trainer's function ran, remembered to be put back.
-
-Knows no generation and no files.
+It also remembers what was there before the trainer's function ran, so that it can be put back. Knows what there is to hand over and where
+it belongs, not how it travels.
 """
 
 from __future__ import annotations

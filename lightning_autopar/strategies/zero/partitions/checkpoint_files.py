@@ -1,7 +1,7 @@
-"""What a Lightning strategy has to do about weights, optimizer states and files where ZeRO has partitioned them.
+"""What a Lightning strategy does about weights, optimizer states and files where ZeRO has partitioned them.
 
-A mixin that comes after :class:`..engine.EngineMixin` in an engine's bases. It joins :mod:`.zero_state` and :mod:`.zero_module` to
-Lightning's interface, and to that of snapshots. Knows the trainer, ranks and parts; not how a step runs.
+A mixin that comes after :class:`~lightning_autopar.strategies.base.mixin.EngineMixin` in an engine's bases. It joins :mod:`.state` and
+:mod:`.module` to Lightning's interface, and to that of snapshots. Knows the trainer, ranks and parts; not how a step runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""What DeepSpeed makes of a module: parameters in parts at stage 3, hooks and attributes; and how to make it plain again.
+"""What DeepSpeed makes of a module (partitioned parameters, hooks, attributes), how to make it plain again, and what a rank holds between
+steps.
 
-Reads what DeepSpeed 0.19.8 writes on parameters and modules (``runtime/zero/partition_parameters.py``, ``parameter_offload.py``). Knows
-modules and parts; no plan, no trainer.
-
-What a rank under DeepSpeed holds from one step to the next, and what of it is the host's memory. Reads DeepSpeed's attributes alone.
-
-On a CPU device both lie in one allocator, and nothing but these names tells them apart. Tested with DeepSpeed 0.19.8.
+It reads what DeepSpeed 0.19.8 writes on parameters and modules (``runtime/zero/partition_parameters.py``, ``parameter_offload.py``). On a
+CPU device the host's memory and the device's lie in one allocator, and only DeepSpeed's attributes tell them apart. Knows modules and
+parts; no plan, no trainer.
 """
 
 from __future__ import annotations

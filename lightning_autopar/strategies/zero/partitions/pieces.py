@@ -1,9 +1,9 @@
-"""Between DeepSpeed and the user's optimizer: this steps the user's parameters' parts, where DeepSpeed would step flat buffers.
+"""Lets the user's optimizer step the parts of the user's parameters, where DeepSpeed would have it step flat buffers.
 
-DeepSpeed puts a group's parameters into one flat tensor and has the optimizer step this rank's part of that. An optimizer then knows one
-parameter a group: those without a gradient in a step are stepped all the same, with zeros, and decay or move on, and all have one count of
-steps. Here the user's optimizer gets a fragment of each parameter instead, a view into the flat tensor, and does with it what it would do
-with the parameter on one device. That is right for optimizers that treat each element by itself. Knows no plan and no LightningModule.
+DeepSpeed puts a group's parameters into one flat tensor and lets the optimizer step this rank's part of that. An optimizer then knows one
+parameter for each group: it steps parameters without a gradient as well, with zeros, so that they decay or move on, and all have one count
+of steps. Here the optimizer gets a fragment of each parameter instead, a view into the flat tensor, and treats it as it would treat the
+parameter on one device. That is right for optimizers that treat each element by itself. Knows no plan and no LightningModule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights and optimizer states of a module that ZeRO has partitioned: gathered whole for a file, loaded each rank its part of one.
+"""Weights and optimizer states of a module that ZeRO has partitioned: gathered whole for a file, and loaded by each rank in part.
 
 A rank has a range of each parameter's elements (:class:`lightning_autopar.state.fragments.Part`), and the optimizer's states for those. At
-stage 3 that goes for the weights as well; before, every rank has all of them. One tensor at a time is whole, on rank 0 and there in the
+stage 3 that holds for the weights as well; at lower stages every rank has all weights. One tensor at a time is whole, on rank 0, in the
 pages of a file. Knows ranks, parts and tensors; no plan, no trainer, and of DeepSpeed only the parts.
 """
 

@@ -1,8 +1,7 @@
-"""What the user's code sees of a parameter of ZeRO-3: all of it, wherever it looks; and what it writes there is kept.
+"""Shows the user's code a whole parameter of ZeRO-3 wherever it looks, and keeps what it writes there.
 
-At stage 3 a parameter is empty but for the time that DeepSpeed lends it to a module. A hook that takes its norm would get 0, without a
-word. So each use of a parameter by torch passes here first. Knows parameters and their parts, and how DeepSpeed gathers; no plan, no
-trainer.
+At stage 3 a parameter is empty except while DeepSpeed lends it to a module. A hook that takes its norm would get 0, silently. So each use
+of a parameter by torch passes through here first. Knows parameters and their parts, and how DeepSpeed gathers; no plan, no trainer.
 """
 
 from __future__ import annotations
