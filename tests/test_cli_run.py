@@ -167,7 +167,7 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
             ["--memory-limit", "20", "here.py"],
             "memory_limit='20' is 20 bytes, and less than 1 MiB is of no use; write the unit, such as '20GiB'",
         ),
-        (["--picture", "run.svg", "here.py"], "there is nothing to draw into 'run.svg': no Trainer of the script has run"),
+        (["--picture", "run.svg", "here.py"], "there is nothing to draw into 'run.svg': the script ran no Trainer"),
         (["--picture", "run.png", "here.py"], "choose '.svg' for a picture or '.html' for a page"),
     ],
 )

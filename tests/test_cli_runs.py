@@ -114,7 +114,7 @@ def test_yield_waits_for_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["nowhere"], "there is no run 'nowhere' of yours; there are: train-gpt-"),
         (["train", "--device", "cpu:7"], "'cpu:7' is no device of train-gpt-"),
-        (["train", "--wait", "-3"], "an answer can't be waited for -3.0 s"),
+        (["train", "--wait", "-3"], "must be at least 0, but are -3.0"),
         (["train", "--device", ""], "the device '' says nothing"),
     ],
 )

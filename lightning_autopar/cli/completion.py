@@ -36,7 +36,9 @@ def print_completion(parser: argparse.ArgumentParser, shell: str) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise ValueError("completion is made by shtab, which isn't installed; pip install 'lightning-autopar[completion]'") from error
+        raise ValueError(
+            "completion needs the package shtab, which isn't installed; pip install 'lightning-autopar[completion]'"
+        ) from error
     for each in (parser, *_commands(parser)):
         for action in each._actions:
             if action.dest in _FILES:

@@ -162,7 +162,7 @@ def _draw(path: str, built: list[Replacement]) -> None:
     """
     strategy = next((each.strategy for each in reversed(built) if each.strategy.report is not None), None)
     if strategy is None:
-        raise ValueError(f"there is nothing to draw into {path!r}: no Trainer of the script has run")
+        raise ValueError(f"there is nothing to draw into {path!r}: the script ran no Trainer")
     assert strategy.report is not None, "as was looked for"
     (strategy.report if strategy.history is None else strategy.history).save_picture(path)
 

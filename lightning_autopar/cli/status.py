@@ -120,7 +120,7 @@ def show_status(*, as_json: bool, watch_seconds: float | None) -> int:
         ValueError: if it can't be watched so.
     """
     if watch_seconds is not None and not _LEAST_WATCH_SECONDS <= watch_seconds < 86400:
-        raise ValueError(f"--watch {watch_seconds:g}: give seconds from {_LEAST_WATCH_SECONDS:g} on between two looks")
+        raise ValueError(f"--watch {watch_seconds:g} must be at least {_LEAST_WATCH_SECONDS:g} seconds")
     if watch_seconds is not None and not as_json and not sys.stdout.isatty():
         raise ValueError("--watch draws on a terminal, and standard output is none; add --json for a line of JSON at each look")
     try:

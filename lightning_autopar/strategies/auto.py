@@ -76,13 +76,13 @@ class AutoParallelStrategy(IdleStrategy):
         whole_batch = Batch.of(batch)
         if exact and whole_batch.draws == "per-rank":
             raise ValueError(
-                "draws='per-rank' with exact=True: random numbers of each rank's own make another run than one device's; take "
-                "draws='whole' (the default), or leave exact out"
+                "exact=True needs one device's random numbers, but with draws='per-rank' each rank draws its own; use draws='whole' (the "
+                "default), or leave exact out"
             )
         if exact and whole_batch.despite:
             raise ValueError(
-                f"despite={list(whole_batch.despite)!r} with exact=True: what it overrules makes another run than one device's; leave one "
-                "of them out"
+                f"despite={list(whole_batch.despite)!r} allows a run that differs from one device's, but exact=True forbids that; "
+                "leave one of them out"
             )
         if objective not in ("speed", "memory"):
             raise ValueError(f"objective={objective!r} must be 'speed' or 'memory'")

@@ -114,8 +114,8 @@ class AutoLauncher(Launcher):
         if how is not None and (reason := unforkable()) is not None:
             how = None
             rank_zero_warn(
-                f"autopar: this run can't be moved: {reason}, so that no workers can be forked from it; call fit before anything touches "
-                "CUDA, or start the script anew"
+                f"autopar: this run can't be moved: {reason}, so it can fork no workers; call fit before anything touches CUDA, or start "
+                "the script anew"
             )
         self._shown.show(elastic=how is not None)
         settings, leases = self._strategy.settings, self._strategy.leases
@@ -160,7 +160,7 @@ class AutoLauncher(Launcher):
         """
         leases = self._strategy.leases
         while (short := leases.take(decision.assignment.needed_bytes, self._strategy.devices_now)) is not None:
-            rank_zero_info(f"autopar: planned again, as others were faster: {words(short)}")
+            rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
             decision = decide_again(trainer, decision, inventory()[0], elastic=elastic)
         leases.expect(decision.expected_seconds)
         return decision

@@ -76,7 +76,7 @@ def test_a_disturbed_run_teaches_nothing_about_time(
         strategy = train(tmp_path)
     assert strategy.report is not None
     assert load_step_times(strategy.report.inventory.host_threads) == ()
-    assert "doesn't count on how long this run's steps took: others kept the machine busy" in caplog.text
+    assert "this run's step times don't count for the next plan: others kept the machine busy" in caplog.text
 
 
 def test_what_a_run_measured_says_whether_it_was_disturbed(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lightning_autopar.exact.step import random_operators as random_ops
         ({"draws": "own"}, "draws='own' must be 'whole' .* or 'per-rank'"),
         ({"despite": ["norms"]}, r"despite=\['norms'\] must be a list of names of refusals, and 'norms' isn't one; they are 'batch_norm'"),
         ({"despite": "kept"}, "despite='kept' must be a list of names"),
-        ({"rule": "per_device", "draws": "per-rank"}, "draws='per-rank' is about a batch that is split.*leave one of them out"),
+        ({"rule": "per_device", "draws": "per-rank"}, "draws='per-rank' needs a batch that is split.*leave one of them out"),
     ],
 )
 def test_what_can_not_be_is_refused(arguments: dict[str, Any], says: str) -> None:
@@ -32,7 +32,7 @@ def test_what_can_not_be_is_refused(arguments: dict[str, Any], says: str) -> Non
 
 
 def test_draws_of_each_ranks_own_are_no_exact_run() -> None:
-    with pytest.raises(ValueError, match=r"draws='per-rank' with exact=True: .* another run than one device's; take draws='whole'"):
+    with pytest.raises(ValueError, match=r"exact=True needs one device's random numbers, but .*; use draws='whole'"):
         AutoParallelStrategy(batch=Batch(draws="per-rank"), exact=True)
     with pytest.raises(ValueError, match=r"despite=\['kept'\] with exact=True: .* another run than one device's; leave one of them out"):
         AutoParallelStrategy(batch=Batch(despite=("kept",)), exact=True)

@@ -161,7 +161,7 @@ def test_a_loader_that_never_gives_a_batch_is_a_clear_error(tmp_path: Path, monk
             time.sleep(60)
 
     monkeypatch.setattr(findings, "TRACE_SECONDS", 0.3)
-    with pytest.raises(RuntimeError, match=r"needs the run's first batch, and couldn't have it: .* stopped after 0.3 seconds"):
+    with pytest.raises(RuntimeError, match=r"needs the run's first batch, but couldn't load it: .* stopped after 0.3 seconds"):
         plan(trainer_for(Net(), DataLoader(Slow(), batch_size=4), tmp_path))
 
 

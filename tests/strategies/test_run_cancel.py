@@ -98,7 +98,7 @@ def test_no_other_process_is_told(changes: dict[str, Any], says: str, monkeypatc
         files.show(replace(files.status, state="running"))
         with pytest.raises(ValueError, match=f"{files.run_id} {says}"):
             cancel("train")
-        with pytest.raises(ValueError, match="can't be waited for -1"):
+        with pytest.raises(ValueError, match="must be at least 0, but are -1"):
             cancel("train", wait_seconds=-1.0)
         with pytest.raises(ValueError, match="there is no run 'eval'"):
             cancel("eval")

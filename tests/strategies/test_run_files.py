@@ -395,7 +395,7 @@ def test_what_cannot_be_asked() -> None:
     with pytest.raises(ValueError, match="says nothing to the request 'park'"):
         Request(ask="park", device="cpu:0")
     with elastic("a.py") as files:
-        with pytest.raises(ValueError, match="can't be waited for -1"):
+        with pytest.raises(ValueError, match="must be at least 0, but are -1"):
             yield_run("a", wait_seconds=-1.0)
         for changes, says in (
             ({"elastic": False}, "is a plain run, .*with CheckpointMigrate"),

@@ -113,11 +113,11 @@ def test_what_is_worth_a_trial(seconds: dict[str, float], tried: list[str]) -> N
 
 
 def test_a_plan_that_fails_is_out() -> None:
-    with pytest.warns(UserWarning, match=r"the trial of single gave no time: it crashed"):
+    with pytest.warns(UserWarning, match=r"the trial of single measured no step time: it crashed"):
         found = choose(decision(single=1.0, ddp=1.1, fsdp=1.2), run_of({"single": None, "ddp": 2.0, "fsdp": 1.0}))
     assert found.assignment.plan.engine == "fsdp"
     before = decision(single=1.0, ddp=1.1)
-    with pytest.warns(UserWarning, match="gave no time"):
+    with pytest.warns(UserWarning, match="measured no step time"):
         assert choose(before, run_of({"single": None, "ddp": 1.0})) is before, "nothing to compare it with"
 
 

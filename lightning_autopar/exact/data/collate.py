@@ -60,8 +60,8 @@ class CollateAll:
             if self.by_samples:
                 return CollateSamples(self.collate, self.rank, self.dealing)(kept)
             raise ValueError(
-                f"the collate function draws random numbers or pads, so that a part of a batch can't be made by itself, and the whole "
-                f'one of {len(samples)} samples can\'t be split: {error}; run on one device (allow=["single"])'
+                f"the collate function draws random numbers or pads, so a part of a batch can't be made by itself, and the whole "
+                f'batch of {len(samples)} samples can\'t be split: {error}; run on one device (allow=["single"])'
             ) from error
 
 

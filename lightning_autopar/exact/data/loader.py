@@ -421,4 +421,4 @@ def _check_distributable(loader: Any, synced: bool) -> None:
     if isinstance(getattr(loader, "dataset", None), (IterDataPipe, MapDataPipe)):
         raise ValueError("a DataPipe splits its samples over the ranks by itself, and the batches would be split again; use a Dataset")
     if not synced and not orders_alike(loader):
-        raise ValueError("the ranks must draw one order: give sync a function that broadcasts from rank 0")
+        raise ValueError("all ranks must use one order: give sync a function that broadcasts from rank 0")

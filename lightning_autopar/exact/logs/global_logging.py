@@ -433,7 +433,7 @@ class GlobalLogging:
         if is_hole(value):
             where = f"stage {self._stage}" if self._in_part else f"the hook {self._module._current_fx_name}"
             raise RuntimeError(
-                f"{name!r} is logged in {where} of a pipeline, where its value isn't known: it depends on another stage's parameters. "
+                f"{name!r} is logged in {where} of a pipeline, which doesn't have its value: it depends on another stage's parameters. "
                 "Log it where it is computed, or run without a pipeline (allow=['single', 'ddp', 'fsdp'])"
             )
         self._given_as_number = not isinstance(value, (Tensor, Metric))

@@ -228,8 +228,8 @@ class MetricParts:
         if rows and self._rows and key in self._trained and not torch.allclose(mean, whole.double(), rtol=equal, atol=equal):
             raise RuntimeError(
                 f"training_step is trained on what {type(metric).__name__} gives, which is no mean over this batch's samples: it is "
-                f"{float(whole):.6g}, and {float(mean):.6g} as the mean of its parts; take a plan that works a batch off at once "
-                "(micro_batches=1, no pipeline), whose ranks exchange what the metric has seen"
+                f"{float(whole):.6g}, and {float(mean):.6g} as the mean of its parts; take a plan that runs a batch in one piece "
+                "(micro_batches=1, no pipeline): its ranks exchange the metric's states"
             )
         value.register_hook(lambda gradient: self._trained.add(key))
 

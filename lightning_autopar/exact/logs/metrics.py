@@ -77,7 +77,7 @@ def adopt(
             if not own_way and size < dist.get_world_size():
                 raise RuntimeError(
                     f"the metric {type(self).__name__} has a process group or a dist_sync_fn of its own and exchanges its states within a "
-                    "step, which not all ranks of a pipeline come to; leave them out, or run without a pipeline "
+                    "step, where not all ranks of a pipeline take part; leave them out, or run without a pipeline "
                     "(allow=['single', 'ddp', 'fsdp'])"
                 )
             states = {name: getattr(self, name) for name in self._reductions}

@@ -270,7 +270,7 @@ class GlobalDraws:
                 had = f"{draw.shape[dim]} rows for {self._plan.batch_size} samples"
                 raise RuntimeError(
                     f"a random draw ({op}) had {had} in what planning looked at, and now has {shape[dim]} for {samples}: it isn't over "
-                    "samples, so that a part of a batch can't draw what one device would; run on one device "
+                    "samples, so a part of a batch can't draw what one device would; run on one device "
                     '(allow=["single"]), or let each device draw its own (batch=Batch(draws="per-rank"))'
                 )
 

@@ -103,7 +103,7 @@ def ask(run: str | int, request: Request, *, wait_seconds: float | None = None) 
         ValueError: if it isn't known which run is meant, it is another user's, it has ended, it can't do that, or isn't on that device.
     """
     if wait_seconds is not None and not 0 <= wait_seconds < math.inf:
-        raise ValueError(f"an answer can't be waited for {wait_seconds} s; give a number of seconds from 0 on")
+        raise ValueError(f"the seconds to wait for an answer must be at least 0, but are {wait_seconds}")
     folder, status = find(str(run).strip())
     if (why := _why_not(status)) is not None:
         raise ValueError(f"{status.run_id} {why}")
@@ -312,7 +312,7 @@ def cancel(run: str | int, *, wait_seconds: float | None = None) -> Cancelled:
         ValueError: if it isn't known which run is meant, it is another user's, it has ended, or can't be ended from here.
     """
     if wait_seconds is not None and not 0 <= wait_seconds < math.inf:
-        raise ValueError(f"an end can't be waited for {wait_seconds} s; give a number of seconds from 0 on")
+        raise ValueError(f"the seconds to wait for the run's end must be at least 0, but are {wait_seconds}")
     folder, status = find(str(run).strip())
     if status.external:
         raise ValueError(

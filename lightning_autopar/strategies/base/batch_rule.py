@@ -41,7 +41,7 @@ class Batch:
             choices = ", ".join(repr(name) for name in REFUSALS)
             raise ValueError(f"despite={self.despite!r} must be a list of names of refusals, and {named!r} isn't one; they are {choices}")
         if self.draws == "per-rank" and self.rule == "per_device":
-            raise ValueError("draws='per-rank' is about a batch that is split, which rule='per_device' has none of; leave one of them out")
+            raise ValueError("draws='per-rank' needs a batch that is split, but rule='per_device' splits none; leave one of them out")
 
     @classmethod
     def of(cls, batch: "BatchRule | Batch") -> "Batch":

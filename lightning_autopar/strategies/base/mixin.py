@@ -160,8 +160,8 @@ class EngineMixin(Strategy):
             if any(share.weight != self._share.weight for share in shares):
                 sizes = ", ".join(str(share.of) for share in shares)
                 raise ValueError(
-                    f"the loaders' batches of one step have {sizes} samples, so that their parts on each device weigh differently; set "
-                    "drop_last=True with batch sizes that the devices divide evenly, or run on one device (allow=['single'])"
+                    f"the loaders' batches of one step have {sizes} samples, so their parts on each device would have different weights; "
+                    "set drop_last=True with batch sizes that the devices divide evenly, or run on one device (allow=['single'])"
                 )
             self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
             self._drawing = True

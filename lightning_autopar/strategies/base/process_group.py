@@ -105,6 +105,6 @@ def meet(what: str) -> None:
         store.wait([f"{key}/all"], PATIENCE)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{what} outside of a step on rank {dist.get_rank()}, but not on all ranks within {PATIENCE}; parameters are sharded, so that "
-            "all ranks must do so: remove the condition on the rank around it"
+            f"{what} outside of a step on rank {dist.get_rank()}, but not on all ranks within {PATIENCE}; with sharded parameters all "
+            "ranks must do it: remove the condition on the rank around it"
         ) from error

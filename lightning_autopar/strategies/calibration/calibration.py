@@ -107,7 +107,7 @@ def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = Tru
             curves, failures = _measure(measurements(there, before), known, _most_seconds(there), progress=progress)
     took, today = time.monotonic() - begun, datetime.date.today().isoformat()
     for failure in failures:
-        rank_zero_warn(f"autopar: {failure.words}; the data sheet is taken for that")
+        rank_zero_warn(f"autopar: {failure.words}; the data sheet is used instead")
     found = known.with_failures({name: today for failure in failures for name in failure.names})
     if curves:
         found = found.with_curves(curves, day=today, took_seconds=took)
@@ -241,7 +241,7 @@ def _measure(
                 failures.append(Failure(words=f"{each.title} could not be measured ({error.reason})", names=each.names))
                 continue
             if came_meanwhile(each.devices, before):
-                rank_zero_info(f"autopar: {each.title} will be measured another time, as somebody came to the GPU meanwhile")
+                rank_zero_info(f"autopar: {each.title} will be measured later, as another process began to use the GPU")
             else:
                 curves += found
     return curves, failures

@@ -111,8 +111,8 @@ class DDPEngine(SplitMixin, DDPStrategy):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise ValueError(
-                    f"{name!r} was frozen when the run began and is to be trained now, which DDP doesn't notice: its replicas would part. "
-                    "Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'fsdp']"
+                    f"{name!r} was frozen when the run began, and is trained now. DDP doesn't notice that, so its replicas would drift "
+                    "apart. Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'fsdp']"
                 )
         super().on_train_batch_start(batch, batch_idx)
 

@@ -148,7 +148,7 @@ class Agent(Standing):
         latest = self._saver.latest
         if latest is not None:
             rank_zero_warn(
-                f"autopar: an earlier start of this run ended without leave; it goes on from its snapshot of step {latest.step}. "
+                f"autopar: an earlier start of this run died; this one resumes from its snapshot of step {latest.step}. "
                 f"To begin anew, remove {latest.path.parent}"
             )
         running = self._begin(self.decision, "the run begins")
@@ -291,10 +291,10 @@ class Agent(Standing):
                 following.generation.round([], timeout_seconds=0.005)
                 running.round(noted, timeout_seconds=0.005)
                 if time.monotonic() > until:
-                    rank_zero_warn(f"autopar: the move is given up, as the new workers weren't ready after {_READY_SECONDS:g} s")
+                    rank_zero_warn(f"autopar: the run doesn't move: the new workers weren't ready after {_READY_SECONDS:g} s")
                     return
             if following.generation.failed:
-                rank_zero_warn(f"autopar: the move is given up, as the new workers failed: {following.why()}")
+                rank_zero_warn(f"autopar: the run doesn't move: the new workers failed: {following.why()}")
                 return
             if running.generation.gone or not self._saver.pause(running, noted, within_seconds=self._moving.hang_seconds):
                 return

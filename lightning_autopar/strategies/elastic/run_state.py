@@ -53,12 +53,12 @@ class Avoided:
         """A plan that was predicted to fit in this didn't: no plan may take as much of its devices again."""
         for device, size in reserved_bytes.items():
             self._limits[device] = int(_LESS * size)
-            rank_zero_info(f"autopar: {device} is planned for with {format_bytes(self._limits[device])} from now on")
+            rank_zero_info(f"autopar: from now on plans may use {format_bytes(self._limits[device])} of {device}")
 
     def lift(self) -> None:
         """Memory that the run has run out of counts again."""
         if self._limits:
-            rank_zero_info("autopar: nothing fits in that, so that the run is planned for as before")
+            rank_zero_info("autopar: no plan fits in that, so plans may use as much as before")
         self._limits.clear()
 
     def without(self, found: Inventory) -> Inventory:

@@ -136,18 +136,17 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
     except CannotTravel as error:
         findings = _find_here(trainer, questions, error.reason)
     except ChildFailed as error:
-        rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {error.reason}")
+        rank_zero_warn(f"autopar: the step could not be traced, so its memory and time are guessed: {error.reason}")
         try:
             findings = run_forked(_guess, trainer, questions, error.reason, timeout_seconds=TRACE_SECONDS)
         except ChildFailed as again:
             raise RuntimeError(
-                f"planning needs the run's first batch, and couldn't have it: {again.reason}; "
-                "look whether the loader gives a batch by itself, as in next(iter(loader))"
+                f"planning needs the run's first batch, but couldn't load it: {again.reason}; check that next(iter(loader)) gives a batch"
             ) from again
     if isinstance(findings, Failure):
         raise findings.exception()
     if findings.untraced is not None:
-        rank_zero_warn(f"autopar: the step could not be looked at, so that memory and time are guessed: {findings.untraced}")
+        rank_zero_warn(f"autopar: the step could not be traced, so its memory and time are guessed: {findings.untraced}")
     return _with_draws_apart(findings)
 
 
@@ -544,16 +543,16 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
     except RAISED as error:  # as above
         return Failure.of(error)
     footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
-    split = SplitFinding(probed=False, reason=f"the step could not be looked at: {reason}")
+    split = SplitFinding(probed=False, reason=f"the step could not be traced: {reason}")
     return Findings(
         footprint=footprint,
         split=split,
         draws=DrawPlan(),
         data_draws=batch.draws,
-        sharded=_unlooked(module, f"the step could not be looked at: {reason}") if stage == "fit" else evaluable(module),
+        sharded=_unlooked(module, f"the step could not be traced: {reason}") if stage == "fit" else evaluable(module),
         several_loaders=batch.kind == "combined",
         whole=_whole_of((batch,), stage, collates=True),
         rowless=_whole_of((batch,), stage, collates=False),
-        staging=refused(f"the step could not be looked at: {reason}") if questions.staged else None,
+        staging=refused(f"the step could not be traced: {reason}") if questions.staged else None,
         batches=_batches_of_fit(trainer, batch),
     )

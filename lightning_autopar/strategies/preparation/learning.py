@@ -115,7 +115,7 @@ def _learn_time(report: Report, names: Sequence[str], measured: Mapping[str, Map
     if predicted is None or not all(taken):
         return
     if (why := disturbed(report, measured)) is not None:
-        rank_zero_info(f"autopar: the next plan doesn't count on how long this run's steps took: {why}")
+        rank_zero_info(f"autopar: this run's step times don't count for the next plan: {why}")
         return
     record = StepTime(
         module=residuals.key,

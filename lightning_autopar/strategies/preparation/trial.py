@@ -106,7 +106,7 @@ def choose(decision: Decision, run: Run, *, clock: Callable[[], float] = time.mo
     took = clock() - begun
     for index, outcome in found.items():
         if outcome.step_seconds is None:
-            rank_zero_warn(f"autopar: the trial of {report.candidates[index].plan.title()} gave no time: {outcome.reason}")
+            rank_zero_warn(f"autopar: the trial of {report.candidates[index].plan.title()} measured no step time: {outcome.reason}")
     times = {index: outcome.step_seconds for index, outcome in found.items() if outcome.step_seconds is not None}
     if len(times) < 2:
         return decision

@@ -163,8 +163,8 @@ class _Worker:
                 if time.monotonic() > until:
                     self.gone, self.open = True, False
                     rank_zero_warn(
-                        f"autopar: process {self.process.pid}, the worker of rank {self.rank}, was killed but doesn't end: the system "
-                        "waits in it for a driver or a disk; what it holds stays taken until then"
+                        f"autopar: process {self.process.pid}, the worker of rank {self.rank}, was killed but doesn't end: it "
+                        "waits in the kernel for a driver or a disk, and keeps its memory until then"
                     )
 
     @property

@@ -293,7 +293,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
         for name, parameter in self._module.named_parameters() if self._frozen else ():
             if parameter.requires_grad and id(parameter) in self._frozen:
                 raise ValueError(
-                    f"{name!r} was frozen when the run began and is to be trained now, which DeepSpeed doesn't notice. "
+                    f"{name!r} was frozen when the run began, and is trained now. DeepSpeed doesn't notice that. "
                     "Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'fsdp']"
                 )
         super().on_train_batch_start(batch, batch_idx)

@@ -73,7 +73,7 @@ def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> Moving | None:
             "it leaves with a snapshot when it is told to, and goes on from there in the number of processes that it is started with next"
         )
         rank_zero_warn(
-            "autopar: ElasticReplan can't move this run, as torchrun or Slurm started its processes, and decides how many there are; "
+            "autopar: ElasticReplan can't move this run: torchrun or Slurm started its processes, and decides how many there are; "
             + (what if asked else "with CheckpointMigrate it would save itself when it is told to leave, and go on at its next start")
         )
     if how is not None and not peers.restartable:

@@ -270,7 +270,7 @@ class StagedStep:
         loss = _loss(output)
         if run.factors and loss is not None and not loss.requires_grad:
             raise RuntimeError(
-                "training_step returned a loss that no parameter to be trained has a part in: element 0 of tensors does not require grad "
+                "training_step returned a loss that depends on no trained parameter: element 0 of tensors does not require grad "
                 "and does not have a grad_fn"
             )
         run.outputs[chunk] = detached(output) if isinstance(output, Mapping) else output.detach() if isinstance(output, Tensor) else output

@@ -149,7 +149,7 @@ def _has_storage(target: Any) -> bool:
 def warn_of(lost: list[str]) -> None:
     """Name what couldn't be carried."""
     warnings.warn(
-        f"these changes could not be carried along when the run moved: {', '.join(sorted(set(lost)))} (they can't be pickled, are parts of "
+        f"these changes were lost when the run moved: {', '.join(sorted(set(lost)))} (they can't be pickled, are parts of "
         f"sharded tensors, or belong to the DataModule and are larger than {format_bytes(LIMIT_BYTES)})",
         stacklevel=3,
     )

@@ -360,7 +360,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     by_rank = {left.rank: left for left in results}
     ranks = results[0].ranks
     if missing := [rank for rank in range(ranks) if rank not in by_rank]:
-        raise RuntimeError(f"the results of {', '.join(f'rank {rank}' for rank in missing)} are missing, which had a part of the module")
+        raise RuntimeError(f"the results of {', '.join(f'rank {rank}' for rank in missing)} are missing, and with them parts of the module")
     if len({by_rank[rank].steps for rank in range(ranks)}) > 1:
         done = ", ".join(f"rank {rank} {by_rank[rank].steps[1]}" for rank in range(ranks))
         raise RuntimeError(f"the ranks ended at different steps ({done}), and their parts of the module don't belong together")

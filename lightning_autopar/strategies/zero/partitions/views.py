@@ -253,8 +253,8 @@ class Watch:
         if not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"autopar: {name} is used outside of a step, where ZeRO-3 leaves each device a part of it: what is used there is gathered, "
-                "and stays whole until the next step begins, which takes time and memory that the prediction doesn't know of"
+                f"autopar: {name} is used outside of a step, where ZeRO-3 leaves each device a part of it. It is gathered, and stays whole "
+                "until the next step begins; the prediction doesn't include that time and memory"
             )
 
     # -- a module is called ------------------------------------------------------------------------------------------------------------
