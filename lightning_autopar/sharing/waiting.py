@@ -264,7 +264,7 @@ class Waiting(Generic[D]):
         """Have what a decision needs promised."""
         short = self._leases.take(decision.assignment.needed_bytes, self._devices)
         if short is not None:
-            rank_zero_info(f"autopar: planned again, as others were faster: {words(short)}")
+            rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
             return False
         self._leases.expect(decision.expected_seconds)
         return True

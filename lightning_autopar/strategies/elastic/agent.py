@@ -422,7 +422,7 @@ class Agent(Standing):
             decision = self._fitting(running)
         why = "" if decision is not None else f"nothing fits after {type(error).__name__}: {error}"
         if decision is not None and decision is not running.decision and (missing := self._why_not_promised(decision)) is not None:
-            why = f"after {type(error).__name__} others were faster: {missing}"
+            why = f"after {type(error).__name__} another run took the memory first: {missing}"
         if decision is None or why:
             rank_zero_info(f"autopar: the run is parked: {why}")
             self._park(why)
