@@ -195,7 +195,8 @@ class Appraiser:
 
     def lack(self, needs: Mapping[str, int]) -> int:
         """Bytes missing on the device that misses most; none or negative where there are enough."""
-        return max(map(operator.sub, needs.values(), map(self.budget.__getitem__, needs)))
+        most: int = max(map(operator.sub, needs.values(), map(self.budget.__getitem__, needs)))
+        return most
 
     def shortage(self, needs: Mapping[str, int]) -> str | None:
         """Where memory is missing, by the device that misses most; None where it suffices."""

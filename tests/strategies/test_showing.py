@@ -38,7 +38,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is shown at each batch."""
-    monkeypatch.setattr(progress, "_NOTE_NS", 0)
+    monkeypatch.setattr(progress, "NOTE_NS", 0)
     monkeypatch.setattr(run_files, "SHOW_SECONDS", 0.0)
     monkeypatch.setattr(showing, "SHOW_SECONDS", 0.0)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 #: Between two notes.
-_NOTE_NS = 250_000_000
+NOTE_NS = 250_000_000
 _AT, _STEP, _STEPS, _BATCH, _LEFT, _ACCUMULATED, _TRAINS, _FIRST = range(8)
 #: A figure that isn't known.
 _UNKNOWN = -1
@@ -85,7 +85,7 @@ class Progress:
         def batch_to_device(*args: Any, **kwargs: Any) -> Any:
             now = time.monotonic_ns()
             if now >= self._next_ns:
-                self._next_ns = now + _NOTE_NS
+                self._next_ns = now + NOTE_NS
                 self._note(engine, trainer, rank, now)
                 if look is not None:
                     look()
