@@ -1,8 +1,8 @@
 """ZeRO on the lanes of a step: what DeepSpeed gathers and reduces, by module and by bucket, and which parameters stay gathered.
 
 It knows no other engine and no rate. Most counts of calls are by ``benchmarks/python_calls.py`` (``sys.setprofile`` in real steps of
-modules of several shapes, taken apart by least squares) with torch 2.13 and DeepSpeed 0.19.8: the same on every machine; other versions make
-others, about as many. Estimated, and yet to be counted: stages 1 and 2 without offload; stage 3 without offload by its count with it.
+modules of several shapes, taken apart by least squares) with torch 2.13 and DeepSpeed 0.19.8: the same on every machine; other versions
+make others, about as many. Estimated, and yet to be counted: stages 1 and 2 without offload; stage 3 without offload by its count with it.
 """
 
 from __future__ import annotations
