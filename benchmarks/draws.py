@@ -33,7 +33,7 @@ from lightning_autopar.memory.work.work import Work
 from lightning_autopar.strategies.calibration.device_curves import measure_device
 from lightning_autopar.timing.curves import Calibration
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.measured_rates import Calibrated, device_key
+from lightning_autopar.timing.measured_rates import MeasuredRates, device_key
 from lightning_autopar.timing.roofline import DRAW, drawn_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results/draws.json"
@@ -85,11 +85,11 @@ def one_round(batches: Sequence[tuple[int, int, int]], seconds: float) -> list[d
     """This machine's rates, and right behind them every draw."""
     device = Device(id="cpu:0", kind="cpu", name="cpu", total_bytes=1 << 34, free_bytes=1 << 34, threads=1)
     curves = measure_device(torch.device("cpu"), device_key(device), seconds=seconds)
-    rates = Calibrated(Calibration().with_curves(curves, day="", took_seconds=seconds), DataSheet())
+    rates = MeasuredRates(Calibration().with_curves(curves, day="", took_seconds=seconds), DataSheet())
     return [row(rates, device, name, *batch) for name in DRAWS for batch in batches]
 
 
-def row(rates: Calibrated, device: Device, name: str, samples: int, ranks: int, width: int) -> dict[str, Any]:
+def row(rates: MeasuredRates, device: Device, name: str, samples: int, ranks: int, width: int) -> dict[str, Any]:
     """One draw: as predicted, and measured in the three ways, in turns."""
     share: BatchShare | None = BatchShare(rows=samples // ranks, of=samples, rank=1, world_size=ranks)
     own = samples // ranks

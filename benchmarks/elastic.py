@@ -110,7 +110,7 @@ def make(size: str, steps: int, clock: Path, **options: Any) -> tuple[pl.Trainer
 def moves(size: str, folder: Path) -> dict[str, Any]:
     """The pauses of a run that changes its plan every few steps."""
     from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
-    from lightning_autopar.strategies.elastic.watcher import Wish
+    from lightning_autopar.strategies.elastic.watcher import MoveRequest
     from lightning_autopar.strategies.preparation.decide import decide_again
 
     both = ("cpu:0", "cpu:1")
@@ -133,14 +133,14 @@ def moves(size: str, folder: Path) -> dict[str, Any]:
             self.decisions: dict[Plan, Any] = {}
             self.next = STEPS_BETWEEN
 
-        def look(self, run: Any) -> Wish | None:
+        def look(self, run: Any) -> MoveRequest | None:
             if not self.plans or run.step is None or run.step < self.next:
                 return None
             plan = self.plans.pop(0)
             decision = self.decisions.get(plan) or decide_again(trainer, run.decision, run.inventory(), plan=plan)
             self.decisions[plan] = decision
             self.next = run.step + STEPS_BETWEEN
-            return Wish(action="move", decision=decision, reason="the tour")
+            return MoveRequest(action="move", decision=decision, reason="the tour")
 
     strategy = AutoParallelStrategy(devices="2xcpu:20GiB", calibrate="off")
     steps = (STEPS_BETWEEN + 40) * (len(plans) + 1)

@@ -48,7 +48,7 @@ from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.plans import OFFLOADS
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies import launcher
-from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.calibration import calibrate
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.text import format_bytes
@@ -294,8 +294,8 @@ def _train(question: Question, candidate: Candidate, layers: int, out: Path, err
     (device,) = question.inventory.devices
     capped = device if question.on_cpu else replace(device, free_bytes=min(device.free_bytes, question.cap_bytes))
     report: Any = mock.Mock(footprint=traced(question, layers), best_candidate=candidate)
-    assignment = Assignment(plan=candidate.plan, devices=(capped,), candidate=candidate)
-    decision = Decision(report=report, assignment=assignment)
+    run_plan = RunPlan(plan=candidate.plan, devices=(capped,), candidate=candidate)
+    decision = Decision(report=report, run_plan=run_plan)
     samples = TensorDataset(torch.randint(size.vocabulary, (size.batch * (_STEPS + 2), size.length + 1)))
     try:
         strategy = AutoParallelStrategy(devices=question.spec)

@@ -48,7 +48,7 @@ from lightning_autopar.constraints import Constraints  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
-from lightning_autopar.sharing.sweep.jobs import Job, SweepDevice, Way, devices_of, scaled, ways_of  # noqa: E402
+from lightning_autopar.sharing.sweep.jobs import Job, RunOption, SweepDevice, devices_of, options_of, scaled  # noqa: E402
 from lightning_autopar.sharing.sweep.scheduler import (  # noqa: E402
     Listing,
     at_most,
@@ -78,10 +78,10 @@ class Instance:
 
     def really(self) -> list[Job]:
         """The jobs as they really are."""
-        return [replace(job, ways=scaled(job.ways, self.factors[job.name])) for job in self.jobs]
+        return [replace(job, options=scaled(job.options, self.factors[job.name])) for job in self.jobs]
 
 
-def pool(spec: str) -> tuple[list[tuple[Way, ...]], list[SweepDevice]]:
+def pool(spec: str) -> tuple[list[tuple[RunOption, ...]], list[SweepDevice]]:
     """The ways of each model for a run of a single batch, without its start, as the planner predicts them; and the devices."""
     found = []
     inventory = parse_spec(spec)
@@ -94,21 +94,21 @@ def pool(spec: str) -> tuple[list[tuple[Way, ...]], list[SweepDevice]]:
         words = report.to_dict()
         for candidate, each in zip(report.candidates, words["candidates"], strict=True):
             each["run_seconds"] = None if candidate.seconds is None else candidate.step_seconds
-        found.append(ways_of(words))
+        found.append(options_of(words))
         devices = devices_of(words)
     return found, devices
 
 
-def drawn(kind: str, runs: int, ways: list[tuple[Way, ...]], devices: list[SweepDevice], seed: int) -> Instance:
+def drawn(kind: str, runs: int, options: list[tuple[RunOption, ...]], devices: list[SweepDevice], seed: int) -> Instance:
     """One random sweep."""
     draw = random.Random(f"{kind} {runs} {seed}")
-    same = draw.randrange(len(ways))
+    same = draw.randrange(len(options))
     jobs = []
     for index in range(runs):
-        model = same if kind == "alike" else draw.randrange(len(ways))
+        model = same if kind == "alike" else draw.randrange(len(options))
         batches = SHORTEST_BATCHES * LONGEST_SHARE ** (draw.random() if kind == "mixed" else 0.5)
-        made = tuple(replace(way, seconds=START_SECONDS + batches * way.seconds) for way in ways[model])
-        jobs.append(Job(name=f"run {index}", ways=made))
+        made = tuple(replace(option, seconds=START_SECONDS + batches * option.seconds) for option in options[model])
+        jobs.append(Job(name=f"run {index}", options=made))
     factors = {job.name: draw.lognormvariate(0.0, SIGMA) for job in jobs}
     return Instance(jobs=tuple(jobs), factors=factors, devices=tuple(devices))
 
@@ -116,39 +116,43 @@ def drawn(kind: str, runs: int, ways: list[tuple[Way, ...]], devices: list[Sweep
 # -- how runs are placed ---------------------------------------------------------------------------------------------------------------
 
 #: What starts now, of what waits, in which way and where; with the expected seconds until each busy device is free.
-Policy = Callable[[Sequence[Job], Sequence[SweepDevice], dict[str, float]], list[tuple[Job, Way, tuple[str, ...]]]]
+Policy = Callable[[Sequence[Job], Sequence[SweepDevice], dict[str, float]], list[tuple[Job, RunOption, tuple[str, ...]]]]
 
 
-def by_schedule(waiting: Sequence[Job], devices: Sequence[SweepDevice], busy: dict[str, float]) -> list[tuple[Job, Way, tuple[str, ...]]]:
+def by_schedule(
+    waiting: Sequence[Job], devices: Sequence[SweepDevice], busy: dict[str, float]
+) -> list[tuple[Job, RunOption, tuple[str, ...]]]:
     """As the sweep's controller does: what the schedule of the rest starts now."""
     by_name = {job.name: job for job in waiting}
-    return [(by_name[place.job], place.way, place.devices) for place in schedule(waiting, devices, busy).now]
+    return [(by_name[place.job], place.option, place.devices) for place in schedule(waiting, devices, busy).now]
 
 
-def first_come(choose: Callable[[Sequence[Way], int], int]) -> Policy:
+def first_come(choose: Callable[[Sequence[RunOption], int], int]) -> Policy:
     """The first of the list as soon as there is room for it, in the way that is chosen by itself."""
 
-    def start(waiting: Sequence[Job], devices: Sequence[SweepDevice], busy: dict[str, float]) -> list[tuple[Job, Way, tuple[str, ...]]]:
+    def start(
+        waiting: Sequence[Job], devices: Sequence[SweepDevice], busy: dict[str, float]
+    ) -> list[tuple[Job, RunOption, tuple[str, ...]]]:
         found, taken = [], dict(busy)
         for job in waiting:
-            way = job.ways[choose(job.ways, len(devices))]
-            placed = Listing([Job(name=job.name, ways=(way,))], devices, taken).schedule([0], [0]).placed[0]
+            option = job.options[choose(job.options, len(devices))]
+            placed = Listing([Job(name=job.name, options=(option,))], devices, taken).schedule([0], [0]).placed[0]
             if placed.start_seconds > 0:
                 break
-            found.append((job, way, placed.devices))
-            taken.update(dict.fromkeys(placed.devices, way.seconds))
+            found.append((job, option, placed.devices))
+            taken.update(dict.fromkeys(placed.devices, option.seconds))
         return found
 
     return start
 
 
-def _most(ways: Sequence[Way], devices: int) -> int:
-    return max(range(len(ways)), key=lambda index: (len(ways[index].seats), -ways[index].seconds))
+def _most(options: Sequence[RunOption], devices: int) -> int:
+    return max(range(len(options)), key=lambda index: (len(options[index].needs), -options[index].seconds))
 
 
 RULES: dict[str, Policy] = {
-    "one": first_come(lambda ways, devices: at_most(ways, 1)),
-    "fastest": first_come(lambda ways, devices: at_most(ways, devices)),
+    "one": first_come(lambda options, devices: at_most(options, 1)),
+    "fastest": first_come(lambda options, devices: at_most(options, devices)),
     "all": first_come(_most),
 }
 
@@ -159,9 +163,9 @@ def played(instance: Instance, policy: Policy) -> float:
     while waiting or running:
         busy = {device: max(expected - now, 0.1 * now + 1.0) for expected, _, devices in running for device in devices}
         idle = len(instance.devices) > len(busy)
-        for job, way, devices in policy(waiting, instance.devices, busy) if waiting and idle else []:
+        for job, option, devices in policy(waiting, instance.devices, busy) if waiting and idle else []:
             waiting.remove(job)
-            running.append((now + way.seconds, now + way.seconds * instance.factors[job.name], devices))
+            running.append((now + option.seconds, now + option.seconds * instance.factors[job.name], devices))
         assert running, "whoever can run is started where all is idle"
         now = min(ends for _, ends, _ in running)
         running = [run for run in running if run[1] > now]
@@ -171,21 +175,21 @@ def played(instance: Instance, policy: Policy) -> float:
 # -- what comes of it ------------------------------------------------------------------------------------------------------------------
 
 
-def many(spec: str, ways: list[tuple[Way, ...]], devices: list[SweepDevice], instances: int) -> Iterator[dict[str, Any]]:
+def many(spec: str, options: list[tuple[RunOption, ...]], devices: list[SweepDevice], instances: int) -> Iterator[dict[str, Any]]:
     """Twelve runs: by the schedule and by each rule."""
     for kind in KINDS:
         for seed in range(instances):
-            instance = drawn(kind, RUNS, ways, devices, seed)
+            instance = drawn(kind, RUNS, options, devices, seed)
             seconds = {"schedule": played(instance, by_schedule), **{name: played(instance, rule) for name, rule in RULES.items()}}
             bound = Listing(instance.really(), instance.devices).bound_seconds()
             yield {"devices": spec, "kind": kind, "seed": seed, "seconds": seconds, "no_schedule_is_shorter_seconds": bound}
 
 
-def few(spec: str, ways: list[tuple[Way, ...]], devices: list[SweepDevice], instances: int) -> Iterator[dict[str, Any]]:
+def few(spec: str, options: list[tuple[RunOption, ...]], devices: list[SweepDevice], instances: int) -> Iterator[dict[str, Any]]:
     """Six runs: by the schedule, and the best of all, which knows what they really take."""
     for kind in KINDS:
         for seed in range(instances):
-            instance = drawn(kind, FEW_RUNS, ways, devices, 1_000 + seed)
+            instance = drawn(kind, FEW_RUNS, options, devices, 1_000 + seed)
             exact = replace(instance, factors=dict.fromkeys(instance.factors, 1.0))
             row: dict[str, Any] = {"devices": spec, "kind": kind, "seed": 1_000 + seed}
             try:
@@ -311,14 +315,14 @@ def main() -> None:
     models = {}
     instances = 2 if arguments.quick else INSTANCES
     for spec in SPECS:
-        ways, devices = pool(spec)
+        options, devices = pool(spec)
         models[spec] = [
-            {"gpt": model, "ways": [{"plan": way.title, "step_seconds": way.seconds} for way in found]}
-            for model, found in zip(MODELS, ways, strict=True)
+            {"gpt": model, "ways": [{"plan": option.title, "step_seconds": option.seconds} for option in found]}
+            for model, found in zip(MODELS, options, strict=True)
         ]
-        large += many(spec, ways, devices, instances)
+        large += many(spec, options, devices, instances)
         print(f"{spec}: {len(large)} sweeps of {RUNS}", flush=True)
-        small += few(spec, ways, devices, instances)
+        small += few(spec, options, devices, instances)
         print(f"{spec}: {len(small)} sweeps of {FEW_RUNS}", flush=True)
     found = summary(large, small)
     for kind in (*KINDS, "every"):

@@ -37,7 +37,7 @@ def best_schedule(
     listing = Listing(jobs, devices, busy_seconds)
     if not jobs:
         return listing.schedule([], [])
-    plain = [Job(name=job.name, ways=job.ways) for job in jobs]
+    plain = [Job(name=job.name, options=job.options) for job in jobs]
     search = _Search(listing, schedule(plain, devices, busy_seconds), most_nodes)
     search.go(frozenset(range(len(jobs))), [listing.busy.get(device.id, 0.0) for device in devices], 0.0, [])
     return search.best
@@ -51,13 +51,13 @@ class _Search:
         self.length = best.makespan_seconds
         self._bound = listing.bound_seconds()
         self._seen: dict[tuple[object, ...], float] = {}
-        self._choices = [[(way, seatings(way, listing.devices)) for way in ways] for ways in listing.ways]
-        self._least_work = [min(way.device_seconds for way in ways) for ways in listing.ways]
-        named = any(way.among for ways in listing.ways for way in ways)
+        self._choices = [[(option, seatings(option, listing.devices)) for option in options] for options in listing.options]
+        self._least_work = [min(option.device_seconds for option in options) for options in listing.options]
+        named = any(option.among for options in listing.options for option in options)
         self._classes = [(device.kind, device.free_bytes, device.id if named else "") for device in listing.devices]
         # Jobs that are alike are started in their order.
         self._before = [
-            next((other for other in reversed(range(job)) if listing.ways[other] == listing.ways[job]), None)
+            next((other for other in reversed(range(job)) if listing.options[other] == listing.options[job]), None)
             for job in range(len(listing.jobs))
         ]
 
@@ -87,17 +87,17 @@ class _Search:
         for job in left:
             if self._before[job] in left:
                 continue
-            for way, choices in self._choices[job]:
-                moves += [(start, start + way.seconds, job, way, chosen) for start, chosen in self._starts(choices, free_at, now)]
+            for option, choices in self._choices[job]:
+                moves += [(start, start + option.seconds, job, option, chosen) for start, chosen in self._starts(choices, free_at, now)]
         moves.sort(key=lambda move: (move[0], -move[4].__len__(), -move[1], move[2]))
-        for start, end, job, way, chosen in moves:
+        for start, end, job, option, chosen in moves:
             if end >= self.length * (1 - 1e-12):
                 continue
             after = free_at[:]
             for index in chosen:
                 after[index] = end
             names = tuple(self.listing.devices[index].id for index in chosen)
-            place = Placed(job=self.listing.jobs[job].name, way=way, devices=names, start_seconds=start)
+            place = Placed(job=self.listing.jobs[job].name, option=option, devices=names, start_seconds=start)
             self.go(left - {job}, after, start, [*placed, place])
 
     def _starts(self, choices: list[tuple[int, ...]], free_at: list[float], now: float) -> list[tuple[float, tuple[int, ...]]]:
@@ -114,4 +114,6 @@ class _Search:
 
     def _soonest(self, job: int, idle: list[float]) -> float:
         """No earlier than this a job can be over."""
-        return min(way.seconds + min(max(idle[index] for index in chosen) for chosen in choices) for way, choices in self._choices[job])
+        return min(
+            option.seconds + min(max(idle[index] for index in chosen) for chosen in choices) for option, choices in self._choices[job]
+        )

@@ -41,7 +41,7 @@ def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute, and put back or remove it on leaving."""
     own = name in vars(owner)
     before = vars(owner).get(name)

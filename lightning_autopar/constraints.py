@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.allocator.options import AllocatorOptions
-from lightning_autopar.memory.learned.corrections import Residuals
+from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Engine, Plan, all_engines, offered_engines
 from lightning_autopar.text import format_bytes, parse_memory
 
@@ -111,7 +111,7 @@ class Constraints:
     split_batch: bool = True
     precision: str = "32-true"
     allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
-    residuals: Residuals = field(default_factory=Residuals)
+    residuals: Corrections = field(default_factory=Corrections)
 
     def __post_init__(self) -> None:
         check_allow(self.allow)

@@ -14,9 +14,9 @@ from typing import Any
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.memory.allocator.device import Machine
-from lightning_autopar.memory.allocator.play import Whole
-from lightning_autopar.memory.allocator.tape_parts import Script
+from lightning_autopar.memory.allocator.device import PlayedDevice
+from lightning_autopar.memory.allocator.play import Player
+from lightning_autopar.memory.allocator.tape_parts import TapeParts
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.moments import Moments
@@ -147,7 +147,7 @@ class Engine(ABC):
         """The Lightning strategy that executes a plan, in this process: one with ``EngineMixin``.
 
         Args:
-            run: an ``Assignment``, the plan and the devices.
+            run: an ``RunPlan``, the plan and the devices.
             forked: whether this process is a worker, forked for the plan; a launcher has started it otherwise.
         """
 
@@ -232,7 +232,9 @@ class Engine(ABC):
         """What all ranks offload to host memory together: bytes of pageable and of page-locked memory."""
         return 0, 0
 
-    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole | None:
+    def player(
+        self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]
+    ) -> Player | None:
         """What plays a rank's tape on the modelled allocator; None where that can't be played.
 
         Args:

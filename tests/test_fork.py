@@ -223,7 +223,7 @@ def test_a_child_sees_gpus_only_where_it_is_to(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_tracing_starts_no_thread_for_gpus_that_are_not_there() -> None:
-    """Under fakes torch's build for CUDA pretends that there were eight GPUs; see ``LeanFakeMode.avoid_device_init``."""
+    """Under fakes torch's build for CUDA pretends that there were eight GPUs; see ``FastFakeMode.avoid_device_init``."""
 
     def threads() -> list[str]:
         with fake_mode():

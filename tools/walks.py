@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.callbacks.migrate import CheckpointMigrate
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.elastic.watcher import MoveRequest
 from lightning_autopar.strategies.preparation.decide import decide_again
 
 PACKAGE = "lightning_autopar."
@@ -135,14 +135,14 @@ class MoveOnce(pl.Callback):
         self.recorder, self.trainer, self.plan = recorder, trainer, plan
         self.done = False
 
-    def look(self, run: Any) -> Wish | None:
+    def look(self, run: Any) -> MoveRequest | None:
         """The move, when enough batches are done."""
         if self.done or (run.step or 0) < _MOVE_AT:
             return None
         self.done = True
         decision = decide_again(self.trainer, run.decision, run.inventory(), plan=self.plan)
         self.recorder.enter(MOVE)
-        return Wish(action="move", decision=decision, reason="a walk")
+        return MoveRequest(action="move", decision=decision, reason="a walk")
 
 
 class Net(pl.LightningModule):

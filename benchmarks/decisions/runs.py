@@ -98,7 +98,7 @@ def _plan(scenario: Scenario, cache: Path) -> tuple[Report, dict[tuple[Any, ...]
         strategy = trainer.strategy
         assert isinstance(strategy, AutoParallelStrategy), "asked for"
         try:
-            reports.append(decide.survey(trainer, strategy.settings, strategy.inventory())[0])
+            reports.append(decide.plan_only(trainer, strategy.settings, strategy.inventory())[0])
         except NothingFits as error:
             reports.append(error.report)
         raise _Asked

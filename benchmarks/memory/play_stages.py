@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from lightning_autopar.engines import recomputed
-from lightning_autopar.memory.allocator.device import Machine
-from lightning_autopar.memory.allocator.play import Whole
-from lightning_autopar.memory.allocator.tape_parts import Change, Part, Script
+from lightning_autopar.memory.allocator.device import PlayedDevice
+from lightning_autopar.memory.allocator.play import Player
+from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.parts import Size, parts_of
 from lightning_autopar.plans import Plan, Schedule
@@ -24,7 +24,7 @@ from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
 _SCALAR_BYTES = 8
 
 
-class Stages(Whole):
+class Stages(Player):
     """A rank of a pipeline.
 
     Args:
@@ -40,8 +40,8 @@ class Stages(Whole):
 
     def __init__(
         self,
-        machine: Machine,
-        script: Script,
+        machine: PlayedDevice,
+        script: TapeParts,
         footprint: Footprint,
         rows: Sequence[int],
         recompute: frozenset[int],
@@ -55,7 +55,7 @@ class Stages(Whole):
         self.actions = actions
         self.schedule = schedule
         self.stages = sorted({action.stage for action in actions})
-        self._parts: dict[tuple[bool, int], list[Part]] = {}
+        self._parts: dict[tuple[bool, int], list[TapePart]] = {}
         for part in script.parts:
             number = 2 * part.index + 2 if part.mark == "leave" else 2 * part.index + (part.mark != "return")
             stage = next(stage for stage in range(len(borders) - 1) if borders[stage] <= number < borders[stage + 1])
@@ -102,7 +102,7 @@ class Stages(Whole):
     def _share(self, rows: int) -> float:
         return rows / self.footprint.batch_size if self.footprint.batch_size else 1.0
 
-    def keeps(self, change: Change) -> bool:
+    def keeps(self, change: TapeChange) -> bool:
         """The batch; what belongs to parameters is held by stage."""
         return change.kind == "input"
 
@@ -188,7 +188,7 @@ class Stages(Whole):
         return int(size_bytes * self._share_of_all)
 
 
-def _resized(change: Change, sizes: Mapping[int, int]) -> Change:
+def _resized(change: TapeChange, sizes: Mapping[int, int]) -> TapeChange:
     return change._replace(size_bytes=sizes[change.storage], grows=False) if change.action == "allocate" else change
 
 
@@ -205,7 +205,9 @@ def _sizes(layers: Sequence[LayerFootprint]) -> list[int]:
 class PlayedPipeline(Pipeline):
     """The engine, with a player: planning replays no pipeline."""
 
-    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole | None:
+    def player(
+        self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]
+    ) -> Player | None:
         """A rank that runs its stages; pipelines side by side can't be played."""
         if plan.replicas > 1:
             return None

@@ -23,7 +23,7 @@ from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
 from lightning_autopar.timing.collectives import known_model
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.rank import Run
+from lightning_autopar.timing.rank import RankWork
 from lightning_autopar.timing.rates import Phase
 from lightning_autopar.timing.step import AS_STORED, Wire
 from rows.kept_gradients import played
@@ -309,7 +309,7 @@ class HostRates(DataSheet):
         return super().host_adam_seconds(elements, device) * self._slower
 
 
-def _waiting(run: Run, footprint: Footprint, laid: Layout, plan: Plan, rates: HostRates, seconds: Seconds) -> float:
+def _waiting(run: RankWork, footprint: Footprint, laid: Layout, plan: Plan, rates: HostRates, seconds: Seconds) -> float:
     """What the host adds where it waits for the device in each micro-batch: it can't run ahead from one to the next, nor to the update."""
     parts = (*footprint.blocks, *footprint.outer)
     forward = rates.issue_seconds(run.device, "forward") * sum(work.count for part in parts for work in part.work)
@@ -321,7 +321,7 @@ def _waiting(run: Run, footprint: Footprint, laid: Layout, plan: Plan, rates: Ho
         late = max(0.0, forward - there) + max(0.0, backward - back)
     else:
         late = max(0.0, forward + backward - there - back - seconds.communication / run.parts)
-    return run.parts * late + max(0.0, run.issued_update + run.beside - run.update)
+    return run.parts * late + max(0.0, run.issued_update + run.host_seconds - run.update)
 
 
 def _unscaling(footprint: Footprint, laid: Layout) -> tuple[Work, ...]:

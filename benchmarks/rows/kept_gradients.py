@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, OutOfDeviceMemory
-from lightning_autopar.memory.allocator.device import Machine
-from lightning_autopar.memory.allocator.play import Whole, parts_of
-from lightning_autopar.memory.allocator.tape_parts import Change, read_script
+from lightning_autopar.memory.allocator.device import PlayedDevice
+from lightning_autopar.memory.allocator.play import Player, parts_of
+from lightning_autopar.memory.allocator.tape_parts import TapeChange, read_script
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 
 _STEPS = 2
 
 
-class _Keeping(Whole):
+class _Keeping(Player):
     """A rank whose gradients are added to what they were."""
 
-    def keeps(self, change: Change) -> bool:
+    def keeps(self, change: TapeChange) -> bool:
         """They are there once the first backward has made them."""
         return change.kind != "gradients"
 
-    def complete(self, key: Hashable, change: Change) -> None:
+    def complete(self, key: Hashable, change: TapeChange) -> None:
         """The first one stays; a later one is added to it."""
         if self.steps == 0 and self.micro == 0:
             self.machine.become(key, "gradients")
@@ -33,7 +33,7 @@ class _Keeping(Whole):
         else:
             self.machine.drop(key)
 
-    def clear(self, change: Change) -> None:
+    def clear(self, change: TapeChange) -> None:
         """They stay."""
 
 
@@ -48,7 +48,7 @@ def played(footprint: Footprint, plan: Plan, *, workspace_bytes: int, limit_byte
     """
     assert footprint.tape is not None, "the step was traced"
     allocator = CachingAllocator(limit_bytes=limit_bytes)
-    machine = Machine(allocator)
+    machine = PlayedDevice(allocator)
     index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
     rows = max(1, plan.rows(footprint.batch_size)[0]) if footprint.batch_size else 0
     recompute = frozenset(index[fqn] for fqn in plan.recompute)

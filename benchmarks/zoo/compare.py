@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.zoo.member import ROWS, Member
 from lightning_autopar.exact.step.micro_batches import take_part
-from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Together
@@ -84,7 +84,7 @@ def parts_of(member: Member, module: nn.Module) -> int:
 def alone(member: Member, *, double: bool, micro_batches: int = 1) -> Gradients:
     """One process's gradients of the whole batch, or of its parts one after the other."""
     module = _built(member, double)
-    rehearsal = Rehearsal(module, None, "fit", autocast_dtype=None, default_dtype=None, enter=_nothing)
+    rehearsal = BareStep(module, None, "fit", autocast_dtype=None, default_dtype=None, enter=_nothing)
     rehearsal.build()
     (optimizer,) = rehearsal.optimizers
     found: Gradients = []

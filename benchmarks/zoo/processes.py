@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.zoo.compare import STEPS, Gradients
 from benchmarks.zoo.member import Member
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.plans import Plan
 
 
@@ -41,7 +41,7 @@ class Keep(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         found: dict[str, Tensor | None] = {}
         for name, parameter in pl_module.named_parameters():
-            if not is_hole(parameter):
+            if not is_absent(parameter):
                 found[name] = None if parameter.grad is None else parameter.grad.detach().clone()
         torch.save(found, self.folder / f"{trainer.global_step}-{trainer.global_rank}.pt")
 

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_autopar.devices.changes import Event, changes, usable
+from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.planning.memory import host_bytes
 from lightning_autopar.planning.moves import (
-    History,
-    Pace,
+    MoveHistory,
     Rules,
+    TimeScale,
     Verdict,
     decide_move,
     decide_resume,
@@ -34,7 +34,7 @@ from lightning_autopar.planning.moves import (
 )
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits
-from lightning_autopar.strategies.elastic.watcher import RunView, Wish
+from lightning_autopar.strategies.elastic.watcher import MoveRequest, RunView
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.text import format_bytes, format_seconds
 
@@ -71,11 +71,11 @@ class Answer:
     @property
     def devices(self) -> set[str]:
         """Ids of the best plan's devices."""
-        return set() if self.decision is None else set(self.decision.assignment.plan.devices)
+        return set() if self.decision is None else set(self.decision.run_plan.plan.devices)
 
     def stale(self, inventory: Inventory, devices: set[str] | None = None) -> bool:
         """Whether the devices have changed since, or the host's memory has by much; or those devices that are named."""
-        events = changes(self.inventory, inventory)
+        events = device_events(self.inventory, inventory)
         if devices is not None:
             return any(event.device in devices for event in events)
         change = abs(inventory.host_free_bytes - self.inventory.host_free_bytes)
@@ -174,7 +174,7 @@ _MOST_MOMENTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class DeviceLook:
     """Something on a run's timeline.
 
     Args:
@@ -208,17 +208,17 @@ class Watch:
         run: which one it is.
     """
 
-    def __init__(self, timeline: list[Moment] | None = None, run: RunView | None = None) -> None:
-        self.timeline: list[Moment] = [] if timeline is None else timeline
+    def __init__(self, timeline: list[DeviceLook] | None = None, run: RunView | None = None) -> None:
+        self.timeline: list[DeviceLook] = [] if timeline is None else timeline
         self.run = None if run is None else weakref.ref(run)
-        self._history = History()
+        self._history = MoveHistory()
         self._plan: Plan | None = None
         self._moved_at: float | None = None
         self._was_parked = False
         self._before: Inventory | None = None
         self._answer: Answer | None = None
         self._factors: dict[tuple[object, ...], float] = {}
-        self._wished: Wish | None = None
+        self._asked_move: MoveRequest | None = None
         self._quiet_looks = 0
         self._budget = Budget()
         self._said: dict[tuple[object, ...], float] = {}
@@ -228,7 +228,7 @@ class Watch:
         self._slowed: dict[str, tuple[float, float]] = {}
         self._rules, self._max_overhead = Rules(), 0.0
 
-    def look(self, run: RunView, now: float, rules: Rules, max_overhead: float) -> Wish | None:
+    def look(self, run: RunView, now: float, rules: Rules, max_overhead: float) -> MoveRequest | None:
         """As :meth:`lightning_autopar.callbacks.elastic.ElasticReplan.look`, by its rules."""
         self._rules, self._max_overhead = rules, max_overhead
         self._notice(run, now)
@@ -241,20 +241,20 @@ class Watch:
             verdict, decision = self._running(run, inventory, now)
         self._history = verdict.history
         self._tell(run, verdict, decision, now)
-        self._wished = None
+        self._asked_move = None
         if verdict.action == "move":
             assert decision is not None, "a move goes somewhere"
-            self._wished = Wish(action="move", decision=decision, reason=verdict.reason, urgent=verdict.urgent)
+            self._asked_move = MoveRequest(action="move", decision=decision, reason=verdict.reason, urgent=verdict.urgent)
         elif verdict.action == "park":
-            self._wished = Wish(action="park", decision=None, reason=verdict.reason, urgent=True)
-        return self._wished
+            self._asked_move = MoveRequest(action="park", decision=None, reason=verdict.reason, urgent=True)
+        return self._asked_move
 
     def _felt(self, run: RunView, inventory: Inventory, now: float) -> Inventory:
         """The inventory with its devices slowed where the run's steps take longer than they usually did, for whatever reason.
 
         Which of a plan's devices it is can't be told, so it is all of them. Those that the run left are taken to be so for a while.
         """
-        plan = run.decision.assignment.plan
+        plan = run.decision.run_plan.plan
         if not run.parked:
             pace = tuple((device.slowdown, device.utilization) for device in inventory.devices if device.id in plan.devices)
             slower = self._steps.slower(run.step_seconds, (plan.devices, pace, run.moved_at), now, self._rules.patience)
@@ -274,7 +274,7 @@ class Watch:
 
     def _notice(self, run: RunView, now: float) -> None:
         """What became of the run since the last look."""
-        plan, wished = run.decision.assignment.plan, self._wished
+        plan, asked_move = run.decision.run_plan.plan, self._asked_move
         if self._plan is None:
             self._moved_at, self._was_parked = run.moved_at, run.parked
             self._budget.begin(now)
@@ -286,27 +286,27 @@ class Watch:
                 self._history = self._history.resumed(at)
             else:
                 # What somebody else asked for, or a failure forced, isn't the run going back and forth.
-                urgent = wished is None or wished.urgent
+                urgent = asked_move is None or asked_move.urgent
                 self._history = self._history.moved(self._plan, plan, at, self._rules, urgent=urgent)
             self._moved_at, self._was_parked = run.moved_at, run.parked
             self._refused, self._again_at = 0, -math.inf
             self._said.clear()
-        elif wished is not None and wished.urgent:
+        elif asked_move is not None and asked_move.urgent:
             self._refused += 1
             wait = min(_LONGEST_RETRY_SECONDS, _RETRY_SECONDS * 2.0 ** (self._refused - 1)) if self._refused > 1 else 0.0
             self._again_at = now + wait
-        elif wished is not None:
+        elif asked_move is not None:
             # It wasn't done; asked again at once it would fail again.
             self._history = replace(self._history, looks=0, since=now, moved_at=now)
         if self._plan is None or not same_plan(plan, self._plan):
             self._answer = Answer(decision=run.decision, inventory=_without_own_work(run.decision.report.inventory, run))
         self._plan = plan
 
-    def _events(self, run: RunView, inventory: Inventory) -> tuple[Event, ...]:
+    def _events(self, run: RunView, inventory: Inventory) -> tuple[DeviceEvent, ...]:
         """What happened since the last look, told."""
-        plan = run.decision.assignment.plan
+        plan = run.decision.run_plan.plan
         before = _without_own_work(self._before or run.decision.report.inventory, run)
-        events = changes(before, inventory, plan.devices)
+        events = device_events(before, inventory, plan.devices)
         self._before = inventory
         for event in events:
             self._add(run, "event", event.kind, event.text, event.device)
@@ -375,16 +375,16 @@ class Watch:
     def _current(run: RunView, answer: Answer) -> Candidate:
         """The plan that runs with its latest prediction."""
         best = answer.best
-        return best if best is not None and same_plan(best.plan, run.decision.assignment.plan) else run.decision.candidate
+        return best if best is not None and same_plan(best.plan, run.decision.run_plan.plan) else run.decision.candidate
 
-    def _pace(self, run: RunView, best: Candidate, answer: Answer) -> Pace | None:
+    def _pace(self, run: RunView, best: Candidate, answer: Answer) -> TimeScale | None:
         """Seconds a batch now and then; None where nothing was measured."""
         assert answer.decision is not None, "there is a best plan"
-        plan, report, step_seconds = run.decision.assignment.plan, answer.decision.report, run.step_seconds
+        plan, report, step_seconds = run.decision.run_plan.plan, answer.decision.report, run.step_seconds
         there = {device.id for device in report.inventory.devices}
         if step_seconds is None or not there.issuperset(plan.devices):
             return None
-        split = run.decision.assignment.batch == "global"
+        split = run.decision.run_plan.batch == "global"
         raw = partial(answer.raw_seconds, split_batch=split)
         pace = pace_of(plan, best.plan, report, step_seconds, factors=self._factors, split_batch=split, raw=raw)
         if self._quiet_looks >= self._rules.patience:
@@ -396,7 +396,7 @@ class Watch:
 
     def _tell(self, run: RunView, verdict: Verdict, decision: Decision | None, now: float) -> None:
         """A verdict with its reason: once, and again where it is another one."""
-        target = () if decision is None or verdict.code in ("same", "nothing") else decision.assignment.plan.devices
+        target = () if decision is None or verdict.code in ("same", "nothing") else decision.run_plan.plan.devices
         key = (verdict.action, verdict.code, target)
         if verdict.action == "stay" and now - self._said.get(key, -math.inf) < _SAID_SECONDS:
             return
@@ -408,9 +408,9 @@ class Watch:
         self._add(run, "verdict", word, verdict.reason, None)
 
     def _add(self, run: RunView, kind: Literal["event", "verdict"], word: str, text: str, device: str | None) -> None:
-        plan = run.decision.assignment.plan
+        plan = run.decision.run_plan.plan
         devices = () if run.parked else plan.devices
-        moment = Moment(at=time.time(), kind=kind, word=word, text=text, device=device, plan=plan.title(), devices=devices)
+        moment = DeviceLook(at=time.time(), kind=kind, word=word, text=text, device=device, plan=plan.title(), devices=devices)
         self.timeline.append(moment)
         del self.timeline[:-_MOST_MOMENTS]
         if word not in ("move", "park", "resume"):  # the agent says what it does
@@ -421,7 +421,7 @@ def _on_host(decision: Decision, current: Candidate) -> int:
     """What a plan's offloading takes of this host's memory."""
     if not current.plan.offload:
         return 0
-    on_cpu = decision.assignment.devices[0].kind == "cpu"
+    on_cpu = decision.run_plan.devices[0].kind == "cpu"
     held = host_bytes(decision.report.footprint, current.plan, precision=decision.report.precision, on_cpu=on_cpu)
     return held.offload + held.pinned
 
@@ -453,7 +453,7 @@ def _without_own_work(inventory: Inventory, run: RunView) -> Inventory:
     if run.parked:
         return inventory
     planned = {device.id: device.utilization for device in run.decision.report.inventory.devices}
-    own = set(run.decision.assignment.plan.devices)
+    own = set(run.decision.run_plan.plan.devices)
     devices = tuple(
         replace(device, utilization=planned.get(device.id)) if device.id in own and device.kind == "cuda" else device
         for device in inventory.devices

@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_autopar.callbacks.device_watch import Moment, Watch
+from lightning_autopar.callbacks.device_watch import DeviceLook, Watch
 from lightning_autopar.planning.moves import Rules
 from lightning_autopar.strategies.base.mixin import EngineMixin
-from lightning_autopar.strategies.elastic.watcher import RunView, Wish
+from lightning_autopar.strategies.elastic.watcher import MoveRequest, RunView
 
 
 class ElasticReplan(Callback):
@@ -63,7 +63,7 @@ class ElasticReplan(Callback):
         self._said_where = False
 
     @property
-    def timeline(self) -> list[Moment]:
+    def timeline(self) -> list[DeviceLook]:
         """What happened to the devices, and what was decided, from the first run under the agent on; in the main process alone."""
         return self._watch.timeline
 
@@ -72,7 +72,7 @@ class ElasticReplan(Callback):
         """What was seen. It isn't kept in this object, whose attributes travel between the run's processes and back."""
         return _WATCHES.setdefault(self, Watch())
 
-    def look(self, run: RunView, now: float | None = None) -> Wish | None:
+    def look(self, run: RunView, now: float | None = None) -> MoveRequest | None:
         """Look at the devices, and say what the agent should do; None to go on. The agent calls it, in the main process.
 
         Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_autopar.strategies.elastic.saver import Moving
+from lightning_autopar.strategies.elastic.saver import SnapshotSettings
 
 
 class CheckpointMigrate(Callback):
@@ -47,7 +47,7 @@ class CheckpointMigrate(Callback):
             raise ValueError(f"hang_seconds={hang_seconds!r} must be more than 0; give some minutes, or float('inf') for never")
         if isinstance(failures, bool) or not isinstance(failures, int) or failures < 1:
             raise ValueError(f"failures={failures!r} must be a whole number of at least 1; 1 ends the run at the first failure")
-        self.autopar_moving = Moving(
+        self.autopar_moving = SnapshotSettings(
             snapshot_seconds=snapshot_seconds,
             overhead=overhead,
             folder=None if folder is None else Path(folder),

@@ -35,7 +35,7 @@ class PlanMonitor(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say so where there is no plan. Once a run: workers of later plans go on with what this object holds."""
         self._logged = None
-        if not isinstance(trainer.strategy, EngineMixin) or trainer.strategy.assignment.candidate is None:
+        if not isinstance(trainer.strategy, EngineMixin) or trainer.strategy.run_plan.candidate is None:
             if not self._said:
                 name = type(trainer.strategy).__name__
                 rank_zero_info(f"PlanMonitor: there is no plan to watch, as the strategy is {name}; use Trainer(strategy='autopar')")
@@ -51,7 +51,7 @@ class PlanMonitor(Callback):
         if self._logged == before or not trainer.is_global_zero:
             return
         logged = before[1] if before is not None and before[0] == self._logged[0] else 0
-        now = {"autopar/world_size": float(engine.assignment.plan.world_size), **predictions(engine.assignment.candidate)}
+        now = {"autopar/world_size": float(engine.run_plan.plan.world_size), **predictions(engine.run_plan.candidate)}
         latest = changes.arrive(trainer.global_step) if changes.changes else None
         for logger in _loggers(trainer):
             # A CSV file was cut back to the snapshot that this plan went on from: what came after it is logged anew.
@@ -66,19 +66,19 @@ class PlanMonitor(Callback):
         engine: Any = trainer.strategy
         if not isinstance(engine, EngineMixin):
             return
-        assignment, candidate = engine.assignment, engine.assignment.candidate
+        run_plan, candidate = engine.run_plan, engine.run_plan.candidate
         if candidate is None:
             return
         engine.meter.finish(engine)
         measured = [engine.meter.measured.to_dict()]
-        if assignment.plan.world_size > 1:
-            measured *= assignment.plan.world_size
+        if run_plan.plan.world_size > 1:
+            measured *= run_plan.plan.world_size
             dist.all_gather_object(measured, measured[0])
         if not trainer.is_global_zero:
             return
-        self.comparisons = compare(candidate, dict(zip(assignment.plan.devices, measured, strict=True)))
-        rank_zero_info(table(self.comparisons, f"autopar: plan {assignment.plan.title()}, predicted and measured"))
-        for words in warnings(candidate, assignment.budgets, self.comparisons):
+        self.comparisons = compare(candidate, dict(zip(run_plan.plan.devices, measured, strict=True)))
+        rank_zero_info(table(self.comparisons, f"autopar: plan {run_plan.plan.title()}, predicted and measured"))
+        for words in warnings(candidate, run_plan.budgets, self.comparisons):
             rank_zero_warn(f"autopar: {words}")
         for logger in _loggers(trainer):
             logger.log_metrics(metrics(self.comparisons), step=trainer.global_step)

@@ -22,7 +22,7 @@ from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Device, Inventory, device_label
 from lightning_autopar.sharing.lease_files import Lease
-from lightning_autopar.sharing.ledger import is_leased, less_promised, live
+from lightning_autopar.sharing.ledger import is_leased, live, without_leased
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.sharing.runs.requests import everyones_runs
 from lightning_autopar.text import format_bytes, format_seconds, printable
@@ -153,7 +153,7 @@ def show_devices(spec: str | None, *, as_json: bool) -> int:
         inventory = probe(spec, accelerator=_accelerator())
         calibration = load_calibration(inventory)
     there, leases = everyones_runs(), live()
-    left = less_promised(inventory, leases)
+    left = without_leased(inventory, leases)
     if as_json:
         found = inventory.to_dict()
         for device, seen, words in zip(inventory.devices, left.devices, found["devices"], strict=True):
@@ -234,7 +234,7 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
         ("a plan sees", "right"),
     ):
         table.add_column(title, justify="right" if justify == "right" else "left", no_wrap=True)
-    left = less_promised(inventory, leases)
+    left = without_leased(inventory, leases)
     for device in inventory.devices:
         used_bytes = device.total_bytes - device.free_bytes
         busy = "" if device.utilization is None else f"{device.utilization:.0%}"

@@ -17,10 +17,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_autopar._lightning_compat import attach_data, run_arguments
 from lightning_autopar.cli.replace_strategy import Replaced, Replacement, Wanted, strategies_replaced
 from lightning_autopar.report.report import Candidate, NothingFits, Report
-from lightning_autopar.strategies.base.assignment import BatchRule
+from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.elastic.elastic_run import watchers
 from lightning_autopar.strategies.launcher import AutoLauncher
-from lightning_autopar.strategies.preparation.decide import survey
+from lightning_autopar.strategies.preparation.decide import plan_only
 from lightning_autopar.strategies.processes.script import Script
 
 
@@ -110,7 +110,7 @@ def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None
         on_plan(name)
         batches = None
         try:
-            report, findings = survey(trainer, strategy.settings, strategy.inventory())
+            report, findings = plan_only(trainer, strategy.settings, strategy.inventory())
             batches = findings.batches
         except NothingFits as error:
             report = error.report

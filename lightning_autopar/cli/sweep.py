@@ -209,7 +209,7 @@ def _print_schedule(runs: Sequence[SweepRun], first: Schedule, devices: Sequence
     for title in ("run", "plan", "devices", "from s", "to s"):
         table.add_column(title, justify="right" if title.endswith(" s") else "left", overflow="fold")
     for place in first.placed:
-        words = (place.job, place.way.title, " ".join(place.devices), f"{place.start_seconds:.0f}", f"{place.end_seconds:.0f}")
+        words = (place.job, place.option.title, " ".join(place.devices), f"{place.start_seconds:.0f}", f"{place.end_seconds:.0f}")
         table.add_row(*map(Text, words))
     console.print(table)
     for run in runs:
@@ -255,7 +255,7 @@ def _write(path: str | None, sweep: ListedSweep, runs: Sequence[SweepRun], first
     from lightning_autopar.sharing.sweep.folder import write
 
     placed = [
-        {"run": place.job, "plan": place.way.title, "devices": list(place.devices), "from": place.start_seconds, "to": place.end_seconds}
+        {"run": place.job, "plan": place.option.title, "devices": list(place.devices), "from": place.start_seconds, "to": place.end_seconds}
         for place in first.placed
     ]
     words = {

@@ -20,7 +20,7 @@ EventKind = Literal["shrank", "grew", "appeared", "vanished", "error", "recovere
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class DeviceEvent:
     """Something that happened to the devices.
 
     Args:
@@ -38,7 +38,7 @@ class Event:
     change_bytes: int = 0
 
 
-def changes(before: Inventory, now: Inventory, devices: Collection[str] = ()) -> tuple[Event, ...]:
+def device_events(before: Inventory, now: Inventory, devices: Collection[str] = ()) -> tuple[DeviceEvent, ...]:
     """What happened between two looks.
 
     Args:
@@ -47,43 +47,45 @@ def changes(before: Inventory, now: Inventory, devices: Collection[str] = ()) ->
         devices: ids of those that the run's plan uses.
     """
     was, there = ({device.id: device for device in inventory.devices} for inventory in (before, now))
-    events: list[Event] = []
+    events: list[DeviceEvent] = []
     for device in before.devices:
         if device.id not in there:
-            events.append(Event(kind="vanished", device=device.id, text=f"{device_label(device)} is gone", ours=device.id in devices))
+            events.append(DeviceEvent(kind="vanished", device=device.id, text=f"{device_label(device)} is gone", ours=device.id in devices))
     for device in now.devices:
         ours = device.id in devices
         if device.id not in was:
             free = f"{format_bytes(device.free_bytes)} free"
-            events.append(Event(kind="appeared", device=device.id, text=f"{device_label(device)} has appeared, with {free}", ours=ours))
+            events.append(
+                DeviceEvent(kind="appeared", device=device.id, text=f"{device_label(device)} has appeared, with {free}", ours=ours)
+            )
         else:
             events += _of_device(was[device.id], device, ours)
     return (*events, *_of_host(before, now))
 
 
-def _of_device(was: Device, device: Device, ours: bool) -> list[Event]:
+def _of_device(was: Device, device: Device, ours: bool) -> list[DeviceEvent]:
     events = []
     name = device_label(device)
     if device.error != was.error:
         kind: EventKind = "error" if device.error else "recovered"
         text = f"{name} is in error: {device.error}" if device.error else f"{name} is no longer in error ({was.error})"
-        events.append(Event(kind=kind, device=device.id, text=text, ours=ours))
+        events.append(DeviceEvent(kind=kind, device=device.id, text=text, ours=ours))
     change = device.free_bytes - was.free_bytes
     if abs(change) > _NOTABLE_SHARE * max(was.total_bytes, device.total_bytes):
         there = f"{format_bytes(was.free_bytes)} to {format_bytes(device.free_bytes)}"
         who = "somebody took it" if change < 0 else "somebody gave it back"
         verb: EventKind = "shrank" if change < 0 else "grew"
         text = f"the free memory of {name} {verb} by {format_bytes(abs(change))}, from {there}: {who}"
-        events.append(Event(kind=verb, device=device.id, text=text, ours=ours, change_bytes=change))
+        events.append(DeviceEvent(kind=verb, device=device.id, text=text, ours=ours, change_bytes=change))
     ratio = _slowness(device) / _slowness(was)
     if ratio >= _NOTABLE_SPEED or ratio <= 1 / _NOTABLE_SPEED:
         pace: EventKind = "slower" if ratio > 1 else "faster"
         text = f"{name} became {pace}: its work takes {_slowness(device):.3g} times as long as by itself, after {_slowness(was):.3g} times"
-        events.append(Event(kind=pace, device=device.id, text=text, ours=ours))
+        events.append(DeviceEvent(kind=pace, device=device.id, text=text, ours=ours))
     return events
 
 
-def _of_host(before: Inventory, now: Inventory) -> list[Event]:
+def _of_host(before: Inventory, now: Inventory) -> list[DeviceEvent]:
     """The host's memory got short, or is so no more."""
     short = [at.host_total_bytes > 0 and at.host_free_bytes < _SHORT_HOST_SHARE * at.host_total_bytes for at in (before, now)]
     if short[0] == short[1]:
@@ -91,7 +93,7 @@ def _of_host(before: Inventory, now: Inventory) -> list[Event]:
     change = now.host_free_bytes - before.host_free_bytes
     free = f"{format_bytes(now.host_free_bytes)} of {format_bytes(now.host_total_bytes)}"
     text = f"the host's memory is {'short' if short[1] else 'no longer short'}: {free} are free"
-    return [Event(kind="host", device=None, text=text, change_bytes=change)]
+    return [DeviceEvent(kind="host", device=None, text=text, change_bytes=change)]
 
 
 def _slowness(device: Device) -> float:

@@ -7,14 +7,15 @@ for it. They have three flaws, and this module deals with all of them (torch 2.1
   freed unseen, so that a running sum of the events grows with each step of DDP or FSDP. The allocator's own total, which each event
   carries, leaves those out for the same reason, unless ``FLAGS_caffe2_report_cpu_memory_usage`` (declared in CPUAllocator.h) makes every
   thread count.
-- What was allocated before isn't known, so that its end isn't seen: whoever opens the recorder says what there is (:meth:`Recorder.note`).
-  What an earlier recorder saw begin, and none saw end, is still in the allocator's table; a thread without a profiler that frees something
-  else at such an address takes the old size off the total. Only a second recording in a process can meet that.
+- What was allocated before isn't known, so that its end isn't seen: whoever opens the recorder says what there is
+  (:meth:`AllocationRecorder.note`). What an earlier recorder saw begin, and none saw end, is still in the allocator's table; a thread
+  without a profiler that frees something else at such an address takes the old size off the total. Only a second recording in a process can
+  meet that.
 
 Operations themselves aren't recorded, only allocations: a step under it takes a few per cent longer.
 
 A CPU device's memory is the host's, so what a plan offloads lies in the same allocator. It is told apart by being said: storages that are
-noted as the host's, and whatever is allocated while the host works (:meth:`Recorder.host_works`), count apart from the device's.
+noted as the host's, and whatever is allocated while the host works (:meth:`AllocationRecorder.host_works`), count apart from the device's.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Allocations(profiler.profile):
         enable(this.config(create_trace_id=False), self.kineto_activities, {RecordScope.USER_SCOPE})
 
 
-class Recorder:
+class AllocationRecorder:
     """Counts what is allocated on the CPU between :meth:`start` and :meth:`stop`."""
 
     def __init__(self) -> None:

@@ -279,7 +279,7 @@ class Footprint:
 T = TypeVar("T")
 
 
-class Remembered(Generic[T]):
+class FootprintCache(Generic[T]):
     """The last few results by footprint and key. A footprint is too large to be compared, so that one is told from another by identity.
 
     Args:

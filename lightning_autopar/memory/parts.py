@@ -75,7 +75,7 @@ def _ways() -> dict[tuple[bool, bool], Peaks]:
     return {(given, lent): Peaks() for given in (False, True) for lent in (False, True)}
 
 
-class Crossing(NamedTuple):
+class CrossingBytes(NamedTuple):
     """A storage that enters a block: its size, the part that made it, and whether some part keeps it for backward."""
 
     size: Size
@@ -84,7 +84,7 @@ class Crossing(NamedTuple):
 
 
 @dataclass
-class Part:
+class StepPart:
     """One part of the step: part 2i is what runs before block i (and after block i - 1), part 2i + 1 is block i.
 
     Args:
@@ -115,16 +115,16 @@ class Part:
     first: dict[tuple[bool, bool], Peaks] = field(default_factory=_ways)
     backward_again: dict[tuple[bool, bool], Peaks] = field(default_factory=_ways)
     first_again: dict[tuple[bool, bool], Peaks] = field(default_factory=_ways)
-    crossing: list[Crossing] = field(default_factory=list)
+    crossing: list[CrossingBytes] = field(default_factory=list)
     anew: Size = _NOTHING
     returns: Size = _NOTHING
     active: bool = False
 
 
-_KNOWN: dict[int, tuple[weakref.ref[Tape], list[Part]]] = {}
+_KNOWN: dict[int, tuple[weakref.ref[Tape], list[StepPart]]] = {}
 
 
-def parts_of(tape: Tape, blocks: int) -> list[Part]:
+def parts_of(tape: Tape, blocks: int) -> list[StepPart]:
     """The parts of a step, in the order in which they run; worked out once for each tape.
 
     Args:
@@ -155,7 +155,7 @@ class _Reader:
     """One tape on its way to parts."""
 
     def __init__(self, tape: Tape, blocks: int) -> None:
-        self.parts = [Part() for _ in range(2 * blocks + 1)]
+        self.parts = [StepPart() for _ in range(2 * blocks + 1)]
         events = list(tape)
         begin = max((index for index, event in enumerate(events) if event.action == "leave" and event.storage == -1), default=len(events))
         turn = next((index for index in range(begin, len(events)) if events[index].action in _TURNS), len(events))
@@ -210,7 +210,7 @@ class _Reader:
                 given, given_fixed = loose, loose_fixed
             elif action == "input" and (one := alive.get(storage)) is not None:
                 if one.made:
-                    self.parts[part].crossing.append(Crossing(one.size, one.made, one.freed is not None))
+                    self.parts[part].crossing.append(CrossingBytes(one.size, one.made, one.freed is not None))
                 elif one.freed is not None:
                     self.parts[part].anew += one.size
             elif action == "allocate" and storage in self._storages:

@@ -1,4 +1,5 @@
-"""Advice: which one change would make something fit, or the run much faster. Asks the search again with that changed; predicts nothing.
+"""Advice: which one change would make a plan fit, or the run much faster. It asks the search again with that change, and predicts nothing
+itself.
 
 A change is advised only where its effect is predicted as any plan's is. Another precision is not: the step was traced under this one.
 :mod:`lightning_autopar.planning.what_if` makes the question with one thing changed.

@@ -1,4 +1,4 @@
-"""What a plan is worth: its bytes and seconds by prediction, whether it fits, and how it compares. Doesn't know how plans are found."""
+"""What a plan is worth: its predicted bytes and seconds, whether it fits, and how plans are ordered. Doesn't know how plans are found."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     return (plan.world_size, besides, order_of(plan.engine), len(plan.recompute), plan.micro_batches, plan.devices)
 
 
-def alike_first(candidates: Iterable[Candidate]) -> dict[tuple[object, ...], Candidate]:
+def first_of_each_configuration(candidates: Iterable[Candidate]) -> dict[tuple[object, ...], Candidate]:
     """Of each configuration the first candidate: what is more than the choice of equal devices is worth a line in the report."""
     found: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 
-from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
+from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
 from lightning_autopar.plans import Plan
 
 
@@ -15,7 +15,7 @@ def shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 #: Every plan of a search asks for them.
-_SHARDABLE: Remembered[tuple[tuple[str, ...], tuple[str, ...]]] = Remembered()
+_SHARDABLE: FootprintCache[tuple[tuple[str, ...], tuple[str, ...]]] = FootprintCache()
 
 
 def _shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:

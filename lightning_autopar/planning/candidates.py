@@ -1,7 +1,7 @@
 """Which plans exist for a footprint and an inventory, and why others don't.
 
-Must not know how many bytes a plan needs: whether it fits is the search's question, and so is what to do where it doesn't. Which plans an
-engine has on given devices is the engine's.
+Must not know how many bytes a plan needs: the search decides whether a plan fits, and what to do where it doesn't. Pipelines, whose cuts
+depend on both, are the engine's own.
 """
 
 from __future__ import annotations

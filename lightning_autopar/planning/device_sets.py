@@ -1,9 +1,9 @@
-"""Sets of devices among which is a best one, without looking at every subset. Knows memory, speed and links of devices, no model.
+"""Sets of devices among which one is best, without looking at every subset. Knows memory, speed and links of devices, no model.
 
-Where ranks need alike, of all sets of ``n`` devices that are at least so fast and linked at least so well, the ``n`` freest fit if any do.
-So for each speed and each kind of link that occurs, the prefixes of the devices in order of their budgets hold a best set. Of groups that
-are as fast and as well linked, as eight nodes of one kind, the one whose set has most memory stands for all. Sizes beyond a small number
-are taken in steps at first; the search looks between them where it matters (:func:`sizes_between`).
+Ranks need equal memory. So among all sets of ``n`` devices that are at least so fast and at least so well linked, the ``n`` devices with
+most free memory fit if any set does: for each speed and each kind of link, the prefixes of the devices in order of their budgets contain a
+best set. Among groups of equal speed and links, such as eight nodes of one kind, the group whose set has most memory stands for all. Large
+sizes are tried in steps first; the search looks between them where it matters (:func:`sizes_between`).
 """
 
 from __future__ import annotations

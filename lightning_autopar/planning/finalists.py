@@ -1,7 +1,7 @@
-"""The best candidates are looked at once more: does the allocator get through their steps in what the devices have?
+"""Replays the best candidates' allocations: does the allocator get through their steps in the memory that the devices have?
 
-The search predicts by a step's fullest moments and a rule of thumb for the allocator; here the step's allocations are replayed. CPU
-devices need none of it: their allocator gives back what is freed.
+The search predicts by a step's fullest moments and a rule of thumb for the allocator. CPU devices need no replay: their allocator gives
+back what is freed.
 """
 
 from __future__ import annotations

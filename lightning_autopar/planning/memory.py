@@ -1,7 +1,8 @@
-"""Footprint × Plan × Inventory → bytes per device by category, and on the host. Arithmetic only: imports neither torch nor Lightning.
+"""Bytes per device by category, from footprint, plan and inventory; the host's bytes; and the full moments outside a training step.
 
-The footprint is of one device and the whole batch; what becomes of it on a rank is for the plan's engine to say. The footprint's margin
-isn't added: the planner does that. By moments, in well under a millisecond a plan; :func:`replay` is slower, and knows the allocator.
+The footprint is of one device and the whole batch; each engine says what it makes of it. The planner, not this module, adds the footprint's
+margin. Moments outside a training step are the time before the first one, validation, and the saving of a checkpoint. Arithmetic only, in
+well under a millisecond a plan; the allocator's replay is slower and more exact. Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import replace
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Rank, recomputed
-from lightning_autopar.memory.allocator.device import Machine
+from lightning_autopar.memory.allocator.device import PlayedDevice
 from lightning_autopar.memory.allocator.options import MIB, AllocatorOptions
-from lightning_autopar.memory.allocator.play import Whole, parts_of
+from lightning_autopar.memory.allocator.play import Player, parts_of
 from lightning_autopar.memory.allocator.replay import Replayed, played
-from lightning_autopar.memory.allocator.tape_parts import Script, read_script
+from lightning_autopar.memory.allocator.tape_parts import TapeParts, read_script
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostBytes
-from lightning_autopar.memory.footprint import Footprint, Remembered
+from lightning_autopar.memory.footprint import Footprint, FootprintCache
 from lightning_autopar.memory.moments import RNG_STATE_BYTES, Moments, moments_of
 from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.plans import Plan
@@ -136,7 +137,7 @@ def _rank(footprint: Footprint, plan: Plan, number: int, rows: int, device: Devi
 
 
 #: Ranks that differ in their shards alone have the same moments, and so have plans that differ in their engine.
-_MOMENTS: Remembered[Moments] = Remembered(8)
+_MOMENTS: FootprintCache[Moments] = FootprintCache(8)
 
 
 def _on_device(held: DeviceBytes, footprint: Footprint, communicators: tuple[int, ...], device: Device) -> DeviceBytes:
@@ -160,7 +161,7 @@ def replay(
     options: AllocatorOptions | None = None,
     rows: int | None = None,
     workspaces: Sequence[int] = (),
-    script: Script | None = None,
+    script: TapeParts | None = None,
     engine: Engine | None = None,
 ) -> Replayed:
     """Play a rank's start and its first steps to the allocator.
@@ -186,7 +187,7 @@ def replay(
         rows = max(1, plan.rows(footprint.batch_size)[rank]) if footprint.batch_size else 0
     asked, read, parts = engine or engines.of(plan), script or read_script(footprint.tape), parts_of(rows, plan.micro_batches)
 
-    def player(machine: Machine) -> Whole:
+    def player(machine: PlayedDevice) -> Player:
         found = asked.player(machine, read, footprint, plan, rank, parts)
         if found is None:
             raise ValueError(f"a rank of the plan {plan.title()!r} can't be replayed; use memory.predict")

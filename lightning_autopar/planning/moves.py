@@ -1,17 +1,14 @@
-"""Whether a run should stay where it is, move, or be parked: the verdict, by prediction.
+"""Whether a run should stay where it is, move, or be parked: the verdict, by prediction. It is told the run's state, and knows no clock and
+no trainer.
 
-Pure: it is told how things stand and says what to do. It knows no clock, no process and no trainer, and finds no plans.
+A run leaves at once where it can't stay: a device is gone or faulty, or the plan's bytes don't fit any more. Otherwise nobody knows how
+long a neighbour stays, and the run decides as one decides between renting and buying skis: it moves when staying, since the better plan
+appeared, has cost some multiple of the price of moving. That costs at most a fixed multiple of what somebody who knew the future would have
+paid (Karlin, Manasse, Rudolph and Sleator, "Competitive snoopy caching", 1988), and it is Lindy's rule: the state of the devices is
+expected to last as long again as it has lasted. A run that goes back and forth waits twice as long each time.
 
-What must not stay leaves at once: a device is gone or in error, or the plan's bytes don't fit any more. What may leave is decided as one
-decides whether to buy or to go on renting skis: nobody knows how long a neighbour stays away, so the run moves when what staying has cost
-since the better plan showed up comes to some times the price of moving. That costs no more than a fixed multiple of what somebody who
-knew the future would have paid (Karlin, Manasse, Rudolph and Sleator, "Competitive snoopy caching", 1988), and it is Lindy's rule: the
-state of the devices is expected to last as long again as it has lasted. A run that goes back and forth waits twice as long each time.
-
-Seconds a batch of two plans on one scale: that of what a run has measured.
-
-A measured figure is never set beside a bare prediction: predictions are compared with predictions, each corrected by what this run measured
-of a plan of that kind, or else of the current one. It measures nothing and decides nothing.
+Seconds of two plans are compared on one scale. A measured figure is never compared with a bare prediction: predictions are compared with
+predictions, each corrected by what this run measured of a plan of that kind, or else of the current one.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ from functools import partial
 from typing import Literal
 
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.changes import Event, changes, usable
+from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
 from lightning_autopar.devices.inventory import Inventory, device_label
-from lightning_autopar.memory.learned.corrections import Residuals
+from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.planning.appraisal import Appraiser
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, Report
@@ -33,7 +30,7 @@ from lightning_autopar.text import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class TimeScale:
     """Seconds a batch of the current plan and of the best one, on one scale: that of what was measured.
 
     Args:
@@ -61,7 +58,7 @@ def plan_kind(plan: Plan, inventory: Inventory) -> tuple[object, ...]:
     )
 
 
-def raw_batch_seconds(plan: Plan, report: Report, *, split_batch: bool = True, residuals: Residuals | None = None) -> float:
+def raw_batch_seconds(plan: Plan, report: Report, *, split_batch: bool = True, residuals: Corrections | None = None) -> float:
     """Predicted seconds of a batch under a plan on a report's devices, not corrected by earlier runs.
 
     Args:
@@ -70,7 +67,7 @@ def raw_batch_seconds(plan: Plan, report: Report, *, split_batch: bool = True, r
         split_batch: whether ranks share a batch.
         residuals: earlier runs by which to correct it after all.
     """
-    plain = Constraints(precision=report.precision, residuals=residuals or Residuals(), split_batch=split_batch)
+    plain = Constraints(precision=report.precision, residuals=residuals or Corrections(), split_batch=split_batch)
     return Appraiser(report.footprint, report.inventory, plain, rates=report.rates).step_seconds(plan)
 
 
@@ -83,7 +80,7 @@ def pace_of(
     factors: Mapping[tuple[object, ...], float] | None = None,
     split_batch: bool = True,
     raw: Callable[[Plan], float] | None = None,
-) -> Pace:
+) -> TimeScale:
     """Seconds a batch now and under the best plan, both predicted for the same devices and corrected alike.
 
     The current plan's prediction is multiplied by what it was seen to miss by, which gives what was measured. The best plan's is multiplied
@@ -109,18 +106,18 @@ def pace_of(
         if report.residuals.time_factors.told:
             learned = partial(raw_batch_seconds, report=report, split_batch=split_batch, residuals=report.residuals)
             known *= learned(best) / predicted(best) * predicted(current) / learned(current)
-    return Pace(now=now, then=predicted(best) * known, factor=factor)
+    return TimeScale(now=now, then=predicted(best) * known, factor=factor)
 
 
 __all__ = [
-    "Event",
-    "History",
-    "Pace",
+    "DeviceEvent",
+    "MoveHistory",
     "Rules",
+    "TimeScale",
     "Verdict",
-    "changes",
     "decide_move",
     "decide_resume",
+    "device_events",
     "fits",
     "must_leave",
     "pace_of",
@@ -164,7 +161,7 @@ class Rules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
+class MoveHistory:
     """What a verdict must know of the looks and moves before it.
 
     Args:
@@ -185,27 +182,27 @@ class History:
     returns: int = 0
     resumes: int = 0
 
-    def seen(self, target: Collection[str], now: float) -> History:
+    def seen(self, target: Collection[str], now: float) -> MoveHistory:
         """After a look that saw a better plan on these devices; none resets the count."""
         devices = frozenset(target)
         again = bool(devices) and devices == self.target
         looks = self.looks + 1 if again else 1 if devices else 0
         return replace(self, target=devices, looks=looks, since=self.since if again else now)
 
-    def moved(self, before: Plan, after: Plan, now: float, rules: Rules, *, urgent: bool) -> History:
+    def moved(self, before: Plan, after: Plan, now: float, rules: Rules, *, urgent: bool) -> MoveHistory:
         """After a move from one plan to another; one that had to be isn't the run going back and forth."""
         back = not urgent and frozenset(after.devices) in self.left
         returns = min(_MOST_DOUBLINGS, self.forgiven(self.returns, rules, now) + back)
-        return History(moved_at=now, left=self.left | {frozenset(before.devices)}, returns=returns, resumes=self.resumes)
+        return MoveHistory(moved_at=now, left=self.left | {frozenset(before.devices)}, returns=returns, resumes=self.resumes)
 
-    def parked(self, before: Plan, now: float, rules: Rules) -> History:
+    def parked(self, before: Plan, now: float, rules: Rules) -> MoveHistory:
         """After the run has been parked."""
         returns, resumes = (self.forgiven(count, rules, now) for count in (self.returns, self.resumes))
-        return History(moved_at=now, left=self.left | {frozenset(before.devices)}, returns=returns, resumes=resumes)
+        return MoveHistory(moved_at=now, left=self.left | {frozenset(before.devices)}, returns=returns, resumes=resumes)
 
-    def resumed(self, now: float) -> History:
+    def resumed(self, now: float) -> MoveHistory:
         """After a parked run has resumed."""
-        return History(moved_at=now, left=self.left, returns=self.returns, resumes=min(_MOST_DOUBLINGS, self.resumes + 1))
+        return MoveHistory(moved_at=now, left=self.left, returns=self.returns, resumes=min(_MOST_DOUBLINGS, self.resumes + 1))
 
     def forgiven(self, count: int, rules: Rules, now: float) -> int:
         """How many times still count: one less for each time that the run stayed four times as long as that made it wait."""
@@ -247,7 +244,7 @@ class Verdict:
     action: Literal["stay", "move", "park"]
     code: Code
     reason: str
-    history: History
+    history: MoveHistory
     urgent: bool = False
     gain_seconds: float | None = None
 
@@ -325,8 +322,8 @@ def decide_move(
     best: Candidate | None,
     inventory: Inventory,
     rules: Rules,
-    history: History,
-    pace: Pace | None = None,
+    history: MoveHistory,
+    pace: TimeScale | None = None,
     remaining_steps: float = math.inf,
     move_seconds: float = 0.0,
     must: str | None = None,
@@ -385,7 +382,7 @@ def decide_move(
     return Verdict(action="move", code="move", reason=reason, history=history, gain_seconds=gain)
 
 
-def decide_resume(*, now: float, best: Candidate | None, inventory: Inventory, rules: Rules, history: History) -> Verdict:
+def decide_resume(*, now: float, best: Candidate | None, inventory: Inventory, rules: Rules, history: MoveHistory) -> Verdict:
     """Whether a parked run should resume; arguments as :func:`decide_move`'s."""
     if best is None or not fits(best, inventory):
         return Verdict(action="stay", code="parked", reason="parked: nothing fits yet", history=history.seen((), now))
@@ -404,7 +401,7 @@ def decide_resume(*, now: float, best: Candidate | None, inventory: Inventory, r
     return Verdict(action="move", code="resume", reason=told, history=history)
 
 
-def _leave(must: str, now: float, current: Plan, best: Candidate | None, history: History) -> Verdict:
+def _leave(must: str, now: float, current: Plan, best: Candidate | None, history: MoveHistory) -> Verdict:
     """At once: to the best plan, or nowhere."""
     if best is None:
         return Verdict(action="park", code="park", reason=f"{must}, and nothing else fits", history=history, urgent=True)
@@ -418,7 +415,7 @@ def _leave(must: str, now: float, current: Plan, best: Candidate | None, history
 class _Stay:
     """Verdicts of one look at a better plan that isn't taken yet."""
 
-    history: History
+    history: MoveHistory
     gain_seconds: float
 
     def __call__(self, code: Code, reason: str) -> Verdict:

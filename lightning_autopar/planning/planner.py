@@ -1,8 +1,7 @@
-"""From footprint, devices and constraints to the report: the search's candidates, the best one explained; or the pinned plan, checked.
+"""Makes the report from footprint, devices and constraints: the search's candidates, and why the best is the best; or the pinned plan,
+checked.
 
 Must not know how a plan is executed, nor how plans are found.
-
-Why the chosen plan is the best, in sentences that compare it with the others. Must not know how plans are found or predicted.
 """
 
 from __future__ import annotations

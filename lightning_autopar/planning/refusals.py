@@ -1,8 +1,6 @@
-"""Why an engine, or what a plan may do besides, is no candidate: a sentence each. Knows what was found out about module, batch and run.
+"""Why an engine, a feature or a plan is left out, with a sentence for each. Knows what was found out about module, batch and run.
 
 Must not know how many bytes a plan needs, nor how long it takes.
-
-What of a plan this version can't run yet, though it can predict it. Knows plans alone: nothing of their bytes and seconds.
 """
 
 from __future__ import annotations

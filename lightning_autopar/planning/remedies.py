@@ -1,8 +1,7 @@
-"""What helps a plan that lacks memory, at the least cost in time: fewer samples on small devices, parts of the batch, recomputed blocks.
+"""What helps a plan that lacks memory, at the least cost in time: fewer samples on some devices, micro-batches, recomputed blocks.
 
-It asks for predictions through an :class:`~appraisal.Appraiser`, and knows nothing of how they are made, nor which plans there are.
-
-How many samples of a batch each rank should get, where devices differ in speed or in free memory. Arithmetic: it knows no plan.
+It also divides a batch's samples among ranks that differ in speed or free memory. It asks for predictions through an
+:class:`~appraisal.Appraiser`, and knows neither how they are made nor which plans there are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The search for the best plan: every configuration at least once, and the remedies of those that may still win.
+"""The search for the best plan: it tries every configuration at least once, and adds remedies to those that may still win.
 
-Seconds of a plain plan bound those of the same plan with blocks recomputed or the batch in parts; so what is slower than the best one so
-far even without them isn't looked at further. It must not know how bytes and seconds are predicted.
+A plain plan's seconds are a lower bound for the same plan with recomputed blocks or micro-batches. So a plan that is slower than the best
+one so far even without them isn't looked at further. It must not know how bytes and seconds are predicted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share
 from lightning_autopar.engines import Engine, Searching
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.appraisal import WORTH_DISTURBING, WORTHWHILE, Appraiser, Predict, alike_first, configuration
+from lightning_autopar.planning.appraisal import (
+    WORTH_DISTURBING,
+    WORTHWHILE,
+    Appraiser,
+    Predict,
+    configuration,
+    first_of_each_configuration,
+)
 from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.candidates import enumerate_candidates, ruled_out
 from lightning_autopar.planning.device_sets import device_sets, largest_size, single_sets, sizes_between
@@ -125,14 +132,14 @@ class Search:
         """What was found, in order, with the allocations of those that may be the best replayed."""
         order = self.appraiser.order
         found = sorted(self._found, key=order)
-        kept = list(alike_first(found).values())
+        kept = list(first_of_each_configuration(found).values())
         known = {id(one) for one in kept}
         if self.constraints.objective == "speed":
             # A simpler plan that is hardly slower may stand behind one of its own configuration.
             limit = self.best_seconds * (1 + self._worth)
             kept += [one for one in found if one.fits and id(one) not in known and self.appraiser.batch_seconds(one) <= limit]
         decided = self.finalists.decide(kept, order, self.appraiser.shortage, self.appraiser.preferred)
-        return decided[:1] + list(alike_first(decided[1:]).values())
+        return decided[:1] + list(first_of_each_configuration(decided[1:]).values())
 
     @cached_property
     def _worth(self) -> float:
@@ -157,7 +164,7 @@ class Search:
         if self.constraints.objective == "speed":
             if math.isinf(self.best_seconds):
                 self._least()
-            self._polish()
+            self._refine()
 
     def _refuted(self) -> bool:
         """Whether the best so far doesn't fit once its allocations are replayed: then others are to be looked at, knowing that."""
@@ -335,7 +342,7 @@ class Search:
                 continue
             self._save_most(in_parts(without_recompute(candidate.plan), 1))
 
-    def _polish(self) -> None:
+    def _refine(self) -> None:
         """The best one without what it can do without, and with samples where they are worked off soonest."""
         best = self._best_fitting()
         if best is None:

@@ -1,9 +1,7 @@
-"""Seconds a step that a plan would take, by part.
+"""Predicts a plan's seconds a step, by part, and the seconds of single parts, which the search weighs.
 
-The seam is :func:`predict_seconds`, which asks the plan's engine for its step. It must not know how memory is predicted or how plans are
-found, and it measures nothing.
-
-Seconds of the step's parts on one device: what the search weighs, while :func:`timing.predict_seconds` judges whole plans.
+:func:`predict_seconds` is the entrance. ``timing/rank`` says what a rank computes, ``timing/lanes`` how much of its collectives that hides,
+and the engine in which order it all runs. It measures nothing, and must not know how memory is predicted or how plans are found.
 """
 
 from __future__ import annotations

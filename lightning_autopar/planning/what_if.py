@@ -1,6 +1,6 @@
 """The same question with one thing changed: another optimizer, a smaller validation batch, one device more, more host memory.
 
-Each function gives what the planner would be asked then, None where that would change nothing. Knows no search; nothing is traced anew.
+Each function returns the changed question for the planner, or None where the change makes no difference. Knows no search; traces nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from lightning_autopar.devices.inventory import Inventory, device_label, devices_label
 from lightning_autopar.memory.device_bytes import HostNeed
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.learned.corrections import Residuals
+from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Plan
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import Seconds
@@ -182,7 +182,7 @@ class Report:
     candidates: tuple[Candidate, ...]
     best_index: int | None
     budgets: Mapping[str, int] = field(default_factory=dict)
-    residuals: Residuals = field(default_factory=Residuals)
+    residuals: Corrections = field(default_factory=Corrections)
     adviser: Callable[[], tuple[Advice, ...]] | None = field(default=None, repr=False, compare=False)
     precision: str = "32-true"
     rates: Rates | None = field(default=None, repr=False, compare=False)

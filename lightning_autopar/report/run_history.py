@@ -29,7 +29,7 @@ _LOG_RATIO = 50.0
 _LINE_CHARACTERS, _DEVICE_CHARACTERS = 150, 12
 
 
-class DeviceBytes(NamedTuple):
+class MemoryUse(NamedTuple):
     """Memory of a device at a moment; what is neither is free."""
 
     ours: int
@@ -65,7 +65,7 @@ class PlanSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class RunMark:
     """Something that happened.
 
     Args:
@@ -84,7 +84,7 @@ class MemorySample:
     """The devices' memory at a moment; it holds until the next sample. A device that isn't in it wasn't there."""
 
     at_seconds: float
-    devices: Mapping[str, DeviceBytes]
+    devices: Mapping[str, MemoryUse]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class RunHistory:
 
     title: str = ""
     spans: tuple[PlanSpan, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[RunMark, ...] = ()
     memory: tuple[MemorySample, ...] = ()
     losses: tuple[LossPoint, ...] = ()
 
@@ -206,7 +206,7 @@ def thinned(points: Sequence[LossPoint]) -> Sequence[LossPoint]:
     return kept
 
 
-def mark_levels(marks: Sequence[Mark], apart_seconds: float, levels: int) -> list[int | None]:
+def mark_levels(marks: Sequence[RunMark], apart_seconds: float, levels: int) -> list[int | None]:
     """How high above the plans each mark's number stands, so that neighbours don't cover each other; None where there is no room.
 
     Args:
@@ -224,7 +224,7 @@ def mark_levels(marks: Sequence[Mark], apart_seconds: float, levels: int) -> lis
     return found
 
 
-def mark_lines(marks: Sequence[Mark]) -> list[str]:
+def mark_lines(marks: Sequence[RunMark]) -> list[str]:
     """What the numbers mean, a line or more each."""
     lines = []
     for number, mark in enumerate(marks[:MOST_WORDS], start=1):
@@ -413,7 +413,7 @@ def _loss(history: RunHistory, time: _Time) -> Row:
 def _memory(device: str, history: RunHistory, time: _Time) -> Row:
     """What this run takes, above it what others do, up to the whole; the prediction as a line; hatched while the device isn't there."""
     samples = sorted(history.memory, key=lambda sample: sample.at_seconds)
-    found = [(sample.at_seconds, None if (each := sample.devices.get(device)) is None else DeviceBytes(*each)) for sample in samples]
+    found = [(sample.at_seconds, None if (each := sample.devices.get(device)) is None else MemoryUse(*each)) for sample in samples]
     held = [each for _, each in found if each is not None]
     predicted = [(span, span.predicted_bytes[device]) for span in history.spans if device in span.predicted_bytes]
     total = max(each.total for each in held)
@@ -451,9 +451,9 @@ def _height(size: float, most: float) -> str:
     return f"{_MEMORY_PIXELS * (1 - size / most):.1f}".removesuffix(".0")
 
 
-def _joined(spans: Iterable[tuple[float, float, DeviceBytes | None]]) -> list[tuple[float, float, DeviceBytes | None]]:
+def _joined(spans: Iterable[tuple[float, float, MemoryUse | None]]) -> list[tuple[float, float, MemoryUse | None]]:
     """Those of the same figures in a row as one."""
-    out: list[tuple[float, float, DeviceBytes | None]] = []
+    out: list[tuple[float, float, MemoryUse | None]] = []
     for start, end, each in spans:
         if out and out[-1][2] == each:
             out[-1] = (out[-1][0], end, each)
@@ -462,7 +462,7 @@ def _joined(spans: Iterable[tuple[float, float, DeviceBytes | None]]) -> list[tu
     return out
 
 
-def _area(spans: Sequence[tuple[float, float, DeviceBytes | None]], most: int, time: _Time, *, others: bool) -> str:
+def _area(spans: Sequence[tuple[float, float, MemoryUse | None]], most: int, time: _Time, *, others: bool) -> str:
     """The path below a line of steps; of several in one place of the grid the highest, so that no peak is lost."""
     steps: list[tuple[float, float, float]] = []
     for start, end, each in _joined(spans):
@@ -524,7 +524,7 @@ def _span_words(span: PlanSpan, devices: str, time: _Time, top: float) -> list[H
     return [text(each, middle, first + 14 * line, class_=class_, anchor="middle") for line, each in enumerate(words)]
 
 
-def _anchor(mark: Mark, time: _Time) -> str:
+def _anchor(mark: RunMark, time: _Time) -> str:
     place = (mark.at_seconds - time.start) / time.length
     return "start" if place < 0.02 else "end" if place > 0.98 else "middle"
 

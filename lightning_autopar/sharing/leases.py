@@ -25,9 +25,9 @@ from lightning_autopar.sharing.ledger import (
     Room,
     Shortage,
     is_leased,
-    less_promised,
     open_ledger,
     room_bytes,
+    without_leased,
 )
 from lightning_autopar.sharing.queue import PlaceFile, live_places
 from lightning_autopar.sharing.runs.folders import user_name
@@ -87,7 +87,7 @@ class Leases:
 
     def see(self, inventory: Inventory) -> Inventory:
         """The inventory less what others have been promised."""
-        return less_promised(inventory, self.others())
+        return without_leased(inventory, self.others())
 
     def take(self, wants: Mapping[str, int], probe: Callable[[], Inventory]) -> Shortage | None:
         """Have a plan's memory promised, instead of what this run has; None once it is.

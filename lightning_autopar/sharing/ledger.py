@@ -289,7 +289,7 @@ def room_bytes(inventory: Inventory, leases: Sequence[Lease]) -> dict[str, int]:
     return {device.id: max(0, device.free_bytes - promised_bytes(device, leases)) for device in inventory.devices}
 
 
-def less_promised(inventory: Inventory, leases: Sequence[Lease]) -> Inventory:
+def without_leased(inventory: Inventory, leases: Sequence[Lease]) -> Inventory:
     """The inventory as a run that keeps others' leases may use it."""
     if not leases:
         return inventory

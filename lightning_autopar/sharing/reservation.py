@@ -30,7 +30,7 @@ def ahead(places: Iterable[Place], order: tuple[int, int, str], now_ns: int) -> 
     )
 
 
-def left_behind(
+def left_for_later(
     inventory: Inventory,
     leases: Iterable[Lease],
     ahead: Iterable[Place],
@@ -105,7 +105,7 @@ class _Timeline:
         self._unknown = [place for place in ahead if place.start_ns is None]
 
     def left_bytes(self, device: Device, from_ns: int | None, ends_ns: int | None) -> int:
-        """See :func:`left_behind`."""
+        """See :func:`left_for_later`."""
         begins_ns = self._now_ns if from_ns is None else from_ns
         least = device.free_bytes if from_ns is None else self._level(device, begins_ns)
         for place in self._known:
@@ -212,7 +212,7 @@ def reserve(
 
     def fits(index: int) -> bool:
         if index not in found:
-            found[index] = plan(left_behind(inventory, leases, ahead, now_ns, from_ns=times[index]))
+            found[index] = plan(left_for_later(inventory, leases, ahead, now_ns, from_ns=times[index]))
         return found[index] is not None
 
     if times and fits(len(times) - 1):
@@ -221,7 +221,7 @@ def reserve(
         assert need is not None, "it is one at which it fits"
         return Reservation(wants=need.bytes, start_ns=times[first], seconds=need.seconds)
     empty = idle(inventory, leases)
-    need = plan(left_behind(empty, (), ahead, now_ns)) or plan(empty)
+    need = plan(left_for_later(empty, (), ahead, now_ns)) or plan(empty)
     return None if need is None else Reservation(wants=need.bytes, start_ns=None, seconds=need.seconds)
 
 
@@ -259,7 +259,7 @@ def _with_room(
 
     def fits(given: Sequence[Lease]) -> bool:
         kept = [lease for lease in leases if lease not in given]
-        needs[_names(given)] = need = plan(left_behind(without(inventory, given), kept, ahead, now_ns))
+        needs[_names(given)] = need = plan(left_for_later(without(inventory, given), kept, ahead, now_ns))
         return need is not None
 
     asked = _names(least(askable, fits))

@@ -24,7 +24,7 @@ from rich.markup import escape
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.leases import words
 from lightning_autopar.sharing.ledger import LEDGER_VARIABLE
-from lightning_autopar.sharing.reservation import Asking, Need, Reservation, ahead, idle, left_behind, may_ask, quantum_seconds, reserve
+from lightning_autopar.sharing.reservation import Asking, Need, Reservation, ahead, idle, left_for_later, may_ask, quantum_seconds, reserve
 from lightning_autopar.sharing.runs.display import Decided
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.text import format_bytes, format_seconds, printable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_autopar.sharing.lease_files import Lease
     from lightning_autopar.sharing.leases import Leases
     from lightning_autopar.sharing.queue import Place, PlaceFile
-    from lightning_autopar.sharing.runs.display import Showing
+    from lightning_autopar.sharing.runs.display import RunDisplay
 
 #: What is decided: the plan that is run.
 D = TypeVar("D", bound=Decided)
@@ -82,7 +82,7 @@ class View:
         if not self.ahead:
             return self.inventory
         ends_ns = None if seconds is None else self.at_ns + int(seconds * 1e9)
-        found = left_behind(self.inventory, self.leases, self.ahead, self.at_ns, ends_ns=ends_ns)
+        found = left_for_later(self.inventory, self.leases, self.ahead, self.at_ns, ends_ns=ends_ns)
         note = f"less what {len(self.ahead)} runs that wait reserve" if len(self.ahead) > 1 else "less what a run that waits reserves"
         return replace(found, notes=(*found.notes, note))
 
@@ -112,7 +112,7 @@ class Waiting(Generic[D]):
         inventory: Callable[[], Inventory],
         devices: Callable[[], Inventory],
         wait_seconds: float,
-        shown: Showing,
+        shown: RunDisplay,
     ) -> None:
         self._prospect, self._leases, self._inventory, self._devices = prospect, leases, inventory, devices
         self._wait_seconds, self._shown = wait_seconds, shown
@@ -262,7 +262,7 @@ class Waiting(Generic[D]):
 
     def _promised(self, decision: D) -> bool:
         """Have what a decision needs promised."""
-        short = self._leases.take(decision.assignment.needed_bytes, self._devices)
+        short = self._leases.take(decision.run_plan.needed_bytes, self._devices)
         if short is not None:
             rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
             return False
@@ -359,7 +359,7 @@ class Waiting(Generic[D]):
             self._shown.answer(request, "the run waits for its turn and has nothing to give; cancel it, or let it wait")
 
     def _say_started(self, decision: D) -> None:
-        rank_zero_info(f"autopar: after {format_seconds(self._waited())} it is this run's turn: {decision.assignment.plan.title()}")
+        rank_zero_info(f"autopar: after {format_seconds(self._waited())} it is this run's turn: {decision.run_plan.plan.title()}")
 
 
 @contextmanager

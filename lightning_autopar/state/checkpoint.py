@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.loader import is_loader_state
 from lightning_autopar.state import scratch_files as scratch
 
@@ -88,14 +88,14 @@ def own_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """What this rank has of a module in stages, on the CPU; sharded tensors whole, which is a collective of the ranks that have the same.
 
     Args:
-        module: with holes.
+        module: with absent tensors.
         keep: whether this rank wants the result; the others get an empty dict.
     """
     state = module.state_dict()
     elsewhere = {
-        name.rpartition(".")[0] for name, value in state.items() if is_hole(value)
+        name.rpartition(".")[0] for name, value in state.items() if is_absent(value)
     }  # a module's own extra state goes with its tensors
-    own: dict[str, Any] = _whole({name: value for name, value in state.items() if not is_hole(value)}, keep)
+    own: dict[str, Any] = _whole({name: value for name, value in state.items() if not is_absent(value)}, keep)
     return {name: value for name, value in own.items() if isinstance(value, Tensor) or name.rpartition(".")[0] not in elsewhere}
 
 
@@ -105,7 +105,7 @@ def own_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict
     state = optimizer.state_dict()
     if "state" not in state:
         return _whole(state, keep)  # type: ignore[no-any-return]
-    own = {position: values for position, values in state["state"].items() if not is_hole(parameters[position])}
+    own = {position: values for position, values in state["state"].items() if not is_absent(parameters[position])}
     whole: dict[str, Any] = _whole({**state, "state": own}, keep)
     return whole
 
@@ -199,7 +199,7 @@ class OneFile(Strategy):
         if not self.is_global_zero:
             return
         if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and "://" not in str(filepath):
-            scratch.save_lean(checkpoint, Path(str(filepath)))
+            scratch.save_without_copies(checkpoint, Path(str(filepath)))
         else:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 

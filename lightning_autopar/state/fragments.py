@@ -21,7 +21,7 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
+class Rectangle:
     """A rectangular part of a tensor whose elements lie one after the other in its memory.
 
     Args:
@@ -35,7 +35,7 @@ class Box:
     start: int
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
     """The fewest boxes that make up the elements from ``start`` to ``stop`` of a contiguous tensor, in order.
 
     Args:
@@ -51,11 +51,11 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return list(_boxes(tuple(shape), start, stop, (), start)) if start < stop else []
 
 
-def _boxes(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], first: int) -> Iterator[Box]:
+def _boxes(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], first: int) -> Iterator[Rectangle]:
     """Within the part of the tensor at ``prefix``, whose shape this is; ``first`` is ``start`` in the whole tensor."""
     ones = (1,) * len(prefix)
     if not shape:
-        yield Box(offsets=prefix, sizes=ones, start=first)
+        yield Rectangle(offsets=prefix, sizes=ones, start=first)
         return
     row = math.prod(shape[1:])
     head = -(-start // row)  # the first row that is whole
@@ -67,13 +67,13 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...
         yield from _boxes(shape[1:], start - (head - 1) * row, row, (*prefix, head - 1), first)
     if head < tail:
         offsets = (*prefix, head, *(0 for _ in shape[1:]))
-        yield Box(offsets=offsets, sizes=(*ones, tail - head, *shape[1:]), start=first + head * row - start)
+        yield Rectangle(offsets=offsets, sizes=(*ones, tail - head, *shape[1:]), start=first + head * row - start)
     if tail * row < stop:
         yield from _boxes(shape[1:], 0, stop - tail * row, (*prefix, tail), first + tail * row - start)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class FlatPart:
     """What a rank has of a parameter: a range of its elements.
 
     Args:
@@ -118,7 +118,7 @@ class Fragment(Tensor):
 
     _flat: Tensor
     _start: int
-    _boxes: list[Box]
+    _boxes: list[Rectangle]
 
     @staticmethod
     def __new__(cls, flat: Tensor, *, shape: Sequence[int], start: int) -> Fragment:

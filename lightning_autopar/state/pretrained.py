@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_autopar._temporary import replaced
-from lightning_autopar.state.scratch_files import SMALL_BYTES, Scratch, hand_back_freed, hand_back_pages
+from lightning_autopar._temporary import patched
+from lightning_autopar.state.scratch_files import SMALL_BYTES, ScratchFile, hand_back_freed, hand_back_pages
 
 
 def move_tensors(module: nn.Module, device: str, which: Callable[[Tensor], bool]) -> None:
@@ -78,7 +78,7 @@ def load_pretrained(model_class: Any, source: str | os.PathLike[str], **options:
     if torch.get_default_device().type == "meta" or _fakes():
         return model_class.from_pretrained(source, **options)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    with Scratch(Path.cwd()) as scratch:
+    with ScratchFile(Path.cwd()) as scratch:
         room = _Room(scratch, int(psutil.virtual_memory().available * MEMORY_SHARE / processes))
         return _loaded(lambda: model_class.from_pretrained(source, **options), room.place)
 
@@ -98,7 +98,7 @@ def shapes_only() -> Iterator[None]:
             def shapes(cls: Any, *args: Any, **options: Any) -> Any:
                 return _shapes(lambda: load(cls, *args, **options))
 
-            stack.enter_context(replaced(modeling.PreTrainedModel, "from_pretrained", classmethod(shapes)))
+            stack.enter_context(patched(modeling.PreTrainedModel, "from_pretrained", classmethod(shapes)))
         yield
 
 
@@ -114,7 +114,7 @@ class _Room:
         memory_bytes: what may lie in ordinary memory.
     """
 
-    def __init__(self, scratch: Scratch, memory_bytes: int) -> None:
+    def __init__(self, scratch: ScratchFile, memory_bytes: int) -> None:
         self._scratch = scratch
         self._left_bytes = memory_bytes
         self._since_bytes = 0

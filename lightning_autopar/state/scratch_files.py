@@ -28,7 +28,7 @@ _WINDOW_BYTES = 32 * 1024**2
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
-class Scratch:
+class ScratchFile:
     """A file that tensors lie in; it is gone with the last of them.
 
     Args:
@@ -78,7 +78,7 @@ class Scratch:
         """Make no more of them; those that there are stay."""
         self._file.close()
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> ScratchFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,7 +97,7 @@ def hand_back_freed() -> None:
         trim(0)
 
 
-def save_lean(checkpoint: dict[str, Any], path: str | Path) -> None:
+def save_without_copies(checkpoint: dict[str, Any], path: str | Path) -> None:
     """``torch.save`` into a file that is there whole or not at all, with no copy of it in memory.
 
     Lightning's own (``lightning.fabric.utilities.cloud_io._atomic_save``, 2.6) builds the file in memory first, and copies it there.
@@ -137,7 +137,7 @@ class _Writer:
 
 
 @contextmanager
-def parameters_in(scratch: Scratch) -> Iterator[None]:
+def parameters_in(scratch: ScratchFile) -> Iterator[None]:
     """While open, each parameter that is put into a module of this process moves into the scratch.
 
     So a module larger than memory can be built layer by layer: what a layer draws for its weights goes there. A layer that registers a

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning_compat import bare_optimizer
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state import placed
-from lightning_autopar.state.fragments import Fragment, Part
+from lightning_autopar.state.fragments import FlatPart, Fragment
 from lightning_autopar.state.snapshot_files import SPARE, PlainReader, PlainWriter
 
 if TYPE_CHECKING:
@@ -153,48 +153,48 @@ def _state_dict(strategy: Any) -> dict[str, Any]:
 def _weights(strategy: Any) -> dict[str, Any]:
     """What this rank has of the state dict; of a module's own extra state, what belongs to tensors that are here."""
     state = _state_dict(strategy)
-    elsewhere = {name.rpartition(".")[0] for name, value in state.items() if is_hole(value)}
+    elsewhere = {name.rpartition(".")[0] for name, value in state.items() if is_absent(value)}
     return {
         f"model{_SEPARATOR}{name}": value
         for name, value in state.items()
-        if (not is_hole(value) if isinstance(value, Tensor) else name.rpartition(".")[0] not in elsewhere)
+        if (not is_absent(value) if isinstance(value, Tensor) else name.rpartition(".")[0] not in elsewhere)
     }
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     """The gradients that are there, by the FQN of their parameter."""
-    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None and not is_hole(each)}
+    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None and not is_absent(each)}
 
 
 def _empty_gradients(module: nn.Module, kinds: dict[str, Any]) -> dict[str, Any]:
     """Room for the gradients that were saved, of the parameters that are here."""
-    here = {f"{_GRADIENT}{_SEPARATOR}{name}": each for name, each in module.named_parameters() if not is_hole(each)}
+    here = {f"{_GRADIENT}{_SEPARATOR}{name}": each for name, each in module.named_parameters() if not is_absent(each)}
     return {name: torch.zeros_like(here[name], requires_grad=False) for name in kinds if name in here}
 
 
-def _weight_parts(strategy: Any) -> dict[int, Part]:
+def _weight_parts(strategy: Any) -> dict[int, FlatPart]:
     """Of parameters that are partitioned by their elements, by id: what this rank has."""
-    parts: dict[int, Part] = strategy.weight_parts() if hasattr(strategy, "weight_parts") else {}
+    parts: dict[int, FlatPart] = strategy.weight_parts() if hasattr(strategy, "weight_parts") else {}
     return parts
 
 
-def _optimizer_parts(strategy: Any) -> dict[int, Part]:
+def _optimizer_parts(strategy: Any) -> dict[int, FlatPart]:
     """The same for the parameters that the optimizers have."""
-    parts: dict[int, Part] = strategy.optimizer_parts() if hasattr(strategy, "optimizer_parts") else {}
+    parts: dict[int, FlatPart] = strategy.optimizer_parts() if hasattr(strategy, "optimizer_parts") else {}
     return parts
 
 
-def _names(module: nn.Module, optimizer: Optimizer, parts: Mapping[int, Part]) -> list[str]:
+def _names(module: nn.Module, optimizer: Optimizer, parts: Mapping[int, FlatPart]) -> list[str]:
     """The FQN of each of an optimizer's parameters, in its order; of one that isn't the module's, its position."""
     known = {id(parameter): name for name, parameter in module.named_parameters()}
     its = [parts[id(each)].parameter if id(each) in parts else each for each in _parameters(optimizer)]
     return [known.get(id(parameter), f"#{position}") for position, parameter in enumerate(its)]
 
 
-def _is_here(parameter: Tensor, parts: Mapping[int, Part]) -> bool:
+def _is_here(parameter: Tensor, parts: Mapping[int, FlatPart]) -> bool:
     """Whether this rank has anything of a parameter."""
     part = parts.get(id(parameter))
-    return not is_hole(parameter) if part is None else part.flat.numel() > 0
+    return not is_absent(parameter) if part is None else part.flat.numel() > 0
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -215,7 +215,7 @@ def _join_values(optimizers: list[dict[str, Any]]) -> None:
 
 
 def _optimizer_state(
-    index: int, optimizer: Optimizer, names: list[str], parts: Mapping[int, Part]
+    index: int, optimizer: Optimizer, names: list[str], parts: Mapping[int, FlatPart]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of an optimizer's state by name, and all the rest of it; of the parameters that are here."""
     state = optimizer.state_dict()
@@ -236,7 +236,7 @@ def _optimizer_state(
 
 
 def _empty_state(
-    index: int, optimizer: Optimizer, names: list[str], kinds: dict[str, Any], parts: Mapping[int, Part], room_of: Any
+    index: int, optimizer: Optimizer, names: list[str], kinds: dict[str, Any], parts: Mapping[int, FlatPart], room_of: Any
 ) -> dict[str, Any]:
     """Room for the tensors of an optimizer's saved state, sharded as its parameters are; of those that are here."""
     parameters = {name: each for name, each in zip(names, _parameters(optimizer), strict=True) if _is_here(each, parts)}
@@ -256,7 +256,7 @@ def _empty_state(
 
 
 def _load_optimizer(
-    optimizer: Optimizer, names: list[str], tensors: dict[str, Any], others: dict[str, Any], parts: Mapping[int, Part]
+    optimizer: Optimizer, names: list[str], tensors: dict[str, Any], others: dict[str, Any], parts: Mapping[int, FlatPart]
 ) -> None:
     """The saved state, by the positions that the parameters have now; the options of a group go with its place among the groups."""
     state: dict[int, dict[str, Any]] = {}

@@ -30,7 +30,7 @@ _ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class FileRange:
     """Where something lies.
 
     Args:
@@ -90,7 +90,7 @@ class PlainReader(FileSystemReader):
         """Read what this rank is to read."""
         mapped: dict[str, mmap.mmap] = {}
         for item in plan.items:
-            place: Place = self.storage_data[item.storage_index]
+            place: FileRange = self.storage_data[item.storage_index]
             if place.file not in mapped and place.size_bytes:
                 mapped[place.file] = _map(Path(self.path) / place.file)
             data = mapped[place.file] if place.size_bytes else b""
@@ -178,19 +178,19 @@ def _tensor_bytes(item: Any) -> int:
     return int(item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize)
 
 
-def _write(file: BinaryIO, name: str, data: Tensor | io.BytesIO) -> Place:
+def _write(file: BinaryIO, name: str, data: Tensor | io.BytesIO) -> FileRange:
     """Write the next thing; where it is."""
     offset_bytes = -(-file.tell() // _ALIGNED_BYTES) * _ALIGNED_BYTES
     file.seek(offset_bytes)
     if isinstance(data, io.BytesIO):
-        return Place(file=name, offset_bytes=offset_bytes, size_bytes=file.write(data.getbuffer()))
+        return FileRange(file=name, offset_bytes=offset_bytes, size_bytes=file.write(data.getbuffer()))
     tensor = data.detach()
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
         torch.save(tensor.cpu(), file)
-        return Place(file=name, offset_bytes=offset_bytes, size_bytes=file.tell() - offset_bytes)
+        return FileRange(file=name, offset_bytes=offset_bytes, size_bytes=file.tell() - offset_bytes)
     plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     size_bytes = file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return Place(file=name, offset_bytes=offset_bytes, size_bytes=size_bytes, dtype=tensor.dtype, shape=tuple(tensor.shape))
+    return FileRange(file=name, offset_bytes=offset_bytes, size_bytes=size_bytes, dtype=tensor.dtype, shape=tuple(tensor.shape))
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -198,11 +198,11 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _bytes(data: Any, place: Place) -> bytes:
+def _bytes(data: Any, place: FileRange) -> bytes:
     return bytes(data[place.offset_bytes : place.offset_bytes + place.size_bytes])
 
 
-def _tensor(data: Any, place: Place) -> Tensor:
+def _tensor(data: Any, place: FileRange) -> Tensor:
     """The tensor that lies there, in the file's own pages; nothing may be written to it."""
     if place.dtype is None:
         loaded: Tensor = torch.load(io.BytesIO(_bytes(data, place)), map_location="cpu", weights_only=True)

@@ -29,24 +29,24 @@ from lightning_autopar._lightning_compat import (
     run_arguments,
 )
 from lightning_autopar.sharing.leases import words
-from lightning_autopar.sharing.runs.display import Showing, showing
-from lightning_autopar.sharing.runs.progress import Progress
+from lightning_autopar.sharing.runs.display import RunDisplay, showing
+from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.sharing.waiting import Waiting
-from lightning_autopar.strategies.base.assignment import Assignment
-from lightning_autopar.strategies.base.gpu_limit import growth_for
+from lightning_autopar.strategies.base.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.loaders import put_together
 from lightning_autopar.strategies.base.mixin import EngineMixin
-from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, moving
+from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
-from lightning_autopar.strategies.elastic.saver import Moving
-from lightning_autopar.strategies.preparation.decide import consider, decide, decide_again
+from lightning_autopar.strategies.elastic.saver import SnapshotSettings
+from lightning_autopar.strategies.preparation.decide import decide, decide_again, find_prospect
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import announce_measured, learn, learn_shortage
 from lightning_autopar.strategies.preparation.trial import tried
 from lightning_autopar.strategies.processes.external import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.processes.generation import Outcome, run_folder, run_generation
 from lightning_autopar.strategies.processes.handover import results as handover
-from lightning_autopar.strategies.processes.worker import Job, make_job
+from lightning_autopar.strategies.processes.worker import WorkerJob, make_job
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -64,7 +64,7 @@ class AutoLauncher(Launcher):
 
     def __init__(self, strategy: RunHost) -> None:
         self._strategy = strategy
-        self._shown = Showing(None, dict)
+        self._shown = RunDisplay(None, dict)
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -101,7 +101,7 @@ class AutoLauncher(Launcher):
                     return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
                 return self._run_alone(arguments, function, args, kwargs, trainer)
             finally:
-                self._shown = Showing(None, dict)  # the module and its trainer can be pickled again
+                self._shown = RunDisplay(None, dict)  # the module and its trainer can be pickled again
 
     def _run_alone(self, arguments: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         """Decide and run where no launcher has started several processes."""
@@ -110,7 +110,7 @@ class AutoLauncher(Launcher):
                 f"num_nodes={nodes} needs a process on each device of each node, and there is only this one; start the script with "
                 f"torchrun --nnodes={nodes} or srun, or leave num_nodes at 1"
             )
-        how = moving(trainer, self._strategy.settings.batch)
+        how = snapshot_settings(trainer, self._strategy.settings.batch)
         if how is not None and (reason := unforkable()) is not None:
             how = None
             rank_zero_warn(
@@ -121,7 +121,7 @@ class AutoLauncher(Launcher):
         settings, leases = self._strategy.settings, self._strategy.leases
         leases.ask_as(priority=settings.wait.rank, elastic=how is not None)
         self._shown.show(priority=leases.priority)
-        prospect = consider(trainer, settings, self._strategy.inventory(), arguments=arguments, elastic=how is not None)
+        prospect = find_prospect(trainer, settings, self._strategy.inventory(), arguments=arguments, elastic=how is not None)
         waiting = Waiting(
             prospect,
             leases,
@@ -143,7 +143,7 @@ class AutoLauncher(Launcher):
         leases, found = self._strategy.leases, tried(decision, trainer, function, arguments)
         if found is decision:
             return decision
-        short = leases.take(found.assignment.needed_bytes, self._strategy.devices_now)
+        short = leases.take(found.run_plan.needed_bytes, self._strategy.devices_now)
         if short is not None:
             rank_zero_info(f"autopar: the fastest plan of the trial isn't taken: {words(short)}")
             return decision
@@ -159,22 +159,24 @@ class AutoLauncher(Launcher):
             NothingFits: if others have been promised too much meanwhile.
         """
         leases = self._strategy.leases
-        while (short := leases.take(decision.assignment.needed_bytes, self._strategy.devices_now)) is not None:
+        while (short := leases.take(decision.run_plan.needed_bytes, self._strategy.devices_now)) is not None:
             rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
             decision = decide_again(trainer, decision, inventory()[0], elastic=elastic)
         leases.expect(decision.expected_seconds)
         return decision
 
-    def _run(self, decision: Decision, how: Moving | None, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+    def _run(
+        self, decision: Decision, how: SnapshotSettings | None, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+    ) -> Any:
         """Run what was decided, as this process can."""
-        self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
+        self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
         decision.announce()
         if how is not None:
             return self._run_elastic(decision, how, function, args, kwargs, trainer)
-        if not engines.of(decision.assignment.plan).several and decision.assignment.devices[0].index is not None:
+        if not engines.of(decision.run_plan.plan).several and decision.run_plan.devices[0].index is not None:
             return self._run_here(decision, function, args, kwargs, trainer)
         if unforkable() is not None:
-            peers = rerun_script(self._strategy, decision.assignment.plan.world_size)
+            peers = rerun_script(self._strategy, decision.run_plan.plan.world_size)
             peers.tell(replace(decision, look=None))
             return self._run_as_peer(decision, peers, function, args, kwargs, trainer)
         return self._run_generation(decision, function, args, kwargs, trainer)
@@ -182,11 +184,11 @@ class AutoLauncher(Launcher):
     # -- one device: this process ------------------------------------------------------------------------------------------------------
 
     def _run_here(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
-        assignment = decision.assignment
-        engine = self._strategy.make_engine(assignment, forked=False)
-        device = assignment.devices[0]
-        with installed(trainer, engine, trainer.lightning_module, assignment.torch_devices, keep_sampler=False), _threads(device.threads):
-            engine.growth = growth_for(assignment, 0)
+        run_plan = decision.run_plan
+        engine = self._strategy.make_engine(run_plan, forked=False)
+        device = run_plan.devices[0]
+        with installed(trainer, engine, trainer.lightning_module, run_plan.torch_devices, keep_sampler=False), _threads(device.threads):
+            engine.gpu_limit = gpu_limit_for(run_plan, 0)
             self._shown.watch(decision, engine, trainer)
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
@@ -214,32 +216,34 @@ class AutoLauncher(Launcher):
     # -- several devices: workers ------------------------------------------------------------------------------------------------------
 
     def _run_generation(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
-        assignment = decision.assignment
-        engines.of(assignment.plan).before_fork(assignment.devices)
+        run_plan = decision.run_plan
+        engines.of(run_plan.plan).before_fork(run_plan.devices)
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
-            progress = Progress(assignment.plan.world_size)
-            job = replace(make_job(assignment, trainer, function, args, kwargs, folder), progress=progress)
+            progress = RunProgress(run_plan.plan.world_size)
+            job = replace(make_job(run_plan, trainer, function, args, kwargs, folder), progress=progress)
             self._shown.running(decision, progress)
             return self._take_back(run_generation(job, self._shown.look), job, trainer)
 
-    def _run_elastic(self, decision: Decision, how: Moving, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+    def _run_elastic(
+        self, decision: Decision, how: SnapshotSettings, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+    ) -> Any:
         for name in self._strategy.settings.allow:  # any of them may be moved to
-            engines.named(name).before_fork(decision.assignment.devices)
+            engines.named(name).before_fork(decision.run_plan.devices)
         run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, self._shown)
         try:
             return run.run(lambda outcome, job: self._take_back(outcome, job, trainer))
         finally:
             if run.agent is not None:
-                self._strategy.history = run.agent.diary.history(type(trainer.lightning_module).__name__)
+                self._strategy.history = run.agent.recorder.history(type(trainer.lightning_module).__name__)
 
-    def _take_back(self, outcome: Outcome, job: Job, trainer: Trainer) -> Any:
+    def _take_back(self, outcome: Outcome, job: WorkerJob, trainer: Trainer) -> Any:
         """Bring what the workers left back into this process; the function's value.
 
         Raises:
             BaseException: what ended the run.
         """
-        plan = job.assignment.plan
+        plan = job.run_plan.plan
         if outcome.error is not None:
             raise self._failed(outcome, trainer, job)
         handover.restore(trainer, job.before, outcome.results, job.folder)
@@ -247,11 +251,11 @@ class AutoLauncher(Launcher):
         self._account()
         if outcome.tuner_exit:
             raise TunerExit
-        if trainer.state.fn == "predict" and job.assignment.batch == "global":
+        if trainer.state.fn == "predict" and job.run_plan.batch == "global":
             return put_together([left.value for left in outcome.results], plan)
         return outcome.results[0].value
 
-    def _failed(self, outcome: Outcome, trainer: Trainer, job: Job) -> BaseException:
+    def _failed(self, outcome: Outcome, trainer: Trainer, job: WorkerJob) -> BaseException:
         """Bring back what a failed run left, as it would be here after plain Lightning, or say that it is lost; the exception to raise."""
         assert outcome.error is not None
         learn_shortage(self._strategy.report, outcome.error)
@@ -295,31 +299,38 @@ class AutoLauncher(Launcher):
             decision = peers.hear()
         try:
             if not peers.are_reruns:
-                self._take_own_device(decision.assignment, peers.rank)
+                self._take_own_device(decision.run_plan, peers.rank)
             return self._run_decided_with_peers(decision, peers, how, function, args, kwargs, trainer)
         finally:
             self._strategy.leases.release()
 
-    def _take_own_device(self, assignment: Assignment, rank: int) -> None:
+    def _take_own_device(self, run_plan: RunPlan, rank: int) -> None:
         """Each process of somebody else's launcher has a lease on its own device, whose memory others see as this process's."""
-        device = assignment.plan.devices[rank]
-        needed = assignment.needed_bytes
+        device = run_plan.plan.devices[rank]
+        needed = run_plan.needed_bytes
         short = self._strategy.leases.take({device: needed[device]} if device in needed else {}, self._strategy.devices_now)
         if short is not None:
             rank_zero_warn(f"autopar: the launcher gave this run a device that isn't free: {words(short)}")
 
     def _run_decided_with_peers(
-        self, decision: Decision, peers: Peers, how: Moving | None, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+        self,
+        decision: Decision,
+        peers: Peers,
+        how: SnapshotSettings | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        trainer: Trainer,
     ) -> Any:
-        self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
+        self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
         if how is None:
             return self._run_as_peer(decision, peers, function, args, kwargs, trainer)
         alone = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, self._shown)
         run = RestartableRun(peers, how, alone, function, args, kwargs, trainer)
         run.find()
-        from_snapshot = run.snapshot is not None or decision.assignment.from_snapshot
-        assignment = replace(decision.assignment, from_snapshot=from_snapshot, elastic=True)
-        return self._run_as_peer(replace(decision, assignment=assignment), peers, function, args, kwargs, trainer, run)
+        from_snapshot = run.snapshot is not None or decision.run_plan.from_snapshot
+        run_plan = replace(decision.run_plan, from_snapshot=from_snapshot, elastic=True)
+        return self._run_as_peer(replace(decision, run_plan=run_plan), peers, function, args, kwargs, trainer, run)
 
     def _run_as_peer(
         self,
@@ -331,17 +342,17 @@ class AutoLauncher(Launcher):
         trainer: Trainer,
         run: RestartableRun | None = None,
     ) -> Any:
-        assignment = decision.assignment
-        engine = self._strategy.make_engine(assignment, forked=False)
-        devices = peers.local_devices(assignment)
+        run_plan = decision.run_plan
+        engine = self._strategy.make_engine(run_plan, forked=False)
+        devices = peers.local_devices(run_plan)
         if isinstance(engine, ParallelStrategy):
             engine.parallel_devices = devices  # of this node, as Lightning counts them
-        keep_sampler = assignment.batch == "per_device"
+        keep_sampler = run_plan.batch == "per_device"
         with (
-            peers.run(assignment, engine),
+            peers.run(run_plan, engine),
             installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=keep_sampler, external=peers.environment),
         ):
-            engine.growth = growth_for(assignment, peers.rank)
+            engine.gpu_limit = gpu_limit_for(run_plan, peers.rank)
             self._shown.watch(decision, engine, trainer)
             try:
                 with nullcontext((args, kwargs)) if run is None else run.going_on() as (args, kwargs):
@@ -349,20 +360,20 @@ class AutoLauncher(Launcher):
                 engine.release()
             finally:
                 self._strategy.take_over(engine)
-            measured = self._everyones(engine.meter.measured.to_dict(), assignment)
-            self._strategy.measured = dict(zip(assignment.plan.devices, measured, strict=True))
+            measured = self._everyones(engine.meter.measured.to_dict(), run_plan)
+            self._strategy.measured = dict(zip(run_plan.plan.devices, measured, strict=True))
             if peers.rank == 0:
                 self._account()
-            if trainer.state.fn == "predict" and assignment.batch == "global" and assignment.plan.world_size > 1:
-                value = put_together(self._everyones(value, assignment), assignment.plan)
+            if trainer.state.fn == "predict" and run_plan.batch == "global" and run_plan.plan.world_size > 1:
+                value = put_together(self._everyones(value, run_plan), run_plan.plan)
         return value
 
     @staticmethod
-    def _everyones(value: Any, assignment: Assignment) -> list[Any]:
+    def _everyones(value: Any, run_plan: RunPlan) -> list[Any]:
         """Each rank's value, in rank order; a collective."""
-        if assignment.plan.world_size == 1:
+        if run_plan.plan.world_size == 1:
             return [value]
-        values: list[Any] = [None] * assignment.plan.world_size
+        values: list[Any] = [None] * run_plan.plan.world_size
         torch.distributed.all_gather_object(values, value)
         return values
 

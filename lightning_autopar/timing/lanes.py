@@ -14,13 +14,13 @@ from itertools import pairwise
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.play import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.timing.rank import Event, Run
+from lightning_autopar.timing.rank import LaneSpan, RankWork
 from lightning_autopar.timing.rates import Collective, Rates
 from lightning_autopar.timing.roofline import Layout
 
 
 @dataclass(frozen=True)
-class Wires:
+class Links:
     """How a plan's ranks talk: groups of devices, and their collectives' seconds.
 
     Args:
@@ -56,7 +56,7 @@ class Wires:
 
 
 @dataclass(frozen=True)
-class Played:
+class LaneSeconds:
     """How a step went.
 
     Args:
@@ -107,13 +107,13 @@ def _fill(layout: Layout) -> list[tuple[int, int, float]]:
     return buckets
 
 
-def play_replicas(layout: Layout, run: Run, wires: Wires, scale: float, events: list[Event] | None = None) -> Played:
+def play_replicas(layout: Layout, run: RankWork, links: Links, scale: float, events: list[LaneSpan] | None = None) -> LaneSeconds:
     """DDP: each bucket is reduced when the last part's backward has filled it.
 
     Args:
         layout: of the step.
         run: the rank's own work.
-        wires: between the ranks.
+        links: between the ranks.
         scale: bytes that a gradient has on the wire, beside those that it has at rest.
         events: where what happens is written down.
     """
@@ -124,22 +124,22 @@ def play_replicas(layout: Layout, run: Run, wires: Wires, scale: float, events: 
         done[number] = done[number + 1] + backwards[number]
     carried = link = 0.0
     for size, number, far in buckets_of(layout):
-        seconds = wires.over_copies(size * scale)
+        seconds = links.over_copies(size * scale)
         start = max(link, before + done[number + 1] + far * backwards[number])
         link = start + seconds
         carried += seconds
         if events is not None and seconds:
-            events.append(Event("communication", start, link, "communication", "all-reduce"))
+            events.append(LaneSpan("communication", start, link, "communication", "all-reduce"))
     if events is not None:
         note_computing(layout, run, events)
-    return Played(max(link, before + done[0]), carried)
+    return LaneSeconds(max(link, before + done[0]), carried)
 
 
-def note_computing(layout: Layout, run: Run, events: list[Event]) -> None:
+def note_computing(layout: Layout, run: RankWork, events: list[LaneSpan]) -> None:
     """The compute lane of a rank that nothing stops."""
     clock = run.copied
     if clock:
-        events.append(Event("compute", 0.0, clock, "input", "batch"))
+        events.append(LaneSpan("compute", 0.0, clock, "input", "batch"))
     for _ in range(run.parts):
         for number, seconds in enumerate(run.forward):
             clock = note(events, clock, seconds, "forward", label_of(layout, number))
@@ -148,10 +148,10 @@ def note_computing(layout: Layout, run: Run, events: list[Event]) -> None:
             clock = note(events, clock, run.backwards()[number] - run.again[number], "backward", label_of(layout, number))
 
 
-def note(events: list[Event] | None, clock: float, seconds: float, kind: str, label: str, lane: str = "compute") -> float:
+def note(events: list[LaneSpan] | None, clock: float, seconds: float, kind: str, label: str, lane: str = "compute") -> float:
     """Write down what begins now; returns when it ends."""
     if events is not None and seconds > 0:
-        events.append(Event(lane, clock, clock + seconds, kind, label))
+        events.append(LaneSpan(lane, clock, clock + seconds, kind, label))
     return clock + seconds
 
 
@@ -162,7 +162,7 @@ def label_of(layout: Layout, number: int) -> str:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitSeconds:
     """What is gathered and reduced together, in seconds.
 
     Args:
@@ -181,8 +181,15 @@ class Unit:
 
 
 def play_shards(
-    layout: Layout, run: Run, units: Sequence[Unit | None], root: Unit, *, again: bool, training: bool, events: list[Event] | None = None
-) -> Played:
+    layout: Layout,
+    run: RankWork,
+    units: Sequence[UnitSeconds | None],
+    root: UnitSeconds,
+    *,
+    again: bool,
+    training: bool,
+    events: list[LaneSpan] | None = None,
+) -> LaneSeconds:
     """FSDP2, and ZeRO-3, which works alike: parameters come a unit ahead of what computes with them, gradients leave behind it.
 
     As torch 2.13 does it (``_fully_shard/_fsdp_param_group.py``): the next unit's all-gather begins when this unit's parameters have been
@@ -197,7 +204,7 @@ def play_shards(
         training: whether there is a backward.
         events: where what happens is written down.
     """
-    player = _Player(layout, run, units, root, again, training, events)
+    player = _Lanes(layout, run, units, root, again, training, events)
     play = player.part if events is not None else player.quiet_part
     clock = run.copied
     ends = []
@@ -210,21 +217,21 @@ def play_shards(
             player.carried *= run.parts / 3
             player.unpacked *= run.parts / 3
             break
-    return Played(clock, player.carried, player.unpacked)
+    return LaneSeconds(clock, player.carried, player.unpacked)
 
 
-class _Player:
+class _Lanes:
     """The state of a step of shards: when the links are free, and how long they were busy."""
 
     def __init__(
         self,
         layout: Layout,
-        run: Run,
-        units: Sequence[Unit | None],
-        root: Unit,
+        run: RankWork,
+        units: Sequence[UnitSeconds | None],
+        root: UnitSeconds,
         again: bool,
         training: bool,
-        events: list[Event] | None,
+        events: list[LaneSpan] | None,
     ) -> None:
         self.layout, self.run, self.units, self.root = layout, run, units, root
         self.again, self.training, self.events = again, training, events
@@ -237,7 +244,7 @@ class _Player:
         self.carried += seconds
         return self.link
 
-    def unpack(self, clock: float, unit: Unit, label: str) -> float:
+    def unpack(self, clock: float, unit: UnitSeconds, label: str) -> float:
         """Copy a unit out of its buffer."""
         self.unpacked += unit.unpack
         return note(self.events, clock, unit.unpack, "communication", f"copy out {label}")

@@ -79,7 +79,7 @@ def group_key(devices: Sequence[Device], inventory: Inventory) -> str:
     return models if group.on_cpu else f"{models} by {group.kind}"
 
 
-class Calibrated(Rates):
+class MeasuredRates(Rates):
     """Rates as they were measured.
 
     Args:
@@ -94,7 +94,7 @@ class Calibrated(Rates):
         self._host_threads = 0
         self._found: dict[object, float] = {}
         #: By number of ranks and cores: the views of these rates, this one among them.
-        self._views: dict[tuple[int, int, Rates], Calibrated] = {(1, 0, otherwise): self}
+        self._views: dict[tuple[int, int, Rates], MeasuredRates] = {(1, 0, otherwise): self}
 
     @property
     def name(self) -> str:
@@ -111,14 +111,14 @@ class Calibrated(Rates):
         key = device_key(device)
         return key if self.calibration.measured(key) else self.otherwise.device_class(device)
 
-    def among(self, devices: Sequence[Device], inventory: Inventory) -> Calibrated:
+    def among(self, devices: Sequence[Device], inventory: Inventory) -> MeasuredRates:
         """These rates while a rank works on each of these devices at once: CPU devices share cores and memory."""
         ranks = max(1, sum(device.kind == "cpu" for device in devices))
         otherwise = self.otherwise.among(devices, inventory)
         asked = ranks, inventory.host_threads, otherwise
         view = self._views.get(asked)
         if view is None:
-            view = Calibrated(self.calibration, otherwise)
+            view = MeasuredRates(self.calibration, otherwise)
             view._ranks, view._host_threads, view._views = ranks, inventory.host_threads, self._views
             self._views[asked] = view
         return view

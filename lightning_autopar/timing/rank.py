@@ -13,7 +13,7 @@ from lightning_autopar.timing.rates import Phase, Rates
 from lightning_autopar.timing.roofline import Layout, Load, part_load, update_load
 
 
-class Event(NamedTuple):
+class LaneSpan(NamedTuple):
     """Something that a rank does in a step, on one of its lanes."""
 
     lane: str
@@ -24,7 +24,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class RankWork:
     """One rank's own work in a step; a list has an entry for each layer of the layout.
 
     Args:
@@ -48,7 +48,7 @@ class Run:
     copied: float
     issued: float
     issued_update: float
-    beside: float
+    host_seconds: float
     synced: bool
 
     @property
@@ -65,19 +65,19 @@ class Run:
     def alone(self) -> float:
         """The whole step, if there were nothing to communicate."""
         busy = self.compute + self.recompute + self.update + self.copied
-        return busy + self.overhead(busy)
+        return busy + self.host_overhead(busy)
 
-    def overhead(self, busy: float) -> float:
+    def host_overhead(self, busy: float) -> float:
         """What the host adds to a device that is busy for so long in a step.
 
         A GPU's host runs ahead of it, from step to step: the longer of the two counts. Where it waits for the device before the update,
         that goes for what comes before and for what comes after by itself. A CPU's host is the device.
         """
         if self.device.kind == "cpu":
-            return self.beside
+            return self.host_seconds
         if not self.synced:
-            return max(0.0, self.issued + self.issued_update + self.beside - busy)
-        return max(0.0, self.issued - (busy - self.update)) + max(0.0, self.issued_update + self.beside - self.update)
+            return max(0.0, self.issued + self.issued_update + self.host_seconds - busy)
+        return max(0.0, self.issued - (busy - self.update)) + max(0.0, self.issued_update + self.host_seconds - self.update)
 
     def backwards(self) -> tuple[float, ...]:
         """Seconds of each layer's backward, its second forward included."""
@@ -89,7 +89,7 @@ def batch_parts(plan: Plan, rows: tuple[int, ...]) -> int:
     return max(1, min(plan.micro_batches, max(rows, default=1)))
 
 
-def run_of(
+def work_of(
     footprint: Footprint,
     layout: Layout,
     plan: Plan,
@@ -102,7 +102,7 @@ def run_of(
     updates: bool = True,
     units: int = 0,
     layers: range | None = None,
-) -> Run:
+) -> RankWork:
     """What a rank does in a step.
 
     Args:
@@ -145,7 +145,7 @@ def run_of(
     twice = sum(load.issue for load, again_too in zip(forwards, repeated, strict=True) if again_too)
     issued = parts * (sum(load.issue for load in (*forwards, *backwards)) + twice)
     added = _accumulation(layout, own, device, rates, parts) if parts > 1 and footprint.training else (0.0,) * len(forwards)
-    return Run(
+    return RankWork(
         device=device,
         parts=parts,
         forward=tuple(load.stream for load in forwards),
@@ -155,7 +155,7 @@ def run_of(
         copied=rates.host_copy_seconds(device, round(footprint.input_bytes * share)),
         issued=0.0 if on_cpu else issued,
         issued_update=0.0 if on_cpu else whole.issue,
-        beside=rates.loop_seconds(device, plan.engine) + units * rates.unit_seconds(device) * parts,
+        host_seconds=rates.loop_seconds(device, plan.engine) + units * rates.unit_seconds(device) * parts,
         synced=layout.synced,
     )
 

@@ -14,8 +14,8 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.timing.collectives import topology
-from lightning_autopar.timing.lanes import Played, Wires, play_replicas
-from lightning_autopar.timing.rank import Event, Run, batch_parts, run_of
+from lightning_autopar.timing.lanes import LaneSeconds, Links, play_replicas
+from lightning_autopar.timing.rank import LaneSpan, RankWork, batch_parts, work_of
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.roofline import computing_dtype, layout_of, update_load
 
@@ -122,12 +122,12 @@ class Step:
             found.setdefault(key, []).append(rank)
         return found
 
-    def run(self, rank: int) -> Run:
+    def run(self, rank: int) -> RankWork:
         """What a rank does by itself."""
         plan = self.plan
         world = plan.world_size
         share = self.rows[rank] / self.batch if self.footprint.batch_size else 1 / world
-        run = run_of(
+        run = work_of(
             self.footprint,
             self.layout,
             plan,
@@ -140,7 +140,7 @@ class Step:
             units=self.units,
         )
         calls = self.calls()
-        return replace(run, beside=run.beside + calls * self.rates.call_seconds(run.device)) if calls else run
+        return replace(run, host_seconds=run.host_seconds + calls * self.rates.call_seconds(run.device)) if calls else run
 
     @property
     def shards(self) -> int:
@@ -181,22 +181,22 @@ class Step:
             communication=exposed,
             offload=offload,
             input=slowest.copied,
-            overhead=slowest.overhead(own + slowest.update + exposed + offload),
+            overhead=slowest.host_overhead(own + slowest.update + exposed + offload),
         )
 
-    def played(self, run: Run, events: list[Event] | None = None) -> Played:
+    def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
         """The lanes of a step up to its last backward and collective."""
-        return play_replicas(self.layout, run, self.wires(), 0.0, events)
+        return play_replicas(self.layout, run, self.links(), 0.0, events)
 
-    def wires(self) -> Wires:
+    def links(self) -> Links:
         """Who talks to whom: of hybrid sharding the replica whose links are the slowest."""
         plan = self.plan
         if plan.replicas == 1:
-            return Wires(self.devices, self.devices[:1], self.inventory, self.rates)
+            return Links(self.devices, self.devices[:1], self.inventory, self.rates)
         count = plan.devices_per_replica
         groups = [self.devices[first : first + count] for first in range(0, plan.world_size, count)]
         across = [self.devices[first::count] for first in range(count)]
-        return Wires(self._slowest(groups), self._slowest(across), self.inventory, self.rates)
+        return Links(self._slowest(groups), self._slowest(across), self.inventory, self.rates)
 
     def _slowest(self, groups: Sequence[Sequence[Device]]) -> Sequence[Device]:
         """The group that takes longest over 64 MiB."""
@@ -217,7 +217,7 @@ class Step:
         """How many ranks each node has."""
         return Counter(device.node for device in self.devices)
 
-    def offload(self, run: Run) -> float:
+    def offload(self, run: RankWork) -> float:
         """The update in host memory, all ranks of a node on its cores, where the plan offloads it.
 
         A CPU device's host is itself: its rank's threads update its own part.
@@ -244,9 +244,9 @@ class Step:
             return adam * (3 + 2 * round(states)) / _ADAMS_PASSES
         return adam * (1.0 if one_pass else self.plain_update)
 
-    def events(self, ranks: int) -> list[list[Event]]:
+    def events(self, ranks: int) -> list[list[LaneSpan]]:
         """What each of the first ranks does, and when; ranks that are alike do alike."""
-        made: dict[Hashable, list[Event]] = {}
+        made: dict[Hashable, list[LaneSpan]] = {}
         by_rank: dict[int, Hashable] = {rank: key for key, members in self.classes().items() for rank in members}
         for rank in range(ranks):
             key = by_rank[rank]
@@ -254,10 +254,10 @@ class Step:
                 made[key] = self._of_rank(rank)
         return [made[by_rank[rank]] for rank in range(ranks)]
 
-    def _of_rank(self, rank: int) -> list[Event]:
+    def _of_rank(self, rank: int) -> list[LaneSpan]:
         """What one rank does up to the end of its update."""
         run = self.run(rank)
-        events: list[Event] = []
+        events: list[LaneSpan] = []
         played = self.played(run, events)
         on_cpu = run.device.kind == "cpu"
         if on_cpu:
@@ -271,17 +271,17 @@ class Step:
         ):
             if seconds > 0:
                 lane = "compute" if on_cpu or kind != "communication" else "communication"
-                events.append(Event(lane, clock, clock + seconds, kind, label))
+                events.append(LaneSpan(lane, clock, clock + seconds, kind, label))
                 clock += seconds
         return events
 
 
-def _on_one_lane(events: Iterable[Event]) -> list[Event]:
+def _on_one_lane(events: Iterable[LaneSpan]) -> list[LaneSpan]:
     """What the same cores do, one after the other: computing waits while they communicate."""
-    out: list[Event] = []
+    out: list[LaneSpan] = []
     clock = 0.0
     for event in sorted(events, key=lambda event: (event.start, event.lane != "communication")):
         end = clock + event.end - event.start
-        out.append(Event("compute", clock, end, event.kind, event.label))
+        out.append(LaneSpan("compute", clock, end, event.kind, event.label))
         clock = end
     return out

@@ -20,7 +20,7 @@ from lightning_autopar.callbacks.elastic import ElasticReplan
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.planning.moves import fits, must_leave
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.elastic.watcher import MoveRequest
 from lightning_autopar.strategies.preparation.decision import Decision
 from tests.fakes.runs import FakeRun
 from tests.fakes.traced import traced
@@ -37,18 +37,18 @@ class Clock:
 
     def __init__(self, callback: ElasticReplan, run: FakeRun) -> None:
         self.callback, self.run, self.now = callback, run, 0.0
-        self.wishes: list[Wish] = []
+        self.wishes: list[MoveRequest] = []
 
-    def look(self, times: int = 1, *, follow: bool = True) -> Wish | None:
-        wish = None
+    def look(self, times: int = 1, *, follow: bool = True) -> MoveRequest | None:
+        move = None
         for _ in range(times):
             self.now += self.callback.interval_seconds
-            wish = self.callback.look(self.run, self.now)
-            if wish is not None:
-                self.wishes.append(wish)
+            move = self.callback.look(self.run, self.now)
+            if move is not None:
+                self.wishes.append(move)
                 if follow:
-                    self.run.follow(wish, self.now)
-        return wish
+                    self.run.follow(move, self.now)
+        return move
 
 
 def watch(there: Inventory | None = None, *, allow: tuple[str, ...] = ("single", "ddp"), **options: Any) -> Clock:
@@ -75,15 +75,15 @@ def test_it_leaves_at_once_and_comes_back_when_that_pays() -> None:
     clock = watch()
     clock.look(2)
     clock.run.set("cpu:1", free_bytes=100 * MIB)
-    wish = clock.look()
-    assert wish is not None
-    assert (wish.action, wish.urgent) == ("move", True)
+    move = clock.look()
+    assert move is not None
+    assert (move.action, move.urgent) == ("move", True)
     assert clock.run.plan.devices == ALONE
     clock.run.set("cpu:1", free_bytes=4 * GIB)
     assert clock.look() is None, "one look isn't believed"
     clock.look(20)
     assert clock.run.plan.devices == TOGETHER
-    assert [(wish.action, wish.urgent) for wish in clock.wishes] == [("move", True), ("move", False)]
+    assert [(move.action, move.urgent) for move in clock.wishes] == [("move", True), ("move", False)]
     assert words(clock, "event") == ["shrank", "grew"]
     assert [word for word in words(clock, "verdict") if word != "stay"] == ["move", "move"]
     assert clock.callback.timeline[0].to_dict()["device"] == "cpu:1"
@@ -92,10 +92,10 @@ def test_it_leaves_at_once_and_comes_back_when_that_pays() -> None:
 def test_a_device_in_error_is_left_and_not_planned_for() -> None:
     clock = watch()
     clock.run.set("cpu:0", error="XID 79")
-    wish = clock.look()
-    assert wish is not None
-    assert wish.urgent
-    assert "XID 79" in wish.reason
+    move = clock.look()
+    assert move is not None
+    assert move.urgent
+    assert "XID 79" in move.reason
     assert [device.id for device in clock.run.asked[-1].devices] == ["cpu:1"]
     assert clock.run.plan.devices == ("cpu:1",)
 
@@ -104,27 +104,27 @@ def test_a_run_that_fits_nowhere_is_parked_and_resumes() -> None:
     clock = watch()
     for device in TOGETHER:
         clock.run.set(device, free_bytes=MIB)
-    wish = clock.look()
-    assert wish is not None
-    assert (wish.action, wish.decision, wish.urgent) == ("park", None, True)
+    move = clock.look()
+    assert move is not None
+    assert (move.action, move.decision, move.urgent) == ("park", None, True)
     clock.look(10)
     assert clock.run.parked
     assert len(clock.wishes) == 1
     clock.run.set("cpu:1", free_bytes=4 * GIB)
     assert clock.look(2) is None
-    wish = clock.look()
-    assert wish is not None
-    assert (wish.action, clock.run.parked, clock.run.plan.devices) == ("move", False, ("cpu:1",))
+    move = clock.look()
+    assert move is not None
+    assert (move.action, clock.run.parked, clock.run.plan.devices) == ("move", False, ("cpu:1",))
     assert words(clock, "verdict")[-1] == "resume"
 
 
 def test_a_run_is_parked_for_want_of_host_memory_and_resumes() -> None:
     clock = watch(inventory(cpu(0), cpu(1), host_total_bytes=16 * GIB, host_free_bytes=16 * GIB))
     clock.run.there = inventory(cpu(0), cpu(1), host_total_bytes=16 * GIB, host_free_bytes=GIB)
-    wish = clock.look()
-    assert wish is not None
-    assert wish.action == "park"
-    assert "host's memory" in wish.reason
+    move = clock.look()
+    assert move is not None
+    assert move.action == "park"
+    assert "host's memory" in move.reason
     clock.run.there = inventory(cpu(0), cpu(1), host_total_bytes=16 * GIB, host_free_bytes=12 * GIB)
     clock.look(3)
     assert not clock.run.parked
@@ -135,9 +135,9 @@ def test_a_pinned_plan_waits_for_its_device() -> None:
     clock = Clock(ElasticReplan(), run)
     clock.look(2)
     run.set("cpu:1", gone=True)
-    wish = clock.look()
-    assert wish is not None
-    assert wish.action == "park"
+    move = clock.look()
+    assert move is not None
+    assert move.action == "park"
     assert any("'cpu:1', which isn't there" in moment.text for moment in clock.callback.timeline)
     run.set("cpu:1")
     clock.look(5)
@@ -147,9 +147,9 @@ def test_a_pinned_plan_waits_for_its_device() -> None:
 def test_a_run_without_any_device_is_parked() -> None:
     clock = watch(inventory(cpu(0)))
     clock.run.set("cpu:0", gone=True)
-    wish = clock.look()
-    assert wish is not None
-    assert wish.action == "park"
+    move = clock.look()
+    assert move is not None
+    assert move.action == "park"
     assert clock.run.asked == [], "there is nothing to plan for"
     clock.look(3)
     clock.run.set("cpu:0")
@@ -176,9 +176,9 @@ def test_what_was_measured_to_take_more_is_planned_for_as_more() -> None:
     clock.look(2)
     assert clock.wishes == []
     clock.run.set("cpu:1", free_bytes=predicted + GIB // 2)
-    wish = clock.look()
-    assert wish is not None
-    assert "measured" in wish.reason
+    move = clock.look()
+    assert move is not None
+    assert "measured" in move.reason
     assert clock.run.plan.devices == ALONE
     asked = clock.run.asked[-1].device("cpu:1")
     assert asked.free_bytes == predicted - GIB // 2
@@ -237,7 +237,7 @@ def test_a_move_by_somebody_else_is_noticed() -> None:
     clock = watch()
     clock.look(2)
     clock.run.set("cpu:1", gone=True)
-    clock.run.follow(Wish(action="move", decision=clock.run.replan(clock.run.there), reason="asked for"), clock.now)
+    clock.run.follow(MoveRequest(action="move", decision=clock.run.replan(clock.run.there), reason="asked for"), clock.now)
     assert clock.look(2) is None
     clock.run.set("cpu:1")
     clock.look(2)
@@ -274,10 +274,10 @@ def test_whatever_happens_it_is_where_it_can_be(course: list[tuple[str, dict[str
     for device, figures, looks in course:
         clock.run.set(device, **({"error": None, "slowdown": 1.0} | figures))
         for _ in range(looks):
-            wish = clock.look()
+            move = clock.look()
             there = clock.run.there
-            if wish is not None and wish.decision is not None:
-                assert fits(wish.decision.candidate, there)
+            if move is not None and move.decision is not None:
+                assert fits(move.decision.candidate, there)
             if not clock.run.parked:
                 assert must_leave(clock.run.decision.candidate, there) is None
     for device in ("cpu:0", "cpu:1", "cpu:2"):
@@ -390,8 +390,8 @@ def test_it_survives_pickling_copying_and_forking() -> None:
 
 
 def _look_there(callback: ElasticReplan, run: FakeRun, pipe: Any) -> None:
-    wish = callback.look(run, 1000.0)
-    pipe.send("stay" if wish is None else wish.action)
+    move = callback.look(run, 1000.0)
+    pipe.send("stay" if move is None else move.action)
 
 
 def test_what_it_saw_isnt_among_its_attributes() -> None:

@@ -117,8 +117,8 @@ def test_it_warns_of_a_device_that_took_more_than_was_allowed_for(tmp_path: Path
     def shrink(module: Regression, index: int) -> None:
         if os.getpid() == parent:
             engine: Any = module.trainer.strategy
-            candidate = engine.assignment.candidate
-            engine.assignment = replace(engine.assignment, candidate=replace(candidate, needs={"cpu:0": 1024}), budgets={"cpu:0": 2048})
+            candidate = engine.run_plan.candidate
+            engine.run_plan = replace(engine.run_plan, candidate=replace(candidate, needs={"cpu:0": 1024}), budgets={"cpu:0": 2048})
 
     parent = os.getpid()
     with pytest.warns(UserWarning, match=r"cpu:0 took .* MiB, .* MiB more than the 1 KiB allowed for; it is .* MiB beyond the 2 KiB"):

@@ -111,7 +111,7 @@ def fit_with(
     with named, on_stage(stage):
         run = _fit(variant, folder, strategy, callbacks, stage, loud=loud, accelerator="gpu" if devices is None else "cpu")
     run.stage = stage
-    run.timeline = () if stage.run is None else stage.run.diary.spans
+    run.timeline = () if stage.run is None else stage.run.recorder.spans
     return run
 
 

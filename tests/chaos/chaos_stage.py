@@ -26,12 +26,12 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.state import snapshot
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
-from lightning_autopar.strategies.elastic.snapshot_store import Shelf
-from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
+from lightning_autopar.strategies.elastic.watcher import MoveRequest
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.processes import boundary
-from lightning_autopar.strategies.processes.protocol import Gate
+from lightning_autopar.strategies.processes.protocol import SnapshotRendezvous
 
 #: Where a worker may be killed. ``outside``: by its agent's process, some time after the batch.
 KILLED = (
@@ -173,7 +173,7 @@ class Stage:
         self.cells[_AT] = action.at
         self.cells[_ARMED] = PLACES.index(action.where)
 
-    def look(self, run: Any) -> Wish | None:
+    def look(self, run: Any) -> MoveRequest | None:
         """What the agent is to do now."""
         self.run = run
         if self.doomed is not None and self.doomed is run._run:
@@ -183,15 +183,15 @@ class Stage:
         action = self.actions[0]
         if run.parked:
             assert action.what == "park", f"the run is parked at {action}"
-            wish = self._move(run, action)
+            move = self._move(run, action)
             self.finish()
             self.moving = None
-            return wish
+            return move
         if action.what == "park":
-            return Wish(action="park", decision=None, reason="a test")
+            return MoveRequest(action="park", decision=None, reason="a test")
         if action.what == "move":
             return self._move(run, action)
-        ranks = run.decision.assignment.plan.world_size
+        ranks = run.decision.run_plan.plan.world_size
         if action.where in ("preparing", "during_preparation", "starting"):
             assert action.plan is not None, "such a fault comes with a move"
             if action.where == "preparing" and self.moving is action and self.cells[_ARMED] == -1:
@@ -201,11 +201,11 @@ class Stage:
             self.arm(action, action.plan.world_size if action.where != "during_preparation" else ranks)
             if action.where == "during_preparation":
                 self._kill_soon(action)
-            wish = self._move(run, action)
+            move = self._move(run, action)
             if action.where == "during_preparation":  # the move may come to nothing
                 self.finish()
                 self.moving = None
-            return wish
+            return move
         if action.where == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         elif action.where == "damaged":
@@ -250,7 +250,7 @@ class Stage:
         timer.daemon = True
         timer.start()
 
-    def _move(self, run: Any, action: Action) -> Wish | None:
+    def _move(self, run: Any, action: Action) -> MoveRequest | None:
         plan = action.plan
         assert plan is not None
         self.tries = self.tries + 1 if self.moving is action else 1
@@ -258,7 +258,7 @@ class Stage:
         self.moving = action
         if plan not in self.decisions:
             self.decisions[plan] = decide_again(self.trainer, run.decision, run.inventory(), plan=plan)
-        return Wish(action="move", decision=self.decisions[plan], reason=f"a test at batch {action.at}")
+        return MoveRequest(action="move", decision=self.decisions[plan], reason=f"a test at batch {action.at}")
 
 
 #: The run that is going on in this process, or in the one that forked it. No attribute of a callback, which would be carried.
@@ -270,7 +270,7 @@ class Watching(pl.Callback):
 
     interval_seconds = 0.005
 
-    def look(self, run: Any) -> Wish | None:
+    def look(self, run: Any) -> MoveRequest | None:
         assert current is not None
         return current.look(run)
 
@@ -336,13 +336,13 @@ def _at(name: str, function: Callable[..., Any], *, after: bool = False) -> Call
 def on_stage(stage: Stage) -> Iterator[None]:
     """While open, this stage's actions happen to the run of this process."""
     global current
-    patched: list[tuple[Any, str, Any]] = [(boundary, "carry", _at("no_space", _at("before_carrying", boundary.carry)))]
+    patched: list[tuple[Any, str, Any]] = [(boundary, "carry", _at("no_space", _at("before_carrying", boundary.write_objects)))]
     patched.append((boundary, "save_snapshot", _at("saved", _at("before_saving", boundary.save_snapshot), after=True)))
     patched.append((snapshot.dcp, "save", _at("tensors_saved", snapshot.dcp.save, after=True)))
     patched.append((EngineMixin, "prepare", _at("preparing", EngineMixin.prepare)))
     for name in ("ask", "answered", "withdraw"):
-        patched.append((Gate, name, _told(stage, name, getattr(Gate, name))))
-    patched.append((Shelf, "keep", _kept(stage, Shelf.keep)))
+        patched.append((SnapshotRendezvous, name, _told(stage, name, getattr(SnapshotRendezvous, name))))
+    patched.append((SnapshotStore, "keep", _kept(stage, SnapshotStore.keep)))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     last = current
     for owner, name, value in patched:
@@ -357,10 +357,10 @@ def on_stage(stage: Stage) -> Iterator[None]:
 
 
 def _kept(stage: Stage, keep: Callable[..., Any]) -> Callable[..., Any]:
-    """``Shelf.keep`` that tells the stage which snapshots there are."""
+    """``SnapshotStore.keep`` that tells the stage which snapshots there are."""
 
-    def told(shelf: Shelf, path: Path, step: int) -> Any:
-        snapshot = keep(shelf, path, step)
+    def told(snapshots: SnapshotStore, path: Path, step: int) -> Any:
+        snapshot = keep(snapshots, path, step)
         stage.has_kept(path)
         return snapshot
 
@@ -370,8 +370,8 @@ def _kept(stage: Stage, keep: Callable[..., Any]) -> Callable[..., Any]:
 def _told(stage: Stage, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """The gate's method that tells the stage whether ranks are asked for something."""
 
-    def told(gate: Gate, *arguments: Any) -> Any:
-        value = method(gate, *arguments)
+    def told(rendezvous: SnapshotRendezvous, *arguments: Any) -> Any:
+        value = method(rendezvous, *arguments)
         if name == "ask":
             stage.asked(arguments[0])
         elif name == "withdraw" or value is not None:

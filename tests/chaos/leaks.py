@@ -28,7 +28,7 @@ from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.callbacks.migrate import CheckpointMigrate
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.elastic.watcher import MoveRequest
 from lightning_autopar.strategies.preparation.decide import decide_again
 
 #: Moves that say nothing yet: the first ones import and open what all others use.
@@ -76,9 +76,9 @@ class Moves(pl.Callback):
     def __init__(self, moves: int, plans: list[Plan]) -> None:
         self.moves, self.plans = moves, plans
 
-    def look(self, run: Any) -> Wish | None:
+    def look(self, run: Any) -> MoveRequest | None:
         """Called by the agent."""
-        generations = len(run.diary.spans)
+        generations = len(run.recorder.spans)
         if not run.step or run.step < 1 or generations == _agent.seen:
             return None
         _agent.done = generations - 1
@@ -93,7 +93,7 @@ class Moves(pl.Callback):
         plan = self.plans[generations % len(self.plans)]
         if plan not in _agent.decisions:
             _agent.decisions[plan] = decide_again(_agent.trainer, run.decision, run.inventory(), plan=plan)
-        return Wish(action="move", decision=_agent.decisions[plan], reason=f"move {generations}")
+        return MoveRequest(action="move", decision=_agent.decisions[plan], reason=f"move {generations}")
 
 
 class Ends(pl.Callback):

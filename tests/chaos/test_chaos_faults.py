@@ -13,7 +13,7 @@ from chaos_runs import Run, compare, fit_plainly, fit_with
 from chaos_schedules import ddp, single
 from chaos_stage import Action
 
-from lightning_autopar.strategies.elastic import snapshot_store as shelf
+from lightning_autopar.strategies.elastic import snapshot_store as snapshots
 
 VARIANT = Variant(seed=6)
 
@@ -59,20 +59,20 @@ def test_a_run_without_another_plan_goes_on_after_it_was_out_of_memory(plain: Ru
 
 def test_a_full_file_system_and_a_damaged_snapshot(plain: Run, tmp_path: Path) -> None:
     said = Said()
-    shelf.log.addHandler(said)
+    snapshots.log.addHandler(said)
     try:
         run = _run(tmp_path, _fault("no_space", 8), _fault("damaged", 15), Action(at=20, what="move", plan=single(1)))
     finally:
-        shelf.log.removeHandler(said)
+        snapshots.log.removeHandler(said)
     compare(plain, run, exact=True)
     assert "is passed over, and the one before it used" in said.words
 
 
 def test_a_full_shared_memory_sends_snapshots_to_the_disk(plain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf.Shelf, "_fits", lambda self: False)
+    monkeypatch.setattr(snapshots.SnapshotStore, "_fits", lambda self: False)
     homes = []
-    target = shelf.Shelf.target
-    monkeypatch.setattr(shelf.Shelf, "target", lambda self, **options: homes.append(target(self, **options)) or homes[-1])
+    target = snapshots.SnapshotStore.target
+    monkeypatch.setattr(snapshots.SnapshotStore, "target", lambda self, **options: homes.append(target(self, **options)) or homes[-1])
     run = _run(tmp_path, _fault("outside", 8), Action(at=15, what="move", plan=single(1)))
     compare(plain, run, exact=True)
     assert homes

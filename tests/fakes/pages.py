@@ -12,7 +12,7 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.report.report import Report
-from lightning_autopar.report.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory
+from lightning_autopar.report.run_history import LossPoint, MemorySample, MemoryUse, PlanSpan, RunHistory, RunMark
 from tests.fakes.values import GIB, cpu, inventory
 from tests.memory.stages import ROWS
 
@@ -71,13 +71,13 @@ SPANS = (
     PlanSpan(start_seconds=80, end_seconds=100, title="single", devices=("cpu:0",)),
 )
 MARKS = (
-    Mark(at_seconds=30, kind="move", words="a device is free again"),
-    Mark(at_seconds=60, kind="failure", words=NASTY),
-    Mark(at_seconds=80, kind="resume", words="the neighbour left"),
+    RunMark(at_seconds=30, kind="move", words="a device is free again"),
+    RunMark(at_seconds=60, kind="failure", words=NASTY),
+    RunMark(at_seconds=80, kind="resume", words="the neighbour left"),
 )
 MEMORY = (
-    MemorySample(at_seconds=0, devices={"cpu:0": DeviceBytes(2 * GIB, 0, 4 * GIB), "cpu:1": DeviceBytes(0, GIB, 4 * GIB)}),
-    MemorySample(at_seconds=50, devices={"cpu:0": DeviceBytes(GIB, 2 * GIB, 4 * GIB)}),
+    MemorySample(at_seconds=0, devices={"cpu:0": MemoryUse(2 * GIB, 0, 4 * GIB), "cpu:1": MemoryUse(0, GIB, 4 * GIB)}),
+    MemorySample(at_seconds=50, devices={"cpu:0": MemoryUse(GIB, 2 * GIB, 4 * GIB)}),
 )
 LOSSES = tuple(LossPoint(at, at, 2 - at / 100) for at in (*range(60), *range(80, 100)))
 HISTORY = RunHistory(title=NASTY, spans=SPANS, marks=MARKS, memory=MEMORY, losses=LOSSES)

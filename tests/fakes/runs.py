@@ -12,8 +12,8 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.base.assignment import Assignment
-from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.elastic.watcher import MoveRequest
 from lightning_autopar.strategies.preparation.decision import Decision
 from tests.fakes.rates import PlainRates
 from tests.fakes.values import inventory as make_inventory
@@ -24,7 +24,7 @@ def planned(footprint: Footprint, inventory: Inventory, **constraints: Any) -> D
     report = make_report(footprint, inventory, Constraints(**{"allow": ("single", "ddp"), **constraints}), rates=PlainRates())
     assert report.best is not None
     devices = tuple(inventory.device(device) for device in report.best.devices)
-    return Decision(report=report, assignment=Assignment(plan=report.best, devices=devices, candidate=report.best_candidate))
+    return Decision(report=report, run_plan=RunPlan(plan=report.best, devices=devices, candidate=report.best_candidate))
 
 
 class FakeRun:
@@ -50,7 +50,7 @@ class FakeRun:
 
     @property
     def plan(self) -> Plan:
-        return self.decision.assignment.plan
+        return self.decision.run_plan.plan
 
     def inventory(self) -> Inventory:
         return self.there
@@ -71,11 +71,11 @@ class FakeRun:
 
     _gone: tuple[Any, ...] = ()
 
-    def follow(self, wish: Wish | None, now: float) -> None:
+    def follow(self, move: MoveRequest | None, now: float) -> None:
         """Move or park at once; the new plan takes what was predicted."""
-        if wish is None:
+        if move is None:
             return
-        self.moved_at, self.parked = now, wish.action == "park"
-        if wish.decision is not None:
-            self.decision = wish.decision
-            self.step_seconds = wish.decision.candidate.step_seconds
+        self.moved_at, self.parked = now, move.action == "park"
+        if move.decision is not None:
+            self.decision = move.decision
+            self.step_seconds = move.decision.candidate.step_seconds

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.memory.fakes.fake_mode import LeanFakeMode, in_place
+from lightning_autopar.memory.fakes.fake_mode import FastFakeMode, in_place
 from lightning_autopar.memory.trace.tracker import MemoryTracker
 from tests.memory.test_tracker import NETS, record
 
@@ -64,13 +64,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 def test_outputs_are_those_of_torchs_own_mode(name: str) -> None:
     function, shapes = FUNCTIONS[name]
     expected = described(FakeTensorMode(), function, shapes)
-    assert described(LeanFakeMode(), function, shapes) == expected
+    assert described(FastFakeMode(), function, shapes) == expected
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_tapes_are_those_of_torchs_own_mode(name: str) -> None:
     tapes = []
-    for mode in (FakeTensorMode(), LeanFakeMode()):
+    for mode in (FakeTensorMode(), FastFakeMode()):
         with mode:
             tracker, _ = record(NETS[name](), torch.empty(16, 32))
         tapes.append(list(tracker.tape or ()))
@@ -79,7 +79,7 @@ def test_tapes_are_those_of_torchs_own_mode(name: str) -> None:
 
 
 def test_values_that_torch_remembers_are_remembered() -> None:
-    with LeanFakeMode():
+    with FastFakeMode():
         one = torch.tensor(1.0)
         one += 1
         assert one.item() == 2
@@ -88,7 +88,7 @@ def test_values_that_torch_remembers_are_remembered() -> None:
 
 def test_memory_is_given_back() -> None:
     """Nothing that the mode remembers holds a tensor."""
-    with LeanFakeMode():
+    with FastFakeMode():
         tracker = MemoryTracker()
         with tracker:
             for _ in range(3):
@@ -124,7 +124,7 @@ def test_what_does_not_work_in_place(operator: Any) -> None:
 
 
 def test_gradients_and_versions_are_kept() -> None:
-    with LeanFakeMode():
+    with FastFakeMode():
         layer = nn.Linear(4, 4)
         x = torch.ones(2, 4)
         version = x._version
@@ -141,7 +141,7 @@ def test_gradients_and_versions_are_kept() -> None:
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW], ids=lambda make: make.__name__)
 def test_a_fused_update_runs_no_kernel(make: Callable[..., torch.optim.Optimizer]) -> None:
-    with LeanFakeMode(allow_non_fake_inputs=True):
+    with FastFakeMode(allow_non_fake_inputs=True):
         parameter = nn.Parameter(torch.empty(1 << 44))  # 64 TiB: torch's fallback would allocate them
         optimizer = make([parameter], fused=True)
         parameter.grad = torch.empty_like(parameter)

@@ -12,7 +12,7 @@ import pytest
 from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory
 from lightning_autopar.sharing import ledger as promised
 from lightning_autopar.sharing.lease_files import Lease
-from lightning_autopar.sharing.ledger import is_leased, less_promised, open_ledger, promised_bytes, room_bytes
+from lightning_autopar.sharing.ledger import is_leased, open_ledger, promised_bytes, room_bytes, without_leased
 
 
 def gpu(*processes: DeviceProcess, free_bytes: int = 80, **options: object) -> Device:
@@ -68,11 +68,11 @@ def test_an_inventory_less_promises(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     here = inventory(gpu(), cpu)
     leases = [lease(2**22 + 1, 30), lease(2**22 + 1, 20, device="cpu:0", name="b")]
     monkeypatch.delenv("AUTOPAR_LEDGER", raising=False)
-    assert [device.free_bytes for device in less_promised(here, leases).devices] == [50, 50], "CPU devices are each run's own idea"
+    assert [device.free_bytes for device in without_leased(here, leases).devices] == [50, 50], "CPU devices are each run's own idea"
     assert not is_leased(far)
-    assert less_promised(here, []) is here
+    assert without_leased(here, []) is here
     monkeypatch.setenv("AUTOPAR_LEDGER", str(tmp_path))
-    assert [device.free_bytes for device in less_promised(here, leases).devices] == [50, 30]
+    assert [device.free_bytes for device in without_leased(here, leases).devices] == [50, 30]
     assert room_bytes(here, [lease(2**22 + 1, 300)]) == {"GPU-0": 0, "cpu:0": 50}
 
 

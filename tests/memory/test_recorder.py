@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from lightning_autopar._temporary import without_noise
-from lightning_autopar.memory.allocation_recorder import Recorder
+from lightning_autopar.memory.allocation_recorder import AllocationRecorder
 from lightning_autopar.memory.storages import storage_sizes
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def _quiet() -> Iterator[None]:
 
 def test_the_peak_and_what_holds_it() -> None:
     kept = torch.zeros(10 * UNIT, dtype=torch.uint8)
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     assert recorder.start(parameters=sizes(kept))
     state = torch.zeros(3 * UNIT, dtype=torch.uint8)
     scratch = torch.zeros(5 * UNIT, dtype=torch.uint8)
@@ -57,7 +57,7 @@ def test_the_peak_and_what_holds_it() -> None:
 def test_what_is_the_hosts_counts_apart() -> None:
     """What was there before, what is told later, and what is allocated while the host works; within each other such times are one."""
     weights, states = torch.zeros(10 * UNIT, dtype=torch.uint8), torch.zeros(7 * UNIT, dtype=torch.uint8)
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     assert recorder.start(parameters=sizes(weights), optimizer=sizes(states), host=sizes(states))
     gathered = torch.zeros(4 * UNIT, dtype=torch.uint8)
     gradient = torch.zeros(2 * UNIT, dtype=torch.uint8)
@@ -83,7 +83,7 @@ def test_against_a_ledger_kept_by_hand(seed: int) -> None:
     draw = random.Random(seed)
     live = [torch.zeros(draw.randrange(1, 9) * UNIT, dtype=torch.uint8) for _ in range(5)]
     before = {id(tensor) for tensor in live}
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     assert recorder.start(there=sizes(*live))
     total = peak = sum(tensor.numel() for tensor in live)
     for _ in range(200):
@@ -109,7 +109,7 @@ def test_against_a_ledger_kept_by_hand(seed: int) -> None:
 
 
 def test_what_other_threads_allocate_and_free_counts() -> None:
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     assert recorder.start()
     for _ in range(20):
         sent = [torch.zeros(UNIT, dtype=torch.uint8)]
@@ -125,7 +125,7 @@ def test_what_other_threads_allocate_and_free_counts() -> None:
 
 def test_gradients_from_before_are_there_until_they_are_seen_gone() -> None:
     old = torch.zeros(6 * UNIT, dtype=torch.uint8)
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     assert recorder.start(gradients=sizes(old))
     first = torch.zeros(UNIT, dtype=torch.uint8)
     recorder.note(gradients=sizes(old))
@@ -139,7 +139,7 @@ def test_gradients_from_before_are_there_until_they_are_seen_gone() -> None:
 
 
 def test_a_second_recording_knows_nothing_of_the_first() -> None:
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     left: list[Tensor] = []
     assert recorder.start()
     left.append(torch.zeros(9 * UNIT, dtype=torch.uint8))
@@ -156,7 +156,7 @@ def test_a_second_recording_knows_nothing_of_the_first() -> None:
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 def test_what_lies_in_a_memory_map_counts_nowhere(first: bool) -> None:
     mapped = torch.zeros(7 * UNIT, dtype=torch.uint8).share_memory_()
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     recorder.start()
     kept = torch.zeros(50 * UNIT, dtype=torch.uint8)  # the allocator's table has this at the next start
     recorder.stop()
@@ -173,7 +173,7 @@ def test_what_lies_in_a_memory_map_counts_nowhere(first: bool) -> None:
 
 
 def test_nothing_happens() -> None:
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     assert recorder.start()
     found = recorder.stop()
     assert found is not None
@@ -181,7 +181,7 @@ def test_nothing_happens() -> None:
 
 
 def test_somebody_elses_profile_is_left_alone() -> None:
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     with profile(profile_memory=True) as theirs:
         assert not recorder.start()
         torch.zeros(UNIT).add(1)
@@ -191,7 +191,7 @@ def test_somebody_elses_profile_is_left_alone() -> None:
 
 @pytest.mark.parametrize("over", [True, False])
 def test_who_begins_to_profile_meanwhile_gets_his_profile(over: bool) -> None:
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     assert recorder.start()
     theirs = profile(profile_memory=True)
     theirs.start()
@@ -211,7 +211,7 @@ def test_who_begins_to_profile_meanwhile_gets_his_profile(over: bool) -> None:
 
 
 def test_operations_are_not_recorded_but_run() -> None:
-    recorder = Recorder()
+    recorder = AllocationRecorder()
     layer = torch.nn.Linear(8, 8)
     assert recorder.start(parameters=sizes(*layer.parameters()))
     layer(torch.ones(4, 8)).sum().backward()

@@ -18,9 +18,9 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.corrections import (
     MOST,
     MOST_BY_OTHERS,
+    Corrections,
     RankRecord,
-    Record,
-    Residuals,
+    RunRecord,
     make_record,
     make_shortage,
     plan_shape,
@@ -44,14 +44,14 @@ def used(step_bytes: int, **values: Any) -> dict[str, Any]:
     return {"bytes": {"parameters": 100, "rest": step_bytes - 100}, "reserved_bytes": None, "context_bytes": None, **values}
 
 
-def record(plan: Plan, held: Sequence[DeviceBytes], taken: Sequence[int], *, day: str = "2026-11-21", **values: Any) -> Record:
+def record(plan: Plan, held: Sequence[DeviceBytes], taken: Sequence[int], *, day: str = "2026-11-21", **values: Any) -> RunRecord:
     made = make_record(plan, ["cpu: CPU"] * len(held), held, [used(size, **values) for size in taken], day)
     assert made is not None
     return made
 
 
-def known(*records: Record) -> Residuals:
-    return Residuals(records=records, devices=DEVICES)
+def known(*records: RunRecord) -> Corrections:
+    return Corrections(records=records, devices=DEVICES)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------------------------
@@ -108,13 +108,13 @@ def test_what_a_gpu_held_around_tensors_is_taken_over() -> None:
 @pytest.mark.parametrize(
     ("residuals", "held"),
     [
-        (Residuals(), HELD),
-        (Residuals(records=(record(SINGLE, [HELD], [1300]),), devices={"cpu:0": "cuda: NVIDIA H100"}), HELD),
+        (Corrections(), HELD),
+        (Corrections(records=(record(SINGLE, [HELD], [1300]),), devices={"cpu:0": "cuda: NVIDIA H100"}), HELD),
         (known(record(SINGLE, [HELD], [1300])), DeviceBytes(activations=500, occasion="validation")),
     ],
     ids=["nothing known", "another device", "not a step's peak"],
 )
-def test_what_was_measured_elsewhere_changes_nothing(residuals: Residuals, held: DeviceBytes) -> None:
+def test_what_was_measured_elsewhere_changes_nothing(residuals: Corrections, held: DeviceBytes) -> None:
     assert residuals.corrected(SINGLE, {"cpu:0": held}) == ({"cpu:0": held}, ())
 
 
@@ -134,11 +134,11 @@ def test_a_shortage_is_reckoned_with_beyond_what_was_not_enough() -> None:
     assert notes == ("memory corrected by +15.5 %, as this plan ran out of memory on 2026-11-22",)
     later = record(DDP, [HELD, HELD], [1300, 1000], day="2026-11-23")
     assert known(later, made).corrected(DDP, {"cpu:0": HELD, "cpu:1": HELD})[0]["cpu:0"].reserved == 1300
-    assert Record.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    assert RunRecord.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     old = {name: value for name, value in made.to_dict().items() if name != "short"}
-    assert not Record.from_dict(old).short, "written before there were any"
+    assert not RunRecord.from_dict(old).short, "written before there were any"
     with pytest.raises(ValueError, match="not a record"):
-        Record.from_dict({**old, "short": "yes"})
+        RunRecord.from_dict({**old, "short": "yes"})
 
 
 def test_a_shortage_that_the_prediction_has_no_part_in_teaches_nothing() -> None:
@@ -206,7 +206,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert cache_folder() is None
         assert load_records("key") == ()
         add_record("key", record(SINGLE, [HELD], [1300]))
-        assert load_residuals(nn.Linear(2, 2), "32-true", inventory(cpu(0))) == Residuals()
+        assert load_residuals(nn.Linear(2, 2), "32-true", inventory(cpu(0))) == Corrections()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -385,5 +385,5 @@ def test_a_run_that_is_too_short_teaches_nothing(cache: Path, tmp_path: Path) ->
 
 def test_a_record_knows_itself() -> None:
     made = record(SINGLE, [HELD], [1300])
-    assert Record.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    assert RunRecord.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     assert made.ranks == (RankRecord(predicted=1000, variable=600, measured=1300),)

@@ -171,14 +171,14 @@ def test_sparse_operands_are_left_alone() -> None:
 def test_a_large_batch_is_carried_on_from_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What grows with the batch and what doesn't are told apart by two numbers of samples."""
 
-    def asked(name: str) -> scratch_convolution.Scratch:
+    def asked(name: str) -> scratch_convolution.KernelBytes:
         torch.manual_seed(0)
         function, args = CALLS[name]()
         found = CPU_SCRATCH[function](args, {}, function(*args))
         assert found is not None
         return found
 
-    def both() -> list[tuple[scratch_convolution.Scratch, scratch_convolution.Scratch]]:
+    def both() -> list[tuple[scratch_convolution.KernelBytes, scratch_convolution.KernelBytes]]:
         names = ("3 × 3", "three channels", "depthwise", "3 × 3, backward")
         whole = [asked(name) for name in names]
         scratch_convolution._known.clear()

@@ -321,7 +321,7 @@ def test_a_fault_of_our_own_ends_in_a_flagged_plan(name: str, monkeypatch: pytes
         monkeypatch.setattr(tracing, "guess", fail)
         monkeypatch.setattr(tracing._Tracing, "measure", fail)
     elif name == "first step":
-        monkeypatch.setattr(tracing.Rehearsal, "training_step", fail)
+        monkeypatch.setattr(tracing.BareStep, "training_step", fail)
     else:
         owner, _, attribute = name.rpartition(".")
         monkeypatch.setattr(getattr(tracing, owner) if owner else tracing, attribute, fail)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
-from lightning_autopar.memory.fakes.fake_mode import LeanFakeMode
-from lightning_autopar.memory.kernels.cpu import Scratch
+from lightning_autopar.memory.fakes.fake_mode import FastFakeMode
+from lightning_autopar.memory.kernels.cpu import KernelBytes
 from lightning_autopar.memory.tape import KINDS, Tape
 from lightning_autopar.memory.trace.attribution import Places
 from lightning_autopar.memory.trace.tracker import MemoryTracker
@@ -130,7 +130,7 @@ def test_the_tape_adds_up_to_the_ledger_at_every_moment(name: str, fake: bool) -
         return record(NETS[name](), torch.randn(16, 32), probe=True)
 
     if fake:
-        with LeanFakeMode():
+        with FastFakeMode():
             tracker, probe = run()
     else:
         tracker, probe = run()
@@ -174,7 +174,7 @@ def test_gradients_were_fixed_before_they_arrived() -> None:
 
 
 def test_what_a_kernel_takes_inside_is_on_the_tape() -> None:
-    scratch = {aten.addmm.default: lambda args, kwargs, output: Scratch(1000, 24), aten.mm.default: lambda args, kwargs, output: None}
+    scratch = {aten.addmm.default: lambda args, kwargs, output: KernelBytes(1000, 24), aten.mm.default: lambda args, kwargs, output: None}
     hidden = {aten.relu.default: lambda args, kwargs, output, tensor: 5000}
     net = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
     tracker, _ = record(net, torch.randn(16, 8), scratch=scratch, hidden=hidden)
@@ -321,7 +321,7 @@ def test_random_draws_are_named(draw: Callable[[Tensor], Tensor], name: str | No
 def test_outputs_in_lists_of_outputs_count() -> None:
     """``_cudnn_rnn_backward`` gives three tensors and a list, the gradients of the weights."""
     torch.manual_seed(0)
-    with LeanFakeMode(), as_cuda({}):
+    with FastFakeMode(), as_cuda({}):
         tracker, _ = record(First(nn.LSTM(32, 64)), torch.randn(16, 32))
     events = list(tracker.tape or ())
     begin = next(index for index, event in enumerate(events) if event.action == "leave")

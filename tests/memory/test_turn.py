@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.queue import Place
-from lightning_autopar.sharing.reservation import SILENT_SECONDS, ahead, idle, left_behind, moments, without
+from lightning_autopar.sharing.reservation import SILENT_SECONDS, ahead, idle, left_for_later, moments, without
 from tests.memory.hosts import DEVICES, SECOND, TOTAL, inventory, lease, place
 
 
@@ -49,17 +49,17 @@ def test_whoever_is_silent_is_passed_over() -> None:
 )
 def test_what_one_leaves(wants: int, start: int | None, ends: int | None, left: int) -> None:
     first = place(wants={"a": wants} if wants else {"b": 1}, start=start)
-    found = left_behind(inventory(6, 6), [lease(a=4, ends=10)], [first], 0, ends_ns=None if ends is None else ends * SECOND)
+    found = left_for_later(inventory(6, 6), [lease(a=4, ends=10)], [first], 0, ends_ns=None if ends is None else ends * SECOND)
     assert free(found)[0] == left
 
 
 def test_several_ahead_add_up_while_they_run_at_once() -> None:
     first, second = place("1", wants={"a": 4}, start=0, seconds=10), place("2", wants={"a": 4}, start=5)
-    assert free(left_behind(inventory(10, 10), [], [first, second], 0)) == [2, 10]
+    assert free(left_for_later(inventory(10, 10), [], [first, second], 0)) == [2, 10]
     later = place("2", wants={"a": 4}, start=10)
-    assert free(left_behind(inventory(10, 10), [], [first, later], 0)) == [6, 10]
-    assert free(left_behind(inventory(10, 10), [], [first, later], 0, from_ns=6 * SECOND)) == [6, 10]
-    assert free(left_behind(inventory(10, 10), [], [first, later], 0, from_ns=6 * SECOND, ends_ns=8 * SECOND)) == [6, 10]
+    assert free(left_for_later(inventory(10, 10), [], [first, later], 0)) == [6, 10]
+    assert free(left_for_later(inventory(10, 10), [], [first, later], 0, from_ns=6 * SECOND)) == [6, 10]
+    assert free(left_for_later(inventory(10, 10), [], [first, later], 0, from_ns=6 * SECOND, ends_ns=8 * SECOND)) == [6, 10]
 
 
 def test_the_moments_at_which_something_comes_free() -> None:
@@ -107,7 +107,7 @@ def level(device: str, at: int, there: int, leases: list[Lease], places: list[Pl
 @settings(max_examples=300, deadline=None)
 @given(_leases, _places, st.integers(0, TOTAL), st.integers(0, TOTAL), st.none() | st.integers(1, 30))
 def test_who_is_behind_delays_nobody_ahead(leases: list[Lease], places: list[Place], a: int, b: int, ends: int | None) -> None:
-    found = left_behind(inventory(a, b), leases, places, 0, ends_ns=None if ends is None else ends * SECOND)
+    found = left_for_later(inventory(a, b), leases, places, 0, ends_ns=None if ends is None else ends * SECOND)
     for device, there in zip(found.devices, (a, b), strict=True):
         taken = device.free_bytes
         assert 0 <= taken <= there
@@ -131,7 +131,7 @@ def test_who_is_behind_delays_nobody_ahead(leases: list[Lease], places: list[Pla
 def test_no_less_is_left_than_could_be(leases: list[Lease], places: list[Place], there: int) -> None:
     """One byte more would be missing to somebody, at some second, by trying all."""
     known = [one for one in places if one.start_ns is not None]
-    (found, _) = left_behind(inventory(there, 0), leases, known, 0).devices
+    (found, _) = left_for_later(inventory(there, 0), leases, known, 0).devices
     starts = [one.start_ns // SECOND for one in known if one.start_ns is not None and one.wants.get("a")]
     most = max((size for size in range(there + 1) if all(level("a", at, there, leases, known) >= size for at in starts)), default=0)
     assert found.free_bytes == most
@@ -142,5 +142,5 @@ def test_no_less_is_left_than_could_be(leases: list[Lease], places: list[Place],
 def test_what_is_left_grows_from_moment_to_moment(leases: list[Lease], places: list[Place], a: int, b: int) -> None:
     """So that the first moment at which a plan fits can be found by halves."""
     times = moments(leases, places, 0)
-    found = [free(left_behind(inventory(a, b), leases, places, 0, from_ns=at)) for at in times]
+    found = [free(left_for_later(inventory(a, b), leases, places, 0, from_ns=at)) for at in times]
     assert all(x <= y for before, after in pairwise(found) for x, y in zip(before, after, strict=True))

@@ -190,7 +190,9 @@ def test_casts_of_parameters_pass_at_stage_3() -> None:
     module: Any = MODELS["gpt"][0]()
     footprint = trace(module, None, torch.zeros(ROWS, module.length, dtype=torch.long), precision="bf16-mixed")
     course = {casts: course_of(footprint, 1e-6, frozenset(), casts=casts, shrink=1.0) for casts in (True, False)}
-    ends = {casts: max(leg.end for leg in legs if leg.phase == "forward") for casts, legs in course.items()}
+    ends = {
+        casts: max(step_phase.end for step_phase in step_phases if step_phase.phase == "forward") for casts, step_phases in course.items()
+    }
     linear = sum(layer.passing for layer in layers_of(footprint, 10_000)[1:])
     # Two bytes of each matrix after the embeddings, which nobody casts.
     assert ends[True] - ends[False] == pytest.approx(2 * linear, rel=0.05)

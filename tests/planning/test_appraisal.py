@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.memory.learned.corrections import Residuals, plan_shape
+from lightning_autopar.memory.learned.corrections import Corrections, plan_shape
 from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
 from lightning_autopar.planning import refusals as runnable
-from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, alike_first, links_seconds, simplicity
+from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, first_of_each_configuration, links_seconds, simplicity
 from lightning_autopar.planning.memory import host_bytes
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import OFFLOADS, Plan
@@ -113,7 +113,7 @@ def test_predictions_are_asked_for_once() -> None:
 def test_of_a_configuration_the_first_stands_for_all() -> None:
     measure = appraiser()
     candidates = [measure.candidate(plan) for plan in (replace(DDP, micro_batches=2), DDP, replace(DDP, micro_batches=4))]
-    assert [one.plan.micro_batches for one in alike_first(candidates).values()] == [2, 1]
+    assert [one.plan.micro_batches for one in first_of_each_configuration(candidates).values()] == [2, 1]
 
 
 def test_a_run_under_load_makes_no_plan_look_slower_than_one_that_never_ran() -> None:
@@ -130,7 +130,7 @@ def test_a_run_under_load_makes_no_plan_look_slower_than_one_that_never_ran() ->
             devices = tuple(names[device] for device in plan.devices)
             took = {"predicted": raw.step, "links": links_seconds(raw), "measured": raw.step * ratio}
             made.append(StepTime(module="m", shape=plan_shape(plan), devices=devices, rates="data sheet", day="2026-11-22", **took))
-        residuals = Residuals(devices=names, times=StepTimes(records=tuple(made), module="m"))
+        residuals = Corrections(devices=names, times=StepTimes(records=tuple(made), module="m"))
         found = make_report(footprint(), here, Constraints(residuals=residuals)).candidates
         return [replace(one, plan=replace(one.plan, reasons=())) for one in found if one.fits]
 

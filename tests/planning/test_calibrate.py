@@ -20,7 +20,7 @@ from lightning_autopar.memory.work.work import Work, WorkKind
 from lightning_autopar.plans import Engine
 from lightning_autopar.timing.curves import Calibration, Curve
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.measured_rates import HOST, Calibrated, device_key, group_key
+from lightning_autopar.timing.measured_rates import HOST, MeasuredRates, device_key, group_key
 from lightning_autopar.timing.rates import Collective, Phase, Rates
 from tests.fakes.values import gpu, inventory
 
@@ -69,9 +69,9 @@ def curve(thing: str, points: dict[float, float], *, dtype: str = "", ranks: int
     return Curve(subject=subject, thing=thing, dtype=dtype, ranks=ranks, sizes=tuple(points), seconds=tuple(points.values()))
 
 
-def rates(*curves: Curve, inventory: Inventory | None = None, ranks: int = 1) -> Calibrated:
+def rates(*curves: Curve, inventory: Inventory | None = None, ranks: int = 1) -> MeasuredRates:
     inventory = inventory or here()
-    found = Calibrated(Calibration().with_curves(curves, day="2026-11-22", took_seconds=1.0), Fake())
+    found = MeasuredRates(Calibration().with_curves(curves, day="2026-11-22", took_seconds=1.0), Fake())
     return found.among(inventory.devices[:ranks], inventory)
 
 
@@ -356,7 +356,7 @@ def test_the_loop_is_the_hosts_and_what_an_engine_adds_the_data_sheets() -> None
     found = Calibration().with_curves(
         [curve("loop/single", {1.0: 3.0}, subject=HOST), curve("call", {1.0: 5.0}, subject=HOST)], day="d", took_seconds=1.0
     )
-    known, (device,) = Calibrated(found, Sheet()), gpus(1).devices
+    known, (device,) = MeasuredRates(found, Sheet()), gpus(1).devices
     assert known.loop_seconds(device, "single") == 3.0
     assert known.loop_seconds(device, "fsdp") == 3.25
     assert known.call_seconds(device) == 5.0
@@ -381,7 +381,7 @@ def test_devices_of_one_class_have_the_same_rates() -> None:
     assert len({known.device_class(device) for device in inventory.devices}) == 1
     assert device_key(inventory.devices[0]) == "cpu/1"
     other = parse_spec("2xH100-80GB", host_bytes=(8 * GIB, 8 * GIB), cores=8).devices[0]
-    assert Calibrated(known.calibration, DataSheet()).device_class(other) == DataSheet().device_class(other)
+    assert MeasuredRates(known.calibration, DataSheet()).device_class(other) == DataSheet().device_class(other)
 
 
 def test_in_words() -> None:

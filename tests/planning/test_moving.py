@@ -12,14 +12,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.changes import changes, usable
+from lightning_autopar.devices.changes import device_events, usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.planning.moves import (
     LONGEST_WAIT_SECONDS,
-    History,
-    Pace,
+    MoveHistory,
     Rules,
+    TimeScale,
     Verdict,
     decide_move,
     decide_resume,
@@ -83,24 +83,24 @@ def changed(device_id: str, **figures: Any) -> Inventory:
     ],
 )
 def test_what_happened_is_said_with_numbers(now: Inventory, kind: str, words: tuple[str, ...]) -> None:
-    (event,) = changes(TWO, now, ["cpu:0"])
+    (event,) = device_events(TWO, now, ["cpu:0"])
     assert event.kind == kind
     assert all(word in event.text for word in words), event.text
     assert event.ours == (event.device == "cpu:0")
 
 
 def test_what_ends_is_said_too() -> None:
-    assert [event.kind for event in changes(changed("cpu:0", error="XID 79", slowdown=2.0), TWO)] == ["recovered", "faster"]
-    assert [event.kind for event in changes(replace(TWO, host_free_bytes=GIB), TWO)] == ["host"]
+    assert [event.kind for event in device_events(changed("cpu:0", error="XID 79", slowdown=2.0), TWO)] == ["recovered", "faster"]
+    assert [event.kind for event in device_events(replace(TWO, host_free_bytes=GIB), TWO)] == ["host"]
     busy = inventory(gpu(0, utilization=0.5))
-    (event,) = changes(inventory(gpu(0, utilization=0.0)), busy)
+    (event,) = device_events(inventory(gpu(0, utilization=0.0)), busy)
     assert (event.kind, event.ours) == ("slower", False)
     assert event.text.startswith("cuda:0 became slower")
 
 
 def test_what_an_allocator_does_is_nothing() -> None:
-    assert changes(TWO, changed("cpu:0", free_bytes=4 * GIB - 50 * MIB)) == ()
-    assert changes(TWO, TWO) == ()
+    assert device_events(TWO, changed("cpu:0", free_bytes=4 * GIB - 50 * MIB)) == ()
+    assert device_events(TWO, TWO) == ()
 
 
 # -- what can't stay -------------------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_a_slowed_gpus_host_is_as_fast_as_ever() -> None:
 # -- the verdict -----------------------------------------------------------------------------------------------------------------------
 
 
-LONG_THERE = History(target=frozenset(["cpu:1"]), looks=10)
+LONG_THERE = MoveHistory(target=frozenset(["cpu:1"]), looks=10)
 
 
 def ask(**facts: Any) -> Verdict:
@@ -251,7 +251,7 @@ def ask(**facts: Any) -> Verdict:
         "inventory": TWO,
         "rules": RULES,
         "history": LONG_THERE,
-        "pace": Pace(now=1.0, then=0.5),
+        "pace": TimeScale(now=1.0, then=0.5),
         "move_seconds": 2.0,
     }
     return decide_move(**{**known, **facts})
@@ -271,13 +271,13 @@ def test_a_better_plan_is_moved_to_with_the_numbers() -> None:
         ({"best": candidate("cpu:1", taken=5 * GIB)}, "nothing"),
         ({"best": candidate("cpu:7")}, "nothing"),
         ({"pace": None}, "unmeasured"),
-        ({"pace": Pace(now=1.0, then=0.96)}, "gain"),
-        ({"pace": Pace(now=1.0, then=3.0)}, "gain"),
+        ({"pace": TimeScale(now=1.0, then=0.96)}, "gain"),
+        ({"pace": TimeScale(now=1.0, then=3.0)}, "gain"),
         ({"remaining_steps": 7}, "price"),
         ({"move_seconds": 251.0}, "price"),
-        ({"history": History(target=frozenset(["cpu:1"]), looks=1)}, "patience"),
-        ({"history": History(target=frozenset(["cpu:9"]), looks=9)}, "patience"),
-        ({"history": History(target=frozenset(["cpu:1"]), looks=9, moved_at=950.0)}, "wait"),
+        ({"history": MoveHistory(target=frozenset(["cpu:1"]), looks=1)}, "patience"),
+        ({"history": MoveHistory(target=frozenset(["cpu:9"]), looks=9)}, "patience"),
+        ({"history": MoveHistory(target=frozenset(["cpu:1"]), looks=9, moved_at=950.0)}, "wait"),
     ],
 )
 def test_a_run_stays_for_a_reason(facts: dict[str, Any], code: str) -> None:
@@ -287,7 +287,7 @@ def test_a_run_stays_for_a_reason(facts: dict[str, Any], code: str) -> None:
 
 
 def test_a_run_that_must_leave_does_so_at_once() -> None:
-    lately = History(moved_at=999.9, returns=9)
+    lately = MoveHistory(moved_at=999.9, returns=9)
     verdict = ask(history=lately, must="cpu:0 is gone", pace=None, remaining_steps=1, move_seconds=1e6)
     assert (verdict.action, verdict.code, verdict.urgent) == ("move", "must", True)
     assert verdict.reason.startswith("cpu:0 is gone; ")
@@ -300,7 +300,7 @@ def test_a_run_that_must_leave_does_so_at_once() -> None:
 
 def test_a_parked_run_resumes_with_headroom_or_after_long() -> None:
     def looks(free: int) -> int:
-        history = History(moved_at=0.0)
+        history = MoveHistory(moved_at=0.0)
         for look in range(1, 100):
             there = changed("cpu:1", free_bytes=free)
             verdict = decide_resume(now=5.0 * look, best=candidate("cpu:1"), inventory=there, rules=RULES, history=history)
@@ -316,7 +316,7 @@ def test_a_parked_run_resumes_with_headroom_or_after_long() -> None:
 
 
 def test_a_parked_run_that_was_parked_before_waits() -> None:
-    history = History(moved_at=0.0, resumes=1, target=frozenset(["cpu:1"]), looks=10)
+    history = MoveHistory(moved_at=0.0, resumes=1, target=frozenset(["cpu:1"]), looks=10)
     ready = {"best": candidate("cpu:1"), "inventory": TWO, "rules": RULES}
     assert decide_resume(now=30.0, history=history, **ready).code == "wait"  # type: ignore[arg-type]
     assert decide_resume(now=60.0, history=history, **ready).code == "resume"  # type: ignore[arg-type]
@@ -344,8 +344,8 @@ class Course:
     def moves(self, total_seconds: float, taken: Callable[[float], bool]) -> list[tuple[float, bool]]:
         """When it moved, and whether it had to."""
         slow, fast = candidate("cpu:0"), candidate("cpu:0", "cpu:1")
-        paces = {(a, b): Pace(now=1.0 if a else 2.0, then=1.0 if b else 2.0) for a in (True, False) for b in (True, False)}
-        current, history, found = fast, History(), []
+        paces = {(a, b): TimeScale(now=1.0 if a else 2.0, then=1.0 if b else 2.0) for a in (True, False) for b in (True, False)}
+        current, history, found = fast, MoveHistory(), []
         now = 0.0
         while (now := now + 5.0) < total_seconds:
             there = TAKEN if taken(now) else TWO
@@ -402,11 +402,11 @@ def test_a_gain_below_the_price_never_moves(
     now: float, then: float, remaining: float, move_seconds: float, lasted: float, looks: int, moved: float | None, factor: float
 ) -> None:
     clock = 2e6
-    history = History(
+    history = MoveHistory(
         target=frozenset(["cpu:1"]), looks=looks, since=clock - lasted, moved_at=None if moved is None else clock - moved, returns=looks
     )
     rules = replace(RULES, price_factor=factor)
-    pace = Pace(now=now, then=then)
+    pace = TimeScale(now=now, then=then)
     facts: dict[str, Any] = {"remaining_steps": remaining, "move_seconds": move_seconds, "rules": rules, "pace": pace}
     verdict = ask(now=clock, history=history, **facts)
     if verdict.action == "move":
@@ -433,12 +433,12 @@ def test_it_never_moves_to_what_doesnt_fit_and_never_stays_where_it_cant(
     devices = [cpu(index, free[index] * 128 * MIB, error="XID 79" if errors[index] else None) for index in (0, 1) if not gone[index]]
     there = inventory(*devices)
     current, best = candidate("cpu:0", taken=taken[0] * 128 * MIB), candidate("cpu:1", taken=taken[1] * 128 * MIB)
-    history = History(target=frozenset(["cpu:1"]), looks=100)
+    history = MoveHistory(target=frozenset(["cpu:1"]), looks=100)
     must = must_leave(current, there)
     if parked:
         verdict = decide_resume(now=1e6, best=best, inventory=there, rules=RULES, history=history)
     else:
-        pace = Pace(now=1.0, then=0.5)
+        pace = TimeScale(now=1.0, then=0.5)
         facts: dict[str, Any] = {"current": current.plan, "best": best, "inventory": there, "pace": pace, "move_seconds": 2.0}
         verdict = decide_move(now=1e6, rules=RULES, history=history, must=must, **facts)
     if verdict.action == "move":

@@ -20,7 +20,7 @@ from lightning_autopar.report.page.figure import Figure, Row
 from lightning_autopar.report.page.markup import rect
 from lightning_autopar.report.page.picture import Picture, picture_of
 from lightning_autopar.report.report import Candidate, NothingFits, Report
-from lightning_autopar.report.run_history import Mark, RunHistory
+from lightning_autopar.report.run_history import RunHistory, RunMark
 from tests.fakes.pages import HISTORY, NASTY, pipelined
 from tests.fakes.values import GIB, footprint, gpu, inventory
 
@@ -99,7 +99,7 @@ def test_a_run_is_its_page_s_drawings_with_what_moved_it() -> None:
     paths = [path.get("d") for path in root.iter(f"{SVG}path")]
     assert len(paths) == 5
     assert all(f'd="{path}"' in page for path in paths)
-    many = replace(HISTORY, marks=tuple(Mark(at_seconds=at, kind="move", words=f"reason {at}") for at in range(30)))
+    many = replace(HISTORY, marks=tuple(RunMark(at_seconds=at, kind="move", words=f"reason {at}") for at in range(30)))
     assert "and 16 more" in words(parsed(many.picture()))
     with pytest.raises(ValueError, match="no plan that ran"):
         RunHistory().picture()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_autopar.report.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory, mark_levels
+from lightning_autopar.report.run_history import LossPoint, MemorySample, MemoryUse, PlanSpan, RunHistory, RunMark, mark_levels
 from tests.fakes.pages import HISTORY, LOSSES, NASTY, Parsed
 from tests.fakes.values import GIB
 
@@ -56,7 +56,7 @@ def test_losses_that_are_no_number() -> None:
 
 
 def test_a_long_run_stays_small() -> None:
-    devices = {f"GPU-{index}": DeviceBytes(GIB, index * GIB, 80 * GIB) for index in range(8)}
+    devices = {f"GPU-{index}": MemoryUse(GIB, index * GIB, 80 * GIB) for index in range(8)}
     memory = tuple(
         MemorySample(at_seconds=at, devices={name: each._replace(ours=GIB + at * 1000) for name, each in devices.items()})
         for at in range(0, 40_000, 10)
@@ -79,5 +79,5 @@ def test_notebooks() -> None:
 
 
 def test_numbers_of_marks_have_room() -> None:
-    marks = [Mark(at_seconds=at, kind="move", words="") for at in (0, 1, 2, 3, 20)]
+    marks = [RunMark(at_seconds=at, kind="move", words="") for at in (0, 1, 2, 3, 20)]
     assert mark_levels(marks, 5, 2) == [0, 1, None, None, 0]

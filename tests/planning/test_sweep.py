@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.sweep_exact import TooMany, best_schedule
-from lightning_autopar.sharing.sweep.jobs import Job, Placed, Schedule, Seat, SweepDevice, Way, check_schedule
+from lightning_autopar.sharing.sweep.jobs import DeviceNeed, Job, Placed, RunOption, Schedule, SweepDevice, check_schedule
 from lightning_autopar.sharing.sweep.scheduler import Listing, at_most, schedule
 
 
@@ -17,8 +17,8 @@ def devices_of(*kinds: str, free_bytes: int = 16) -> list[SweepDevice]:
     return [SweepDevice(id=f"{kind}:{index}", kind=kind, free_bytes=free_bytes) for index, kind in enumerate(kinds)]
 
 
-def way(count: int, seconds: float, *, kind: str = "a", needed_bytes: int = 0, among: tuple[frozenset[str], ...] = ()) -> Way:
-    return Way(seats=tuple(Seat(kind=kind, needed_bytes=needed_bytes) for _ in range(count)), seconds=seconds, among=among)
+def option(count: int, seconds: float, *, kind: str = "a", needed_bytes: int = 0, among: tuple[frozenset[str], ...] = ()) -> RunOption:
+    return RunOption(needs=tuple(DeviceNeed(kind=kind, needed_bytes=needed_bytes) for _ in range(count)), seconds=seconds, among=among)
 
 
 def sweep_of(draw: random.Random, jobs: int, devices: int, *, uneven: bool = False) -> tuple[list[Job], list[SweepDevice]]:
@@ -30,13 +30,13 @@ def sweep_of(draw: random.Random, jobs: int, devices: int, *, uneven: bool = Fal
     made = []
     for index in range(jobs):
         seconds, efficiency, needed = draw.lognormvariate(0, 1) * 100, draw.uniform(0.3, 1), draw.choice([2, 6, 7, 12])
-        ways = []
+        options = []
         for kind in sorted(set(kinds)):
             for count in range(1, kinds.count(kind) + 1):
                 sharded = draw.random() < 0.5
                 takes = seconds / (1 + (count - 1) * efficiency) / (1.6 if kind == "b" else 1) + 5
-                ways.append(way(count, takes, kind=kind, needed_bytes=needed // count + 1 if sharded else needed))
-        made.append(Job(name=f"job {index}", ways=tuple(ways)))
+                options.append(option(count, takes, kind=kind, needed_bytes=needed // count + 1 if sharded else needed))
+        made.append(Job(name=f"job {index}", options=tuple(options)))
     try:
         Listing(made, there)
     except ValueError:  # one fits nowhere
@@ -63,9 +63,9 @@ def test_a_schedule_is_no_worse_than_the_list_of_any_one_number_of_devices(uneve
         listing = Listing(jobs, devices)
         lists = []
         for most in range(1, len(devices) + 1):
-            ways = [at_most(each, most) for each in listing.ways]
-            order = sorted(range(len(jobs)), key=lambda job: -listing.ways[job][ways[job]].seconds)
-            lists.append(listing.length(order, ways)[0])
+            options = [at_most(each, most) for each in listing.options]
+            order = sorted(range(len(jobs)), key=lambda job: -listing.options[job][options[job]].seconds)
+            lists.append(listing.length(order, options)[0])
         assert schedule(jobs, devices, looks=0).makespan_seconds <= min(lists) * (1 + 1e-9)
 
 
@@ -97,7 +97,7 @@ def brute_force(jobs: list[Job], devices: list[SweepDevice]) -> float:
             return max(free_at)
         ends = []
         for job in left:
-            for each in jobs[job].ways:
+            for each in jobs[job].options:
                 for chosen in seatings(each, devices):
                     end = max(free_at[index] for index in chosen) + each.seconds
                     ends.append(go(left - {job}, tuple(end if index in chosen else at for index, at in enumerate(free_at))))
@@ -124,20 +124,27 @@ def test_fifty_jobs_on_eight_devices_take_seconds_at_most_and_come_out_the_same(
 
 
 def test_two_short_jobs_make_room_for_a_long_one_on_all_devices() -> None:
-    jobs = [Job(name="long", ways=(way(1, 100), way(2, 50))), Job(name="x", ways=(way(1, 10),)), Job(name="y", ways=(way(1, 10),))]
+    jobs = [
+        Job(name="long", options=(option(1, 100), option(2, 50))),
+        Job(name="x", options=(option(1, 10),)),
+        Job(name="y", options=(option(1, 10),)),
+    ]
     found = schedule(jobs, devices_of("a", "a"))
     assert found.makespan_seconds == 60
 
 
 def test_higher_priorities_start_first_though_the_sweep_takes_longer() -> None:
-    jobs = [Job(name="long", ways=(way(1, 100),)), *(Job(name=f"short {index}", ways=(way(1, 10),), priority=1) for index in range(2))]
+    jobs = [
+        Job(name="long", options=(option(1, 100),)),
+        *(Job(name=f"short {index}", options=(option(1, 10),), priority=1) for index in range(2)),
+    ]
     found = schedule(jobs, devices_of("a", "a"))
     starts = {place.job: place.start_seconds for place in found.placed}
     assert starts == {"long": 10, "short 0": 0, "short 1": 0}
 
 
 def test_what_runs_already_is_waited_for() -> None:
-    found = schedule([Job(name="job", ways=(way(2, 5),))], devices_of("a", "a", "a"), {"a:0": 30.0, "a:1": 7.0})
+    found = schedule([Job(name="job", options=(option(2, 5),))], devices_of("a", "a", "a"), {"a:0": 30.0, "a:1": 7.0})
     (placed,) = found.placed
     assert set(placed.devices) == {"a:1", "a:2"}
     assert placed.start_seconds == 7
@@ -147,14 +154,14 @@ def test_what_runs_already_is_waited_for() -> None:
 
 def test_a_small_job_leaves_the_large_device_to_who_needs_it() -> None:
     devices = [SweepDevice(id="large", kind="a", free_bytes=16), SweepDevice(id="small", kind="a", free_bytes=4)]
-    jobs = [Job(name="any", ways=(way(1, 10, needed_bytes=2),)), Job(name="needs", ways=(way(1, 10, needed_bytes=10),))]
+    jobs = [Job(name="any", options=(option(1, 10, needed_bytes=2),)), Job(name="needs", options=(option(1, 10, needed_bytes=10),))]
     found = schedule(jobs, devices)
     assert {place.job: place.devices for place in found.placed} == {"any": ("small",), "needs": ("large",)}
 
 
 def test_a_pair_that_must_be_linked_well_gets_such_a_pair() -> None:
     pairs = (frozenset(("a:0", "a:1")), frozenset(("a:2", "a:3")))
-    jobs = [Job(name=f"job {index}", ways=(way(2, 10, among=pairs),)) for index in range(2)]
+    jobs = [Job(name=f"job {index}", options=(option(2, 10, among=pairs),)) for index in range(2)]
     found = schedule(jobs, devices_of("a", "a", "a", "a"), {"a:0": 1.0})
     check_schedule(found, jobs, devices_of("a", "a", "a", "a"))
     assert {frozenset(place.devices) for place in found.placed} <= set(pairs)
@@ -163,17 +170,17 @@ def test_a_pair_that_must_be_linked_well_gets_such_a_pair() -> None:
 
 def test_seats_that_need_different_memory_get_it() -> None:
     devices = [SweepDevice(id=f"d{size}", kind="a", free_bytes=size) for size in (4, 8, 16)]
-    stages = Way(seats=(Seat(kind="a", needed_bytes=3), Seat(kind="a", needed_bytes=12)), seconds=10)
-    found = schedule([Job(name="pipeline", ways=(stages,))], devices)
+    stages = RunOption(needs=(DeviceNeed(kind="a", needed_bytes=3), DeviceNeed(kind="a", needed_bytes=12)), seconds=10)
+    found = schedule([Job(name="pipeline", options=(stages,))], devices)
     assert found.placed[0].devices == ("d4", "d16")
-    check_schedule(found, [Job(name="pipeline", ways=(stages,))], devices)
+    check_schedule(found, [Job(name="pipeline", options=(stages,))], devices)
 
 
 def test_a_job_that_fits_nowhere_is_named() -> None:
     with pytest.raises(ValueError, match="big fits on none of the devices a:0"):
-        schedule([Job(name="big", ways=(way(1, 10, needed_bytes=17),))], devices_of("a"))
+        schedule([Job(name="big", options=(option(1, 10, needed_bytes=17),))], devices_of("a"))
     with pytest.raises(ValueError, match="big fits on none"):
-        schedule([Job(name="big", ways=(way(2, 10),))], devices_of("a", "b"))
+        schedule([Job(name="big", options=(option(2, 10),))], devices_of("a", "b"))
 
 
 def test_nothing_to_do_takes_as_long_as_what_runs() -> None:
@@ -181,8 +188,8 @@ def test_nothing_to_do_takes_as_long_as_what_runs() -> None:
     assert best_schedule([], devices_of("a")).makespan_seconds == 0
 
 
-@pytest.mark.parametrize("make", [lambda: way(0, 1.0), lambda: way(1, 0.0), lambda: way(1, float("inf"))])
-def test_a_way_needs_devices_and_time(make: Callable[[], Way]) -> None:
+@pytest.mark.parametrize("make", [lambda: option(0, 1.0), lambda: option(1, 0.0), lambda: option(1, float("inf"))])
+def test_a_way_needs_devices_and_time(make: Callable[[], RunOption]) -> None:
     with pytest.raises(ValueError, match="the way"):
         make()
 
@@ -198,9 +205,9 @@ def test_a_way_needs_devices_and_time(make: Callable[[], Way]) -> None:
     ],
 )
 def test_the_check_finds_what_is_wrong(placed: list[tuple[str, tuple[str, ...], float]], words: str) -> None:
-    jobs = [Job(name="x", ways=(way(1, 10, needed_bytes=5),)), Job(name="y", ways=(way(1, 10, needed_bytes=5),))]
+    jobs = [Job(name="x", options=(option(1, 10, needed_bytes=5),)), Job(name="y", options=(option(1, 10, needed_bytes=5),))]
     devices = [*devices_of("a", "a", "b"), SweepDevice(id="a:3", kind="a", free_bytes=1)]
-    ways = {job.name: job.ways[0] for job in jobs}
-    places = tuple(Placed(job=job, way=ways[job], devices=ids, start_seconds=start) for job, ids, start in placed)
+    options = {job.name: job.options[0] for job in jobs}
+    places = tuple(Placed(job=job, option=options[job], devices=ids, start_seconds=start) for job, ids, start in placed)
     with pytest.raises(AssertionError, match=words):
         check_schedule(Schedule(placed=places), jobs, devices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_autopar.sharing.sweep.jobs import Job, Seat, SweepDevice, Way
+from lightning_autopar.sharing.sweep.jobs import DeviceNeed, Job, RunOption, SweepDevice
 from lightning_autopar.sharing.sweep.sweep_tail import Underway, widened
 
 DEVICES = [SweepDevice(id=f"d{index}", kind="a", free_bytes=10) for index in range(4)]
@@ -12,8 +12,8 @@ def underway(
     name: str, devices: tuple[str, ...], left_seconds: float, *seconds: float, elastic: bool = True, left: float = 0.5
 ) -> Underway:
     """A run whose way on n devices takes the n-th number of seconds."""
-    ways = tuple(Way(seats=(Seat(kind="a", needed_bytes=5),) * count, seconds=each) for count, each in enumerate(seconds, 1))
-    return Underway(job=Job(name=name, ways=ways), devices=devices, left_share=left, left_seconds=left_seconds, elastic=elastic)
+    options = tuple(RunOption(needs=(DeviceNeed(kind="a", needed_bytes=5),) * count, seconds=each) for count, each in enumerate(seconds, 1))
+    return Underway(job=Job(name=name, options=options), devices=devices, left_share=left, left_seconds=left_seconds, elastic=elastic)
 
 
 def test_the_last_run_gets_the_devices_on_which_it_is_over_soonest() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from lightning_autopar.state.fragments import Fragment, Part, boxes
+from lightning_autopar.state.fragments import FlatPart, Fragment, boxes
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4), data=st.data())
@@ -90,12 +90,12 @@ def test_nothing_can_be_computed_with_a_fragment() -> None:
 
 
 def test_a_part_knows_its_states_by_shape_and_name() -> None:
-    number = Part(parameter=torch.nn.Parameter(torch.tensor(2.0)), shape=(), flat=torch.ones(1), start=0)
+    number = FlatPart(parameter=torch.nn.Parameter(torch.tensor(2.0)), shape=(), flat=torch.ones(1), start=0)
     assert number.has_all_of("exp_avg", ())
     assert not number.has_all_of("step", ())
     assert number.is_like(torch.ones(1))
     assert not number.is_like(torch.tensor(1.0))
-    row = Part(parameter=torch.nn.Parameter(torch.ones(2, 3)), shape=(2, 3), flat=torch.ones(2), start=3)
+    row = FlatPart(parameter=torch.nn.Parameter(torch.ones(2, 3)), shape=(2, 3), flat=torch.ones(2), start=3)
     assert row.cut(torch.arange(6.0).view(2, 3)).tolist() == [3, 4]
     assert row.has_all_of("exp_avg", (2, 3))
     assert not row.has_all_of("exp_avg", (3, 2))

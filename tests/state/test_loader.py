@@ -30,7 +30,7 @@ from torch.utils.data import (
 from lightning_autopar.exact.data import order as order_module
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.share import Dealing
-from lightning_autopar.exact.data.track import Progress
+from lightning_autopar.exact.data.track import EpochProgress
 from lightning_autopar.plans import deal
 
 
@@ -518,7 +518,7 @@ class Counter:
     last: bool = False
 
     def __call__(self):
-        return Progress(started=self.started, finished=self.finished, last=self.last)
+        return EpochProgress(started=self.started, finished=self.finished, last=self.last)
 
 
 @pytest.mark.parametrize("name", ["augmented", "late sampler", "shuffled iterable", "workers, late sampler"])
@@ -577,7 +577,7 @@ def test_state_at_an_epochs_end_begins_the_next():
     assert len(expected) == len(loader)
 
 
-@pytest.mark.parametrize("progress", [None, lambda: Progress(started=5, finished=5, last=True)])
+@pytest.mark.parametrize("progress", [None, lambda: EpochProgress(started=5, finished=5, last=True)])
 def test_state_after_a_sized_loaders_last_batch_is_an_epochs_end(progress):
     loader = ExactLoader(MAP_LOADERS["shuffle"](), progress=progress)
     iterator = iter(loader)

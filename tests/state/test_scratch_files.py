@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_autopar.state import scratch_files as scratch
-from lightning_autopar.state.scratch_files import Scratch, hand_back_pages, parameters_in, save_lean
+from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages, parameters_in, save_without_copies
 
 SHAPE = (1024, 1024)  # 4 MiB
 
@@ -25,7 +25,7 @@ def private_bytes() -> int:
 
 def test_tensors_keep_their_values_without_private_pages(tmp_path: Path) -> None:
     before = private_bytes()
-    with Scratch(tmp_path) as room:
+    with ScratchFile(tmp_path) as room:
         tensors = [room.tensor(SHAPE, torch.float32).fill_(number) for number in range(8)]
         small = room.tensor((3,), torch.int64).fill_(7)
         none = room.tensor((0, 4), torch.bfloat16)
@@ -45,17 +45,17 @@ def test_a_full_disk_means_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with Scratch() as room:
+    with ScratchFile() as room:
         assert float(room.tensor(SHAPE, torch.float32).fill_(2.0)[5, 5]) == 2.0
 
 
 def test_a_file_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "_WINDOW_BYTES", 4 * 2**20)
-    with Scratch() as room:
+    with ScratchFile() as room:
         big = room.tensor(SHAPE, torch.float32).normal_()
         saved = {"big": big, "again": big, "half": room.tensor(SHAPE, torch.bfloat16).fill_(1.5), "number": 3}
         path = tmp_path / "new" / "a.ckpt"
-        save_lean(saved, path)
+        save_without_copies(saved, path)
     for mapped in (False, True):
         loaded = torch.load(path, weights_only=True, mmap=mapped)
         assert torch.equal(loaded["big"], big)
@@ -68,9 +68,9 @@ def test_a_file_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    save_lean({"value": 1}, path)
+    save_without_copies({"value": 1}, path)
     with pytest.raises(AttributeError, match="local"):
-        save_lean({"value": torch.ones(5), "function": lambda: 1}, path)
+        save_without_copies({"value": torch.ones(5), "function": lambda: 1}, path)
     assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]
     assert torch.load(path, weights_only=True) == {"value": 1}
 
@@ -83,7 +83,7 @@ def test_a_module_is_built_in_the_scratch_with_the_values_that_it_would_have() -
         return net
 
     before = private_bytes()
-    with Scratch() as room, parameters_in(room):
+    with ScratchFile() as room, parameters_in(room):
         built = build()
     assert private_bytes() - before < 12 * 2**20, "of 40 MiB"
     plain = build()

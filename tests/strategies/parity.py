@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar.exact.step.draws import DrawPlan
-from lightning_autopar.memory.learned.corrections import Residuals
+from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.preparation.decision import Decision
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -108,8 +108,8 @@ def _decided(plan: Plan | None, **assigned: Any) -> Iterator[None]:
     def decided(bound: Any) -> Decision:
         assert plan is not None
         footprint = SimpleNamespace(parameter_bytes=0, optimizer_bytes=0)
-        report: Any = SimpleNamespace(footprint=footprint, best_candidate=Candidate(plan=plan, fits=True), residuals=Residuals())
-        return Decision(report=report, assignment=Assignment(plan=plan, devices=bound[0].devices, **assigned))
+        report: Any = SimpleNamespace(footprint=footprint, best_candidate=Candidate(plan=plan, fits=True), residuals=Corrections())
+        return Decision(report=report, run_plan=RunPlan(plan=plan, devices=bound[0].devices, **assigned))
 
     def consider(trainer: Any, settings: Any, bound: Any, **_: Any) -> Any:
         return SimpleNamespace(decision=lambda inventory=None: decided(bound))

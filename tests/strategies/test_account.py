@@ -134,4 +134,4 @@ class Short(Module):
 
 def ran_out(engine: EngineMixin, error: BaseException) -> None:
     """As a GPU's engine would say it."""
-    vars(error)[LACKED] = dict.fromkeys(engine.assignment.plan.devices, LACKING)
+    vars(error)[LACKED] = dict.fromkeys(engine.run_plan.plan.devices, LACKING)

@@ -33,7 +33,7 @@ from lightning_autopar.strategies.preparation import decide
 from lightning_autopar.strategies.preparation.decide import Settings
 from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.measured_rates import HOST, Calibrated
+from lightning_autopar.timing.measured_rates import HOST, MeasuredRates
 
 ADD = Curve(subject="cpu/1", thing="add", dtype="fp32", sizes=(1.0,), seconds=(0.5,))
 
@@ -359,7 +359,7 @@ def test_ranks_are_measured_together() -> None:
     }
     assert {(curve.thing, curve.ranks) for curve in alone} == {("crowd/matmul", 1), ("crowd/add", 1)}
     known = Calibration().with_curves([*curves, *alone], day="d", took_seconds=1.0)
-    rates = Calibrated(known, DataSheet()).among(inventory.devices, inventory)
+    rates = MeasuredRates(known, DataSheet()).among(inventory.devices, inventory)
     assert rates.collective_seconds("all_reduce", 1 << 23, inventory.devices, inventory) > rates.collective_seconds(
         "all_reduce", 1 << 10, inventory.devices, inventory
     )

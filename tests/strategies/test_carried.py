@@ -33,10 +33,10 @@ from torchmetrics import MeanMetric
 
 from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import mute_hooks
-from lightning_autopar.exact.absent.tensor import hole_like
+from lightning_autopar.exact.absent.tensor import absent_like
 from lightning_autopar.state.objects import pickles as pickling
 from lightning_autopar.strategies.processes.handover import carried_files, results
-from lightning_autopar.strategies.processes.handover.carry import carry, take_over
+from lightning_autopar.strategies.processes.handover.carry import read_objects, write_objects
 from lightning_autopar.strategies.processes.handover.loggers import carry_loggers_in
 
 
@@ -251,7 +251,7 @@ class Parent:
         def meet_and_advance(fetcher: Any) -> None:
             if self.trainer.global_step == at and not seen:
                 before = look(self)
-                carry(self.trainer, self.before, self.folder, 0)
+                write_objects(self.trainer, self.before, self.folder, 0)
                 self.trainer.save_checkpoint(self.folder / "weights.ckpt")
                 seen.append(look(self))
                 assert repr(before) == repr(seen[0]), "looking on changes nothing"
@@ -272,7 +272,7 @@ class Parent:
         def begin() -> None:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                take_over(self.trainer, self.before, self.folder)
+                read_objects(self.trainer, self.before, self.folder)
             unmute()
             on_train_start()
             seen.extend([look(self), [str(each.message) for each in caught if "carried along" in str(each.message)]])
@@ -418,24 +418,24 @@ def test_what_the_ranks_of_a_pipeline_changed_is_put_together(tmp_path: Path) ->
 
     def stages() -> None:
         engine.holders = 2
-        engine.assignment = SimpleNamespace(plan=SimpleNamespace(devices_per_replica=2), batch="global")
+        engine.run_plan = SimpleNamespace(plan=SimpleNamespace(devices_per_replica=2), batch="global")
         pristine = {each: dict(vars(each)) for each in (net, parent.keeper)}
         for rank in range(2):
             net.steps, parent.keeper.seen = 5, f"by rank {rank}"
             setattr(net, f"by_{rank}", [rank])
-            net.seen = torch.full((1,), 4.0) if rank else hole_like(net.seen, "the buffer")
-            net.output = torch.ones(2) if rank else hole_like(torch.ones(2), "the output of stage 1")
-            carry(trainer, parent.before, parent.folder, rank)
+            net.seen = torch.full((1,), 4.0) if rank else absent_like(net.seen, "the buffer")
+            net.output = torch.ones(2) if rank else absent_like(torch.ones(2), "the output of stage 1")
+            write_objects(trainer, parent.before, parent.folder, rank)
             for each, values in pristine.items():
                 vars(each).clear()
                 vars(each).update(values)
-        carry(trainer, parent.before, parent.folder, 2)  # another replica's
+        write_objects(trainer, parent.before, parent.folder, 2)  # another replica's
 
     def next_one() -> Any:
         carry_loggers_in(trainer, parent.before, parent.folder)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            take_over(trainer, parent.before, parent.folder)
+            read_objects(trainer, parent.before, parent.folder)
         return net.steps, net.by_0, net.by_1, net.output.sum().item(), net.seen.item(), parent.keeper.seen
 
     run_forked(stages)
@@ -453,14 +453,14 @@ def test_each_rank_keeps_what_its_own_setup_made(tmp_path: Path) -> None:
     def old() -> None:
         set_up(0)
         net.steps, net.table = 7, [*net.table, 5]
-        carry(trainer, parent.before, parent.folder, 0)
+        write_objects(trainer, parent.before, parent.folder, 0)
 
     def rank_0() -> Any:
         sent: list[Any] = []
         trainer.strategy.broadcast = lambda value: sent.append(value) or value  # type: ignore[method-assign, func-returns-value]
         carry_loggers_in(trainer, parent.before, parent.folder)
         set_up(0)
-        take_over(trainer, parent.before, parent.folder)
+        read_objects(trainer, parent.before, parent.folder)
         return sent[0]
 
     def rank_1(said: Any) -> Any:
@@ -468,7 +468,7 @@ def test_each_rank_keeps_what_its_own_setup_made(tmp_path: Path) -> None:
         trainer.strategy.broadcast = lambda value: said  # type: ignore[method-assign]
         set_up(1)
         net.kept.update(3.0)
-        take_over(trainer, parent.before, parent.folder)
+        read_objects(trainer, parent.before, parent.folder)
         return net.place, net.table, net.steps, net.kept._update_count
 
     run_forked(old)
@@ -485,7 +485,7 @@ def test_a_script_started_anew_with_other_objects_takes_what_has_names(tmp_path:
     parent.before = results.survey(trainer)
     carry_loggers_in(trainer, parent.before, parent.folder)
     with pytest.warns(UserWarning, match="held other objects than now: what Lightning's checkpoints hold goes on") as caught:
-        take_over(trainer, parent.before, parent.folder)
+        read_objects(trainer, parent.before, parent.folder)
     assert len(caught) == 1
     csv, memory = trainer.loggers
     assert (csv.version, memory.version, [row["step"] for row in csv.experiment.metrics]) == (0, "run 0", [])

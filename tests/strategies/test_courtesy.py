@@ -12,9 +12,9 @@ import pytest
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.queue import Place
-from lightning_autopar.strategies.elastic import preemption as courtesy
-from lightning_autopar.strategies.elastic.preemption import Courtesy
-from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.elastic import preemption as preempt
+from lightning_autopar.strategies.elastic.preemption import Preemption
+from lightning_autopar.strategies.elastic.watcher import MoveRequest
 from tests.fakes.runs import FakeRun
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, cpu, inventory
@@ -62,30 +62,30 @@ def run() -> FakeRun:
     return FakeRun(traced(), inventory(cpu(0), cpu(1)), allow=("single",))
 
 
-def look(leases: FakeLeases, run: FakeRun, *, since: float | None = None) -> Wish | None:
-    manners = Courtesy(leases)  # type: ignore[arg-type]
+def look(leases: FakeLeases, run: FakeRun, *, since: float | None = None) -> MoveRequest | None:
+    manners = Preemption(leases)  # type: ignore[arg-type]
     began = time.monotonic() - 100 if since is None else since
     return manners.look(since=began, plan=run.replan, seen=run.inventory, decision=run.decision)
 
 
 def test_it_moves_away_from_what_is_asked_for(leases: FakeLeases, run: FakeRun) -> None:
     leases.waiting = [place(wants={"cpu:0": 4 * GIB})]
-    wish = look(leases, run)
-    assert wish is not None
-    assert wish.action == "move"
-    assert wish.urgent
-    assert wish.decision is not None
-    assert wish.decision.assignment.plan.devices == ("cpu:1",)
-    assert "urgent (77)" in wish.reason
-    assert "priority 5" in wish.reason
-    assert "4 GiB of cpu:0" in wish.reason
+    move = look(leases, run)
+    assert move is not None
+    assert move.action == "move"
+    assert move.urgent
+    assert move.decision is not None
+    assert move.decision.run_plan.plan.devices == ("cpu:1",)
+    assert "urgent (77)" in move.reason
+    assert "priority 5" in move.reason
+    assert "4 GiB of cpu:0" in move.reason
 
 
 def test_it_parks_where_there_is_nothing_else(leases: FakeLeases, run: FakeRun) -> None:
     leases.waiting = [place(wants={"cpu:0": 4 * GIB, "cpu:1": 4 * GIB})]
-    wish = look(leases, run)
-    assert wish is not None
-    assert wish.action == "park"
+    move = look(leases, run)
+    assert move is not None
+    assert move.action == "park"
 
 
 def test_it_stays_where_there_is_room_for_both(leases: FakeLeases, run: FakeRun) -> None:
@@ -125,12 +125,12 @@ def test_whom_it_makes_room_for_is_its_users_choice(leases: FakeLeases, run: Fak
         ("own", mine, True),
         ("none", mine, False),
     ]:
-        monkeypatch.setenv(courtesy.YIELD_VARIABLE, choice)
+        monkeypatch.setenv(preempt.YIELD_VARIABLE, choice)
         leases.waiting = [asking]
         assert (look(leases, run) is not None) is goes, (choice, asking.uid)
-    monkeypatch.setenv(courtesy.YIELD_VARIABLE, "nobody")
+    monkeypatch.setenv(preempt.YIELD_VARIABLE, "nobody")
     with pytest.raises(ValueError, match=r"AUTOPAR_YIELD_TO='nobody' must be 'all', 'own'"):
-        Courtesy(leases)  # type: ignore[arg-type]
+        Preemption(leases)  # type: ignore[arg-type]
 
 
 # -- room that others wait for ---------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def free(there: Inventory) -> dict[str, int]:
 
 
 def test_it_does_not_grow_into_what_others_wait_for(leases: FakeLeases) -> None:
-    there, manners = inventory(cpu(0), cpu(1)), Courtesy(leases)  # type: ignore[arg-type]
+    there, manners = inventory(cpu(0), cpu(1)), Preemption(leases)  # type: ignore[arg-type]
     leases.waiting = [place(priority=0, asks=(), wants={"cpu:1": 3 * GIB}, start_ns=time.monotonic_ns() + 10**12)]
     assert free(manners.leave_room(there, {"cpu:0": 2 * GIB})) == {"cpu:0": 4 * GIB, "cpu:1": GIB}
     leases.priority = 1
@@ -149,13 +149,13 @@ def test_it_does_not_grow_into_what_others_wait_for(leases: FakeLeases) -> None:
 
 
 def test_what_it_has_nobody_takes_unasked(leases: FakeLeases) -> None:
-    there, manners = inventory(cpu(0)), Courtesy(leases)  # type: ignore[arg-type]
+    there, manners = inventory(cpu(0)), Preemption(leases)  # type: ignore[arg-type]
     leases.waiting = [place(asks=(), wants={"cpu:0": 4 * GIB}, start_ns=time.monotonic_ns() + 10**12)]
     assert free(manners.leave_room(there, {"cpu:0": 2 * GIB})) == {"cpu:0": 2 * GIB}
 
 
 def test_a_parked_run_waits_its_turn(leases: FakeLeases) -> None:
-    there, manners = inventory(cpu(0)), Courtesy(leases)  # type: ignore[arg-type]
+    there, manners = inventory(cpu(0)), Preemption(leases)  # type: ignore[arg-type]
     first = place(priority=0, since_ns=500, asks=(), wants={"cpu:0": 3 * GIB}, start_ns=time.monotonic_ns() + 10**12)
     leases.waiting = [first]
     assert free(manners.leave_room(there, None)) == {"cpu:0": GIB}

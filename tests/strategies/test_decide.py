@@ -152,7 +152,7 @@ def test_a_step_that_takes_too_long_to_look_at_is_guessed(tmp_path: Path, monkey
     with pytest.warns(UserWarning, match="guessed: the child process was stopped after 2 seconds"):
         decision = decide(trainer, Settings(allow=("ddp",)), (parse_spec("2xcpu:1GiB"), None))
     assert any("guess" in text for text in decision.report.footprint.assumptions)
-    assert decision.assignment.plan.engine == "ddp"
+    assert decision.run_plan.plan.engine == "ddp"
 
 
 def test_a_loader_that_never_gives_a_batch_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_batches_of_each_device_are_planned_as_such(tmp_path: Path) -> None:
     with pytest.raises(NothingFits, match="a batch of 1 sample"):
         plan(trainer_for(Net(), loader, tmp_path), allow=("ddp",))
     decision = plan(trainer_for(Net(), loader, tmp_path), allow=("ddp",), batch="per_device")
-    assert decision.assignment.batch == "per_device"
+    assert decision.run_plan.batch == "per_device"
     whole = plan(trainer_for(Net(), DataLoader(Dataset(), batch_size=8), tmp_path), allow=("ddp",), batch="per_device")
     split = plan(trainer_for(Net(), DataLoader(Dataset(), batch_size=8), tmp_path), allow=("ddp",))
     assert whole.candidate.bytes["cpu:0"].input == 2 * split.candidate.bytes["cpu:0"].input
@@ -259,13 +259,13 @@ def pinned(*cuts: str, micro_batches: int = 2) -> Plan:
 
 def test_where_a_module_is_cut_into_stages_goes_to_the_engine(tmp_path: Path) -> None:
     decision = staged(Stack(), tmp_path)
-    staging = decision.assignment.finding
-    assert decision.assignment.plan.engine == "pipeline"
+    staging = decision.run_plan.finding
+    assert decision.run_plan.plan.engine == "pipeline"
     assert staging is not None
     assert staging.refusal is None
     assert staging.hooks["training_step"].blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
-    assert set(decision.assignment.plan.cuts) <= set(staging.hooks["training_step"].crossings)
-    assert staged(Stack(), tmp_path, plan=pinned("blocks.3")).assignment.finding is not None
+    assert set(decision.run_plan.plan.cuts) <= set(staging.hooks["training_step"].crossings)
+    assert staged(Stack(), tmp_path, plan=pinned("blocks.3")).run_plan.finding is not None
 
 
 def test_stages_are_looked_for_where_a_plan_may_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,11 +273,11 @@ def test_stages_are_looked_for_where_a_plan_may_have_them(tmp_path: Path, monkey
         raise AssertionError("nobody asked for stages")
 
     monkeypatch.setattr(findings, "probe_stages", refuse)
-    assert staged(Stack(), tmp_path, allow=("single", "ddp")).assignment.finding is None
-    assert staged(Stack(), tmp_path, allow=("single", "pipeline"), spec="1xcpu:1GiB").assignment.finding is None
+    assert staged(Stack(), tmp_path, allow=("single", "ddp")).run_plan.finding is None
+    assert staged(Stack(), tmp_path, allow=("single", "pipeline"), spec="1xcpu:1GiB").run_plan.finding is None
     module = Stack()
     module.noise = torch.Generator()  # type: ignore[assignment]
-    assert staged(module, tmp_path, allow=("single", "pipeline")).assignment.finding is None, "it is ruled out anyway"
+    assert staged(module, tmp_path, allow=("single", "pipeline")).run_plan.finding is None, "it is ruled out anyway"
 
 
 def test_a_module_without_stages_is_told_so(tmp_path: Path) -> None:
@@ -286,9 +286,9 @@ def test_a_module_without_stages_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can't be taken: the step can't be cut before any of its blocks"):
         staged(Twice(), tmp_path, plan=pinned("blocks.1"))
     decision = staged(Twice(), tmp_path, allow=("single", "pipeline"))
-    assert decision.assignment.plan.engine == "single"
-    assert decision.assignment.finding is not None
-    assert decision.assignment.finding.refusal is not None
+    assert decision.run_plan.plan.engine == "single"
+    assert decision.run_plan.finding is not None
+    assert decision.run_plan.finding.refusal is not None
 
 
 def test_a_block_that_no_stage_begins_with_is_no_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_a_block_that_no_stage_begins_with_is_no_cut(tmp_path: Path, monkeypatch
         return replace(probe(*args, **kwargs), uncuttable={"blocks.2": "it is read by Python", "blocks.3": "it is read by Python"})
 
     monkeypatch.setattr(findings, "probe_stages", narrowed)
-    assert staged(Stack(), tmp_path).assignment.plan.cuts == ("blocks.1",)
+    assert staged(Stack(), tmp_path).run_plan.plan.cuts == ("blocks.1",)
     with pytest.raises(ValueError, match=r"cuts at 'blocks\.2', with which no stage may begin: it is read by Python"):
         staged(Stack(), tmp_path, plan=pinned("blocks.2"))
 
@@ -306,12 +306,12 @@ def test_a_block_that_no_stage_begins_with_is_no_cut(tmp_path: Path, monkeypatch
 def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):
         staged(Counting(), tmp_path, plan=pinned("blocks.2"))
-    assert staged(Counting(), tmp_path, plan=pinned("blocks.2", micro_batches=1)).assignment.finding is not None
-    assert staged(Counting(), tmp_path).assignment.plan.micro_batches == 1
+    assert staged(Counting(), tmp_path, plan=pinned("blocks.2", micro_batches=1)).run_plan.finding is not None
+    assert staged(Counting(), tmp_path).run_plan.plan.micro_batches == 1
     alone = Plan(engine="single", devices=("cpu:0",), micro_batches=2)
     with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):
         staged(Counting(), tmp_path, plan=alone, allow=("single",))
-    assert staged(Stack(), tmp_path, plan=alone, allow=("single",)).assignment.plan == alone
+    assert staged(Stack(), tmp_path, plan=alone, allow=("single",)).run_plan.plan == alone
 
 
 class TwoLoaders(Net):
@@ -348,4 +348,4 @@ def test_a_later_step_of_several_loaders_is_looked_at_before_the_run(tmp_path: P
     with pytest.raises(NothingFits, match="the loaders' batches of one step have 3 and 4 samples"):
         plan(trainer_for(TwoLoaders(), two(27, 28), tmp_path), allow=("ddp",))
     for near, far, options in ((24, 16, {}), (27, 28, {"drop_last": True})):
-        assert plan(trainer_for(TwoLoaders(), two(near, far, **options), tmp_path), allow=("ddp",)).assignment.plan.engine == "ddp"
+        assert plan(trainer_for(TwoLoaders(), two(near, far, **options), tmp_path), allow=("ddp",)).run_plan.plan.engine == "ddp"

@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.elastic.history import PARKED, Diary
+from lightning_autopar.strategies.elastic.history import PARKED, HistoryRecorder
 
 
 def _decision(device: str) -> Any:
     plan = Plan(engine="single", devices=(device,))
-    return SimpleNamespace(assignment=SimpleNamespace(plan=plan, reserved_bytes={device: 700}))
+    return SimpleNamespace(run_plan=SimpleNamespace(plan=plan, reserved_bytes={device: 700}))
 
 
 def _inventory(free_bytes: int) -> Inventory:
@@ -22,20 +22,20 @@ def _inventory(free_bytes: int) -> Inventory:
 
 
 def test_spans_follow_each_other_and_say_why() -> None:
-    diary = Diary()
-    diary.begin(_decision("cpu:0"), "the run begins")
-    diary.begin(_decision("cpu:1"), "somebody came")
-    diary.paused(0.25)
-    diary.park("nothing fits")
-    diary.begin(_decision("cpu:0"), "it fits again")
-    diary.failed("a worker was killed")
-    diary.close()
-    spans = diary.spans
+    recorder = HistoryRecorder()
+    recorder.begin(_decision("cpu:0"), "the run begins")
+    recorder.begin(_decision("cpu:1"), "somebody came")
+    recorder.paused(0.25)
+    recorder.park("nothing fits")
+    recorder.begin(_decision("cpu:0"), "it fits again")
+    recorder.failed("a worker was killed")
+    recorder.close()
+    spans = recorder.spans
     assert [span.plan for span in spans] == ["single", "single", PARKED, "single"]
     assert [span.devices for span in spans] == [("cpu:0",), ("cpu:1",), (), ("cpu:0",)]
     assert spans[1].pause_seconds == 0.25
     assert all(span.ended == after.begun for span, after in pairwise(spans))
-    history = diary.history("Module")
+    history = recorder.history("Module")
     assert [(mark.kind, mark.words) for mark in history.marks] == [
         ("move", "somebody came"),
         ("park", "nothing fits"),
@@ -46,21 +46,21 @@ def test_spans_follow_each_other_and_say_why() -> None:
 
 
 def test_samples_hold_what_is_ours_and_what_others_take() -> None:
-    diary = Diary()
-    assert diary.is_due()
-    diary.sample(_inventory(600), {"cpu:0": 300}, (4, 2.5))
-    assert not diary.is_due()
-    diary.sample(_inventory(1000), {}, (4, 2.5))
-    history = diary.history("Module")
+    recorder = HistoryRecorder()
+    assert recorder.is_due()
+    recorder.sample(_inventory(600), {"cpu:0": 300}, (4, 2.5))
+    assert not recorder.is_due()
+    recorder.sample(_inventory(1000), {}, (4, 2.5))
+    history = recorder.history("Module")
     assert [sample.devices["cpu:0"] for sample in history.memory] == [(300, 400, 1000), (0, 0, 1000)]
     assert [(point.step, point.value) for point in history.losses] == [(4, 2.5)], "the same step is noted once"
 
 
 def test_a_long_run_is_thinned_out() -> None:
-    diary = Diary()
+    recorder = HistoryRecorder()
     for step in range(9000):
-        diary.sample(_inventory(1000), {}, (step, 1.0))
-    history = diary.history("Module")
+        recorder.sample(_inventory(1000), {}, (step, 1.0))
+    history = recorder.history("Module")
     assert len(history.memory) <= 4001
     assert len(history.losses) <= 4001
     assert history.losses[-1].step == 8999

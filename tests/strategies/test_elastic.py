@@ -24,7 +24,7 @@ from lightning_autopar.sharing.runs.requests import ask, runs, yield_run
 from lightning_autopar.sharing.runs.status import Request, RunStatus
 from lightning_autopar.strategies.elastic import elastic_run as elastic
 from lightning_autopar.strategies.elastic.agent import Agent
-from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.elastic.watcher import MoveRequest
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 BUDGET_BYTES = 1024**3
@@ -61,25 +61,25 @@ class Watch(pl.Callback):
 
     interval_seconds = 0.01
 
-    def __init__(self, *acts: tuple[int, Callable[[Any], Wish | None]]) -> None:
+    def __init__(self, *acts: tuple[int, Callable[[Any], MoveRequest | None]]) -> None:
         self.acts = list(acts)
 
-    def look(self, run: Agent) -> Wish | None:
+    def look(self, run: Agent) -> MoveRequest | None:
         step = run.step
         if not self.acts or step is None or step < self.acts[0][0]:
             return None
         return self.acts.pop(0)[1](run)
 
 
-def to(plan: Plan) -> Callable[[Any], Wish]:
+def to(plan: Plan) -> Callable[[Any], MoveRequest]:
     """A move to a plan."""
 
-    def act(run: Agent) -> Wish:
+    def act(run: Agent) -> MoveRequest:
         inventory, now = run.inventory(), run.decision
         devices = tuple(inventory.device(device) for device in plan.devices)
-        return Wish(
+        return MoveRequest(
             action="move",
-            decision=replace(now, assignment=replace(now.assignment, plan=plan, devices=devices, candidate=None)),
+            decision=replace(now, run_plan=replace(now.run_plan, plan=plan, devices=devices, candidate=None)),
             reason="the test",
         )
 

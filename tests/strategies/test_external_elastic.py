@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreGate
+from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreRendezvous
 from tests.processes import ForkedScript
 
 SCRIPT = """
@@ -218,18 +218,18 @@ def test_slurm_requeues_after_our_snapshot_and_one_process_goes_on(script: Path,
 def test_ranks_stop_at_one_boundary_and_never_within_a_window() -> None:
     """Threads for ranks: a barrier at the end of each window stands for its all-reduce."""
     store, windows, accumulation, ranks = dist.HashStore(), 60, 3, 3
-    gates = [StoreGate(store, rank, ranks, "1") for rank in range(ranks)]
+    gates = [StoreRendezvous(store, rank, ranks, "1") for rank in range(ranks)]
     step = threading.Barrier(ranks)
     stopped: list[list[int]] = [[] for _ in range(ranks)]
 
     def train(rank: int) -> None:
-        gate = gates[rank]
+        rendezvous = gates[rank]
         for batch in range(windows * accumulation):
-            stop = gate.arrived(in_window=batch % accumulation > 0)
-            if rank == 0 and stop is None and not gate.waits and batch % 7 == 0:
-                gate.call(accumulation=accumulation, leave=False, target="")
+            stop = rendezvous.arrived(in_window=batch % accumulation > 0)
+            if rank == 0 and stop is None and not rendezvous.waits and batch % 7 == 0:
+                rendezvous.call(accumulation=accumulation, leave=False, target="")
             if stop is not None:
-                assert gate.gather(stop, 10)
+                assert rendezvous.gather(stop, 10)
                 stopped[rank].append(batch)
             if batch % accumulation == accumulation - 1:
                 step.wait(10)
@@ -246,11 +246,11 @@ def test_ranks_stop_at_one_boundary_and_never_within_a_window() -> None:
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
-    gate = StoreGate(dist.HashStore(), 0, 2, "1")
-    gate.arrived(in_window=False)
-    gate.call(accumulation=1, leave=True, target="")
-    gate.arrived(in_window=False)
-    stop = gate.arrived(in_window=False)
+    rendezvous = StoreRendezvous(dist.HashStore(), 0, 2, "1")
+    rendezvous.arrived(in_window=False)
+    rendezvous.call(accumulation=1, leave=True, target="")
+    rendezvous.arrived(in_window=False)
+    stop = rendezvous.arrived(in_window=False)
     assert stop is not None
-    assert not gate.gather(stop, 0.01)
-    assert not gate.waits
+    assert not rendezvous.gather(stop, 0.01)
+    assert not rendezvous.waits

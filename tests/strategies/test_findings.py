@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.strategies.preparation.decide import consider
+from lightning_autopar.strategies.preparation.decide import find_prospect
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, find_out
 from lightning_autopar.strategies.preparation.prospect import Prospect
 from tests.strategies.modules import QUIET
@@ -65,10 +65,10 @@ def found(module: Net, data: Any, root: Path, monkeypatch: pytest.MonkeyPatch, *
         pass
 
     def stop(*args: Any, **kwargs: Any) -> Prospect:
-        seen.append(consider(*args, **kwargs).decision().batches)
+        seen.append(find_prospect(*args, **kwargs).decision().batches)
         raise Enough
 
-    monkeypatch.setattr("lightning_autopar.strategies.launcher.consider", stop)
+    monkeypatch.setattr("lightning_autopar.strategies.launcher.find_prospect", stop)
     strategy = AutoParallelStrategy(devices="cpu:1GiB", allow=["single"], calibrate="off")
     with pytest.raises(Enough):
         pl.Trainer(strategy=strategy, default_root_dir=root, **QUICK, **options).fit(module, data)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def test_draws_that_no_rank_can_make_as_one_device_would_are_named(
         seen.append(find_out(trainer, Questions(split=True, target=target)))
         raise Enough
 
-    monkeypatch.setattr("lightning_autopar.strategies.launcher.consider", stop)
+    monkeypatch.setattr("lightning_autopar.strategies.launcher.find_prospect", stop)
     strategy = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off")
     with pytest.raises(Enough):
         pl.Trainer(strategy=strategy, default_root_dir=tmp_path, **QUICK).fit(Drawing(what), loader(2))  # type: ignore[arg-type]

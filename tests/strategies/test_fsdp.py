@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.fsdp import strategy as fsdp
 from lightning_autopar.strategies.fsdp.strategy import shard, unshard
-from lightning_autopar.strategies.fsdp.whole_parameters import Gathered
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 
 pytestmark = pytest.mark.timeout(60)
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -323,7 +323,7 @@ def test_a_call_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.Monkey
     def call(rank: int, world_size: int) -> str:
         module = Fitted()
         shard(module, BLOCKS, init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)
-        Gathered(module)
+        WholeParameters(module)
         if rank == 1:
             return ""
         with pytest.raises(RuntimeError, match="Sequential was called outside of a step on rank 0") as caught:

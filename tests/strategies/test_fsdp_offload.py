@@ -73,7 +73,7 @@ class Watched(Fitted):
             assert weight.to_local().device == torch.device("cpu")
             policy = self.net[1]._get_fsdp_state()._fsdp_param_groups[0].offload_policy
             strategy: Any = self.trainer.strategy
-            assert isinstance(policy, CPUOffloadPolicy) == bool(strategy.assignment.plan.offload)
+            assert isinstance(policy, CPUOffloadPolicy) == bool(strategy.run_plan.plan.offload)
             assert not getattr(policy, "pin_memory", False)
         assert self.device == self.trainer.strategy.root_device
 

@@ -10,24 +10,24 @@ import time
 import pytest
 
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.strategies.processes.protocol import Ask, Brake, Gate
+from lightning_autopar.strategies.processes.protocol import Ask, SnapshotRendezvous, StopRendezvous
 
 
-def _arrive(gate: Gate, rank: int, *, step: int = 0, in_window: bool = False) -> Ask | None:
-    return gate.arrive(rank, step=step, batches_left=None, in_window=in_window)
+def _arrive(rendezvous: SnapshotRendezvous, rank: int, *, step: int = 0, in_window: bool = False) -> Ask | None:
+    return rendezvous.arrive(rank, step=step, batches_left=None, in_window=in_window)
 
 
 def test_nobody_is_held_without_a_request() -> None:
-    gate = Gate(1)
-    assert [_arrive(gate, 0) for _ in range(3)] == [None] * 3
-    assert gate.pace().boundaries == 3
+    rendezvous = SnapshotRendezvous(1)
+    assert [_arrive(rendezvous, 0) for _ in range(3)] == [None] * 3
+    assert rendezvous.progress().boundaries == 3
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_all_ranks_do_it_at_the_same_boundary(seed: int) -> None:
     """Ranks of separate processes come at times of their own; each reports the boundary at which it was told."""
     draw = random.Random(seed)
-    gate, world, children, pipes = Gate(3), 3, [], []
+    rendezvous, world, children, pipes = SnapshotRendezvous(3), 3, [], []
     for rank in range(world):
         read, write = os.pipe()
         pauses = [draw.uniform(0, 0.004) for _ in range(400)]
@@ -35,60 +35,60 @@ def test_all_ranks_do_it_at_the_same_boundary(seed: int) -> None:
         if pid == 0:
             for number, pause in enumerate(pauses):
                 time.sleep(pause)
-                if _arrive(gate, rank, step=number) == "pause":
-                    gate.answer(rank, done=True, save_seconds=0.0)
+                if _arrive(rendezvous, rank, step=number) == "pause":
+                    rendezvous.answer(rank, done=True, save_seconds=0.0)
                     os.write(write, f"{number}\n".encode())
                     os._exit(0)
             os._exit(1)
         os.close(write)
         children.append(pid)
         pipes.append(read)
-    while gate.pace().boundaries < draw.randint(1, 20):
+    while rendezvous.progress().boundaries < draw.randint(1, 20):
         time.sleep(1e-3)
-    gate.ask("pause")
+    rendezvous.ask("pause")
     where = [os.read(pipe, 100) for pipe in pipes]
     assert len(set(where)) == 1
     assert where[0]
-    assert gate.answered() is True
+    assert rendezvous.answered() is True
     for pid in children:
         os.waitpid(pid, 0)
 
 
 def test_a_window_of_accumulation_ends_first() -> None:
-    gate = Gate(1)
-    _arrive(gate, 0)
-    gate.ask("snapshot")
-    assert _arrive(gate, 0, in_window=True) is None
-    assert gate.answered() is None
-    assert _arrive(gate, 0) == "snapshot"
+    rendezvous = SnapshotRendezvous(1)
+    _arrive(rendezvous, 0)
+    rendezvous.ask("snapshot")
+    assert _arrive(rendezvous, 0, in_window=True) is None
+    assert rendezvous.answered() is None
+    assert _arrive(rendezvous, 0) == "snapshot"
 
 
 def test_a_request_is_handed_out_once_and_the_next_one_again() -> None:
-    gate = Gate(1)
+    rendezvous = SnapshotRendezvous(1)
     for number, done in ((1, True), (2, False), (3, True)):
-        assert gate.ask("snapshot") == number
-        assert _arrive(gate, 0) == "snapshot"
-        gate.answer(0, done=done, save_seconds=0.25)
-        assert gate.answered() is done
-        assert gate.pace().save_seconds == 0.25
-        assert _arrive(gate, 0) is None
+        assert rendezvous.ask("snapshot") == number
+        assert _arrive(rendezvous, 0) == "snapshot"
+        rendezvous.answer(0, done=done, save_seconds=0.25)
+        assert rendezvous.answered() is done
+        assert rendezvous.progress().save_seconds == 0.25
+        assert _arrive(rendezvous, 0) is None
 
 
 def test_a_rank_that_waits_is_let_go_when_the_request_is_void() -> None:
     """Its agent withdraws what other ranks can't answer any more."""
-    gate = Gate(2)
-    gate.ask("pause")
+    rendezvous = SnapshotRendezvous(2)
+    rendezvous.ask("pause")
     told: list[Ask | None] = []
-    thread = threading.Thread(target=lambda: told.append(_arrive(gate, 0)))
-    gate.withdraw()
+    thread = threading.Thread(target=lambda: told.append(_arrive(rendezvous, 0)))
+    rendezvous.withdraw()
     thread.start()
     thread.join(5)
     assert told == [None]
 
 
 def test_the_pace_is_rank_0s() -> None:
-    gate = Gate(2)
-    pace = gate.pace()
+    rendezvous = SnapshotRendezvous(2)
+    pace = rendezvous.progress()
     assert (pace.boundaries, pace.step, pace.batches_left, pace.batch_seconds, pace.save_seconds, pace.at) == (
         0,
         -1,
@@ -97,33 +97,33 @@ def test_the_pace_is_rank_0s() -> None:
         None,
         None,
     )
-    gate.arrive(0, step=4, batches_left=10, in_window=False)
-    assert gate.pace().boundaries == 0  # the other one hasn't come
-    gate.arrive(1, step=4, batches_left=10, in_window=False)
+    rendezvous.arrive(0, step=4, batches_left=10, in_window=False)
+    assert rendezvous.progress().boundaries == 0  # the other one hasn't come
+    rendezvous.arrive(1, step=4, batches_left=10, in_window=False)
     time.sleep(0.01)
-    gate.arrive(0, step=5, batches_left=9, in_window=False)
-    pace = gate.pace()
+    rendezvous.arrive(0, step=5, batches_left=9, in_window=False)
+    pace = rendezvous.progress()
     assert (pace.boundaries, pace.step, pace.batches_left) == (1, 5, 9)
     assert pace.batch_seconds is not None
     assert 0.01 <= pace.batch_seconds < 1
-    gate.tell_bytes(1, 7)
-    assert gate.used_bytes() == [0, 7]
+    rendezvous.tell_bytes(1, 7)
+    assert rendezvous.used_bytes() == [0, 7]
 
 
 def test_a_failure_counts_where_the_rank_that_failed_was() -> None:
     """Another rank may not have come there when it is ended, one time so, another time not."""
-    gate = Gate(2)
-    assert gate.furthest_step() == -1
-    gate.arrive(0, step=4, batches_left=None, in_window=False)
-    gate.arrive(1, step=5, batches_left=None, in_window=False)
-    assert gate.furthest_step() == 5
+    rendezvous = SnapshotRendezvous(2)
+    assert rendezvous.furthest_step() == -1
+    rendezvous.arrive(0, step=4, batches_left=None, in_window=False)
+    rendezvous.arrive(1, step=5, batches_left=None, in_window=False)
+    assert rendezvous.furthest_step() == 5
 
 
 def test_whether_a_failure_is_final_is_the_agents_to_say() -> None:
-    gate = Gate(1)
-    assert not gate.final
-    gate.final = True
-    assert gate.final
+    rendezvous = SnapshotRendezvous(1)
+    assert not rendezvous.final
+    rendezvous.final = True
+    assert rendezvous.final
 
 
 # -- the brake --------------------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_whether_a_failure_is_final_is_the_agents_to_say() -> None:
 @pytest.mark.parametrize("reason", [KeyboardInterrupt, SIGTERMException])
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_of_any_pace_leave_at_the_same_boundary(seed: int, reason: type[BaseException]) -> None:
-    brake = Brake(4)
+    stop_rendezvous = StopRendezvous(4)
     left_at: dict[int, tuple[int, type[BaseException]]] = {}
     running = threading.Barrier(5)
 
@@ -140,7 +140,7 @@ def test_ranks_of_any_pace_leave_at_the_same_boundary(seed: int, reason: type[Ba
         dice = random.Random(100 * seed + rank)
         for count in range(1, 10_000):
             try:
-                brake.boundary(rank)
+                stop_rendezvous.boundary(rank)
             except BaseException as error:
                 left_at[rank] = count, type(error)
                 return
@@ -152,16 +152,16 @@ def test_ranks_of_any_pace_leave_at_the_same_boundary(seed: int, reason: type[Ba
     for thread in threads:
         thread.start()
     running.wait()
-    assert not brake.pulled
-    brake.pull(reason)
+    assert not stop_rendezvous.stopping
+    stop_rendezvous.stop(reason)
     for thread in threads:
         thread.join(timeout=20)
     assert len(left_at) == 4
     assert len(set(left_at.values())) == 1
     assert left_at[0][0] > 5
     assert left_at[0][1] is reason
-    assert brake.pulled
-    assert 0 < brake.longest_seconds < 5
+    assert stop_rendezvous.stopping
+    assert 0 < stop_rendezvous.longest_seconds < 5
 
 
 def test_watching_makes_each_batch_a_boundary() -> None:
@@ -169,9 +169,9 @@ def test_watching_makes_each_batch_a_boundary() -> None:
         def batch_to_device(self, batch: int, device: str | None = None, dataloader_idx: int = 0) -> tuple[int, int]:
             return batch, dataloader_idx
 
-    brake, engine = Brake(1), Engine()
-    brake.watch(engine, 0)
+    stop_rendezvous, engine = StopRendezvous(1), Engine()
+    stop_rendezvous.watch(engine, 0)
     assert engine.batch_to_device(3, dataloader_idx=2) == (3, 2)
-    brake.pull(KeyboardInterrupt)
+    stop_rendezvous.stop(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.batch_to_device(4)

@@ -19,17 +19,17 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.sharing.ledger import Held, Ledger, Shortage
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.gpu_limit import (
     CudaAllocator,
-    Growth,
+    GpuLimit,
     Lease,
     _Alone,
-    after_shortage,
-    growth_for,
+    gpu_limit_for,
+    limit_after_out_of_memory,
     shortage_words,
     target_bytes,
 )
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.elastic.running import own_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -98,110 +98,110 @@ def lease(base: int = 10 * GIB, most: int = 20 * GIB, around: int = GIB) -> Leas
 
 def test_a_slack_is_asked_for_at_once_and_the_cap_is_what_was_promised_less_the_context() -> None:
     allocator, book = Allocator(), Book(5 * GIB)
-    growth = Growth(lease(), allocator, book, Clock())
-    assert growth.promised_bytes == 11 * GIB
+    gpu_limit = GpuLimit(lease(), allocator, book, Clock())
+    assert gpu_limit.promised_bytes == 11 * GIB
     assert allocator.caps == [9 * GIB, 10 * GIB]
 
 
 def test_what_others_have_is_no_slack_and_what_is_left_is() -> None:
     allocator, book = Allocator(), Book(GIB // 4)
-    assert Growth(lease(), allocator, book, Clock()).promised_bytes == 10 * GIB + GIB // 4
-    assert Growth(lease(), Allocator(), Book(0), Clock()).promised_bytes == 10 * GIB
-    assert Growth(lease(most=10 * GIB), Allocator(), Book(9 * GIB), Clock()).promised_bytes == 10 * GIB, "the user's limit"
-    assert Growth(lease(), Allocator(), None, Clock()).promised_bytes == 10 * GIB, "no leases"
+    assert GpuLimit(lease(), allocator, book, Clock()).promised_bytes == 10 * GIB + GIB // 4
+    assert GpuLimit(lease(), Allocator(), Book(0), Clock()).promised_bytes == 10 * GIB
+    assert GpuLimit(lease(most=10 * GIB), Allocator(), Book(9 * GIB), Clock()).promised_bytes == 10 * GIB, "the user's limit"
+    assert GpuLimit(lease(), Allocator(), None, Clock()).promised_bytes == 10 * GIB, "no leases"
 
 
 def test_the_slack_is_given_back_once_usual_steps_are_known() -> None:
     clock, allocator, book = Clock(), Allocator(), Book(5 * GIB)
-    growth = Growth(lease(), allocator, book, clock)
+    gpu_limit = GpuLimit(lease(), allocator, book, clock)
     allocator.most = 8 * GIB  # and one around it: below what was predicted
     for _ in range(3):
-        growth.step()
-    assert growth.promised_bytes == 11 * GIB, "the optimizer's first steps say little"
-    growth.step()
-    assert (growth.promised_bytes, book.granted) == (10 * GIB, 0)
+        gpu_limit.step()
+    assert gpu_limit.promised_bytes == 11 * GIB, "the optimizer's first steps say little"
+    gpu_limit.step()
+    assert (gpu_limit.promised_bytes, book.granted) == (10 * GIB, 0)
     assert allocator.caps[-1] == 9 * GIB
 
 
 def test_a_run_that_needs_more_than_predicted_keeps_its_slack_and_asks_when_half_of_that_is_gone() -> None:
     clock, allocator, book = Clock(), Allocator(), Book(5 * GIB)
-    growth = Growth(lease(), allocator, book, clock)
+    gpu_limit = GpuLimit(lease(), allocator, book, clock)
     allocator.most = int(9.3 * GIB)
     for _ in range(5):
-        growth.step()
-    assert growth.promised_bytes == 11 * GIB
+        gpu_limit.step()
+    assert gpu_limit.promised_bytes == 11 * GIB
     allocator.most = int(9.6 * GIB)
-    growth.step()
-    assert growth.promised_bytes == 11 * GIB, "asked once a second"
+    gpu_limit.step()
+    assert gpu_limit.promised_bytes == 11 * GIB, "asked once a second"
     clock.now += 2
-    growth.step()
-    assert growth.promised_bytes == int(10.6 * GIB * 1.1)
-    assert allocator.caps[-1] == growth.promised_bytes - GIB
+    gpu_limit.step()
+    assert gpu_limit.promised_bytes == int(10.6 * GIB * 1.1)
+    assert allocator.caps[-1] == gpu_limit.promised_bytes - GIB
     clock.now += 2
-    growth.step()
+    gpu_limit.step()
     assert len(book.asked) == 2, "there is slack again"
 
 
 def test_who_is_refused_stays_under_its_cap_and_asks_again_later() -> None:
     clock, allocator, book = Clock(), Allocator(), Book(GIB)
-    growth = Growth(lease(), allocator, book, clock)
+    gpu_limit = GpuLimit(lease(), allocator, book, clock)
     allocator.most = int(9.9 * GIB)
     for _ in range(30):
         clock.now += 1
-        growth.step()
-    assert growth.promised_bytes == 11 * GIB
+        gpu_limit.step()
+    assert gpu_limit.promised_bytes == 11 * GIB
     assert max(cap for cap in allocator.caps if cap is not None) == 10 * GIB
     assert len(book.asked) <= 5
     book.room = 9 * GIB
     clock.now += 11
-    growth.step()
-    assert growth.promised_bytes > 11 * GIB
+    gpu_limit.step()
+    assert gpu_limit.promised_bytes > 11 * GIB
 
 
 def test_alone_on_a_device_it_may_have_all_of_its_budget_until_its_steps_are_known() -> None:
     clock, allocator, book = Clock(), Allocator(), Book(20 * GIB)
-    growth = Growth(replace(lease(), alone=True), allocator, book, clock)
-    assert growth.promised_bytes == 20 * GIB
+    gpu_limit = GpuLimit(replace(lease(), alone=True), allocator, book, clock)
+    assert gpu_limit.promised_bytes == 20 * GIB
     allocator.most = 15 * GIB  # cuDNN tried its kernels out
     for _ in range(50):
         clock.now += 2
-        growth.step()
-        assert growth.promised_bytes == 20 * GIB
+        gpu_limit.step()
+        assert gpu_limit.promised_bytes == 20 * GIB
     clock.now += 2
-    growth.step()
-    assert growth.promised_bytes == pytest.approx(16 * GIB * 1.1, rel=0.2)
+    gpu_limit.step()
+    assert gpu_limit.promised_bytes == pytest.approx(16 * GIB * 1.1, rel=0.2)
     assert allocator.most <= (allocator.caps[-1] or 0)
 
 
 def test_who_comes_to_a_device_finds_what_the_run_on_it_doesnt_need() -> None:
     clock, allocator, book, crowd = Clock(), Allocator(), Book(20 * GIB), list[int]()
-    growth = Growth(replace(lease(), alone=True), allocator, book, clock, alone=lambda: not crowd)
-    growth.step()
+    gpu_limit = GpuLimit(replace(lease(), alone=True), allocator, book, clock, alone=lambda: not crowd)
+    gpu_limit.step()
     crowd.append(1)
     clock.now += 2
-    growth.step(steps=4)
-    assert growth.promised_bytes == 10 * GIB
+    gpu_limit.step(steps=4)
+    assert gpu_limit.promised_bytes == 10 * GIB
     assert book.granted == 0
 
 
 def test_what_was_there_before_the_run_is_not_of_its_lease() -> None:
     allocator, book = Allocator(before_bytes=2 * GIB), Book(0)
-    growth = Growth(lease(), allocator, book, Clock())
+    gpu_limit = GpuLimit(lease(), allocator, book, Clock())
     assert allocator.caps == [11 * GIB]
     allocator.most = 10 * GIB
     for _ in range(6):
-        growth.step()
-    assert growth.promised_bytes == 10 * GIB
+        gpu_limit.step()
+    assert gpu_limit.promised_bytes == 10 * GIB
 
 
 def test_after_the_run_nothing_is_capped() -> None:
     allocator, book = Allocator(), Book(5 * GIB)
-    growth = Growth(lease(), allocator, book, Clock())
-    growth.release()
-    growth.release()
+    gpu_limit = GpuLimit(lease(), allocator, book, Clock())
+    gpu_limit.release()
+    gpu_limit.release()
     assert allocator.caps[-1] is None
     assert book.granted == 0
-    growth.step()
+    gpu_limit.step()
     assert book.granted == 0
 
 
@@ -210,16 +210,16 @@ def test_whatever_happens_no_more_is_capped_than_promised_nor_less_than_the_plan
     draw = random.Random(seed)
     clock, allocator, book = Clock(), Allocator(), Book(draw.randrange(4) * GIB)
     around = draw.randrange(2) * GIB
-    growth = Growth(lease(around=around, most=draw.randrange(10, 14) * GIB), allocator, book, clock)
+    gpu_limit = GpuLimit(lease(around=around, most=draw.randrange(10, 14) * GIB), allocator, book, clock)
     for _ in range(200):
         clock.now += draw.random() * 5
         book.room = max(0, book.room + draw.randrange(-GIB, GIB))
         assert allocator.caps[-1] is not None
         allocator.most = max(allocator.most, min(allocator.caps[-1], draw.randrange(14 * GIB)))
-        growth.step(steps=draw.randrange(2))
-        assert growth.promised_bytes == 10 * GIB + book.granted
-        assert allocator.caps[-1] == growth.promised_bytes - around
-        assert 10 * GIB <= growth.promised_bytes <= growth.lease.most_bytes
+        gpu_limit.step(steps=draw.randrange(2))
+        assert gpu_limit.promised_bytes == 10 * GIB + book.granted
+        assert allocator.caps[-1] == gpu_limit.promised_bytes - around
+        assert 10 * GIB <= gpu_limit.promised_bytes <= gpu_limit.lease.most_bytes
         assert allocator.most <= allocator.caps[-1], "nothing is taken away from what is in use"
 
 
@@ -241,12 +241,12 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
         yield Ledger(Path(name))
 
 
-def assigned(kind: str = "cpu", free: int = 20 * GIB, total: int = 20 * GIB) -> Assignment:
+def assigned(kind: str = "cpu", free: int = 20 * GIB, total: int = 20 * GIB) -> RunPlan:
     device = Device(id=f"{kind}:0", kind=kind, name=kind, total_bytes=total, free_bytes=free, index=0)  # type: ignore[arg-type]
     plan = Plan(engine="single", devices=(device.id,))
     held = DeviceBytes(parameters=8 * GIB, context=GIB)
     candidate = Candidate(plan=plan, fits=True, bytes={device.id: held}, needs={device.id: 10 * GIB})
-    return Assignment(plan=plan, devices=(device,), candidate=candidate, budgets={device.id: int(free * 0.95)})
+    return RunPlan(plan=plan, devices=(device,), candidate=candidate, budgets={device.id: int(free * 0.95)})
 
 
 def claimed(ledger: Ledger, size: int, room: int = 20 * GIB) -> Held:
@@ -262,8 +262,8 @@ def test_a_workers_slack_stands_beside_its_runs_lease(ledger: Ledger) -> None:
     pid = os.fork()
     if pid == 0:
         os.close(end[1])
-        growth = growth_for(assigned(), 0, allocator=allocator)
-        os.write(told[1], f"{growth and growth.promised_bytes} {allocator.caps[-1]}".encode())
+        gpu_limit = gpu_limit_for(assigned(), 0, allocator=allocator)
+        os.write(told[1], f"{gpu_limit and gpu_limit.promised_bytes} {allocator.caps[-1]}".encode())
         os.read(end[0], 1)
         os._exit(0)
     assert os.read(told[0], 100).decode().split() == [str(11 * GIB), str(10 * GIB)]
@@ -279,19 +279,19 @@ def test_a_workers_slack_stands_beside_its_runs_lease(ledger: Ledger) -> None:
 
 def test_a_process_that_leads_its_run_itself_has_both(ledger: Ledger) -> None:
     with claimed(ledger, 10 * GIB):
-        growth = growth_for(assigned(), 0, allocator=Allocator())
-        assert growth is not None
+        gpu_limit = gpu_limit_for(assigned(), 0, allocator=Allocator())
+        assert gpu_limit is not None
         assert sorted((lease.pid, lease.part_of) for lease in ledger.leases()) == [(os.getpid(), 0), (os.getpid(), os.getpid())]
-        growth.release()
+        gpu_limit.release()
     assert ledger.leases() == []
 
 
 def test_beside_others_there_is_no_slack(ledger: Ledger) -> None:
     with claimed(ledger, 10 * GIB), claimed(ledger, 10 * GIB):
-        growth = growth_for(assigned(), 0, allocator=Allocator())
-        assert growth is not None
-        assert growth.promised_bytes == 10 * GIB
-        growth.release()
+        gpu_limit = gpu_limit_for(assigned(), 0, allocator=Allocator())
+        assert gpu_limit is not None
+        assert gpu_limit.promised_bytes == 10 * GIB
+        gpu_limit.release()
 
 
 def test_who_is_alone_on_a_device(ledger: Ledger) -> None:
@@ -315,19 +315,19 @@ def test_a_full_disk_under_the_ledger_leaves_the_cap_where_it_is(ledger: Ledger,
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("lightning_autopar.sharing.ledger.LeaseFile", full)
-        growth = growth_for(assigned(), 0, allocator=(allocator := Allocator()))
-        assert growth is not None
+        gpu_limit = gpu_limit_for(assigned(), 0, allocator=(allocator := Allocator()))
+        assert gpu_limit is not None
         assert allocator.caps == [9 * GIB]
 
 
 def test_without_a_lease_the_cap_is_what_was_free(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    growth = growth_for(assigned(free=12 * GIB), 0, allocator=(allocator := Allocator()))
-    assert growth is not None, "nobody has promised anything"
+    gpu_limit = gpu_limit_for(assigned(free=12 * GIB), 0, allocator=(allocator := Allocator()))
+    assert gpu_limit is not None, "nobody has promised anything"
     assert allocator.caps == [12 * GIB]
-    assert growth_for(assigned(), 0, allocator=Allocator()) is None, "all of it is free"
-    assert growth_for(assigned(), 0) is None, "a CPU device has no allocator to cap"
+    assert gpu_limit_for(assigned(), 0, allocator=Allocator()) is None, "all of it is free"
+    assert gpu_limit_for(assigned(), 0) is None, "a CPU device has no allocator to cap"
     monkeypatch.setenv("AUTOPAR_LEDGER", str(ledger.folder / "missing"))
-    growth_for(assigned(free=12 * GIB), 0, allocator=(again := Allocator()))
+    gpu_limit_for(assigned(free=12 * GIB), 0, allocator=(again := Allocator()))
     assert again.caps == [12 * GIB]
 
 
@@ -335,17 +335,17 @@ def test_without_a_lease_the_cap_is_what_was_free(ledger: Ledger, monkeypatch: p
 
 
 def test_a_gpu_with_room_is_asked_for_more_after_a_shortage() -> None:
-    assert after_shortage(assigned("cuda")) == {"cuda:0": int(12.5 * GIB)}
-    assert after_shortage(assigned("cuda", free=12 * GIB)) == {"cuda:0": int(12 * GIB * 0.95)}
-    assert after_shortage(assigned("cuda", free=11 * GIB)) == {}, "it had all that there is"
-    assert after_shortage(assigned("cpu")) == {}
+    assert limit_after_out_of_memory(assigned("cuda")) == {"cuda:0": int(12.5 * GIB)}
+    assert limit_after_out_of_memory(assigned("cuda", free=12 * GIB)) == {"cuda:0": int(12 * GIB * 0.95)}
+    assert limit_after_out_of_memory(assigned("cuda", free=11 * GIB)) == {}, "it had all that there is"
+    assert limit_after_out_of_memory(assigned("cpu")) == {}
     more = replace(assigned("cuda"), at_least={"cuda:0": 12 * GIB})
     assert more.needed_bytes == {"cuda:0": 12 * GIB}
-    assert after_shortage(more) == {"cuda:0": 15 * GIB}
+    assert limit_after_out_of_memory(more) == {"cuda:0": 15 * GIB}
 
 
 def test_who_runs_out_of_memory_reads_what_was_promised() -> None:
-    words = shortage_words(assigned("cuda"), 0, Growth(lease(), Allocator(), Book(GIB), Clock()))
+    words = shortage_words(assigned("cuda"), 0, GpuLimit(lease(), Allocator(), Book(GIB), Clock()))
     assert "20 GiB were free on cuda:0" in words
     assert "9 GiB were predicted (10 GiB with the margin)" in words
     assert "11 GiB were promised to it" in words
@@ -354,11 +354,11 @@ def test_who_runs_out_of_memory_reads_what_was_promised() -> None:
 
 def test_what_was_lacked_is_the_lease_where_that_was_in_the_way_and_else_what_there_was() -> None:
     allocator = Allocator(before_bytes=GIB)
-    growth = Growth(lease(), allocator, Book(GIB), Clock())
+    gpu_limit = GpuLimit(lease(), allocator, Book(GIB), Clock())
     allocator.most, allocator.free = 10 * GIB, 2 * GIB
-    assert growth.lacked_bytes() == growth.promised_bytes == 11 * GIB
+    assert gpu_limit.lacked_bytes() == gpu_limit.promised_bytes == 11 * GIB
     allocator.most, allocator.free = 6 * GIB, 2 * GIB
-    assert growth.lacked_bytes() == 6 * GIB, "five of the run's own, and one around them: somebody has the rest"
+    assert gpu_limit.lacked_bytes() == 6 * GIB, "five of the run's own, and one around them: somebody has the rest"
 
 
 def test_torchs_cap_is_a_share_of_what_cuda_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_what_a_run_holds_itself_is_what_the_driver_shows_before_its_workers_say
     said = [0]
     gate, generation = SimpleNamespace(used_bytes=lambda: said), SimpleNamespace(pids=lambda: [7])
     running: Any = SimpleNamespace(
-        decision=SimpleNamespace(assignment=assigned("cuda")), elastic=SimpleNamespace(gate=gate), generation=generation
+        decision=SimpleNamespace(run_plan=assigned("cuda")), elastic=SimpleNamespace(gate=gate), generation=generation
     )
     seen = replace(assigned("cuda").devices[0], processes=(DeviceProcess(pid=7, used_bytes=9 * GIB), DeviceProcess(pid=8, used_bytes=GIB)))
     assert own_bytes(running, seen) == 9 * GIB

@@ -69,9 +69,9 @@ def test_beside_others_a_run_stays_within_what_it_was_promised(tmp_path: Path, m
 _LOOK = """
 import json
 from lightning_autopar.devices.discover import probe
-from lightning_autopar.sharing.ledger import less_promised, live
+from lightning_autopar.sharing.ledger import without_leased, live
 inventory, leases = probe(accelerator="cuda"), live()
-left = {device.id: device.free_bytes for device in less_promised(inventory, leases).devices}
+left = {device.id: device.free_bytes for device in without_leased(inventory, leases).devices}
 print(json.dumps({device.id: {
     "free": device.free_bytes, "left": left[device.id], "used": sum(process.used_bytes for process in device.processes),
     "leased": sum(lease.bytes.get(device.id, 0) for lease in leases)} for device in inventory.devices}))

@@ -15,7 +15,7 @@ import pytest
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, NothingFits, Plan
 from lightning_autopar.sharing import ledger as promised
 from lightning_autopar.sharing.ledger import Held, Ledger
-from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.elastic.watcher import MoveRequest
 from lightning_autopar.strategies.preparation.decide import decide_again
 from tests.processes import ledger_folder
 from tests.strategies.modules import QUIET, Regression, loader, on_rank
@@ -90,13 +90,13 @@ def test_what_others_were_promised_is_not_planned_with(folder: Path, tmp_path: P
 
 def test_who_is_slower_plans_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with somebody(folder, {"cpu:0": GIB - 1000}):
-        see, looks = promised.less_promised, []
+        see, looks = promised.without_leased, []
 
         def late(inventory: Any, leases: Any) -> Any:  # as if the lease had come between planning and asking
             looks.append(leases)
             return see(inventory, leases if len(looks) > 2 else [])
 
-        monkeypatch.setattr("lightning_autopar.sharing.leases.less_promised", late)
+        monkeypatch.setattr("lightning_autopar.sharing.leases.without_leased", late)
         with caplog.at_level("INFO"):
             trainer = fit(tmp_path, allow=["single"])
         assert trainer.strategy.plan.devices == ("cpu:1",)
@@ -154,13 +154,13 @@ def test_leases_go_with_an_elastic_run(folder: Path, tmp_path: Path) -> None:
 
         interval_seconds = 0.05
 
-        def look(self, run: Any) -> Wish | None:
+        def look(self, run: Any) -> MoveRequest | None:
             leases = [tuple(sorted(lease.bytes)) for lease in Ledger(folder).leases() if lease.pid == os.getpid()]
-            seen.append((run.decision.assignment.plan.devices, leases))
+            seen.append((run.decision.run_plan.plan.devices, leases))
             if run.step is None or run.step < 2 * (3 - len(plans)) or not plans:
                 return None
             decision = decide_again(trainer, run.decision, run.inventory(), plan=plans.pop(0))
-            return Wish(action="move", decision=decision, reason="tour")
+            return MoveRequest(action="move", decision=decision, reason="tour")
 
     trainer = pl.Trainer(
         strategy=AutoParallelStrategy(devices=TWO, calibrate="off", plan=Plan(engine="single", devices=("cpu:0",))),

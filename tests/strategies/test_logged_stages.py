@@ -30,7 +30,7 @@ class Ended(BaseException):
 
 
 class Staged(Module):
-    """Logs in the first stages, too; what the code before a stage's own has is a hole."""
+    """Logs in the first stages, too; what the code before a stage's own has is an absent tensor."""
 
     def __init__(self) -> None:
         super().__init__()

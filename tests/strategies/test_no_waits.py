@@ -7,7 +7,7 @@ import torch
 
 from lightning_autopar.exact.data.share import Dealing, cut, index_of, share_of
 from lightning_autopar.exact.logs.entries import OPTIONS, Combiner, Entry
-from lightning_autopar.exact.step.draws import GlobalDraws, Rows, put, take
+from lightning_autopar.exact.step.draws import GlobalDraws, Rows, pick_rows, scatter_rows
 from lightning_autopar.exact.step.micro_batches import joined
 from lightning_autopar.plans import deal
 from tests.blocking import Blocking
@@ -50,8 +50,8 @@ def test_a_ranks_rows_of_a_draw_are_picked_on_the_device() -> None:
     assert isinstance(share.indices, tuple), "a slice would need no index"
     whole, part = torch.zeros(8, 3, device="meta"), torch.zeros(share.rows, 3, device="meta")
     with Blocking() as blocking:
-        take(whole, part, Rows(dim=0), share)
-        put(part, whole, Rows(dim=0), share)
+        pick_rows(whole, part, Rows(dim=0), share)
+        scatter_rows(part, whole, Rows(dim=0), share)
         cut(whole, 0, UNEVEN)
     assert not blocking.found
     assert index_of(share.indices, whole.device) is index_of(share.indices, whole.device), "copied to the device once"

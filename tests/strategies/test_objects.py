@@ -20,13 +20,13 @@ def test_each_worker_brings_what_it_alone_has() -> None:
     module, other = SimpleNamespace(count=0, first=0, last=0, list=[1], gone=1, same=0), SimpleNamespace(x=0)
     survey = survey_of(module, other)
     state, state_of_other = dict(vars(module)), dict(vars(other))
-    hole = hole_of((2,), torch.float32, torch.device("cpu"), "the output of stage 2")
+    absent = hole_of((2,), torch.float32, torch.device("cpu"), "the output of stage 2")
     workers: list[Changes] = []
     for rank, its in enumerate(
         (
-            {"count": 1, "first": "of 0", "last": hole, "logits": hole, "nowhere": hole},
-            {"count": 1, "first": 0, "middle": list(range(3)), "nowhere": hole},
-            {"count": 1, "first": hole, "last": "of 2", "logits": torch.ones(2), "nowhere": hole},
+            {"count": 1, "first": "of 0", "last": absent, "logits": absent, "nowhere": absent},
+            {"count": 1, "first": 0, "middle": list(range(3)), "nowhere": absent},
+            {"count": 1, "first": absent, "last": "of 2", "logits": torch.ones(2), "nowhere": absent},
         )
     ):
         vars(module).update(its)

@@ -13,7 +13,7 @@ from pipelines import pipeline, run
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.plans import Plan
 
 pytestmark = pytest.mark.timeout(180)
@@ -139,7 +139,7 @@ class Watch(pl.Callback):
         self.note("validation_end", [round(value, 3) for value in outputs["error"].tolist()])
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
-        learned = sum(0 if is_hole(parameter) else parameter.numel() for parameter in module.parameters())
+        learned = sum(0 if is_absent(parameter) else parameter.numel() for parameter in module.parameters())
         states = sum(len(state) > 0 for state in trainer.optimizers[0].state.values())
         text = "\n".join([*self.lines, f"{trainer.optimizers[0].param_groups[0]['lr']:.5f}"])
         (self.folder / f"{trainer.global_rank}.txt").write_text(text)

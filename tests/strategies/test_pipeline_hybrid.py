@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 
@@ -62,7 +62,7 @@ class Gradients(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         found = {}
         for name, parameter in module.named_parameters():
-            if not is_hole(parameter) and parameter.grad is not None:
+            if not is_absent(parameter) and parameter.grad is not None:
                 self.sharded += isinstance(parameter, DTensor)
                 gradient = parameter.grad
                 found[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()

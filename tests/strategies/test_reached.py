@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate
 from lightning_autopar._fork import run_forked
 from lightning_autopar.strategies.processes.handover import results
-from lightning_autopar.strategies.processes.handover.carry import carry, take_over
+from lightning_autopar.strategies.processes.handover.carry import read_objects, write_objects
 from lightning_autopar.strategies.processes.handover.loggers import carry_loggers_in
 
 LOSSES: list[torch.Tensor] = []
@@ -174,14 +174,14 @@ def test_generations_carry_them_on_and_say_nothing_of_what_cannot_move(tmp_path:
         for index in range(3):
             keep(index)
             note(index)
-        carry(trainer, before, tmp_path, 0)
+        write_objects(trainer, before, tmp_path, 0)
 
     def second() -> tuple[Any, ...]:
         carry_loggers_in(trainer, before, tmp_path)
         keep(0)  # as in a hook that runs again
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            take_over(trainer, before, tmp_path)
+            read_objects(trainer, before, tmp_path)
         for index in range(3, 5):
             keep(index)
             note(index)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.strategies.elastic.saver import Moving, Saver
-from lightning_autopar.strategies.processes.protocol import Gate
+from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
+from lightning_autopar.strategies.processes.protocol import SnapshotRendezvous
 
 
 class Clock:
@@ -50,18 +50,18 @@ class Run:
     """A generation of one rank that comes to a boundary when it is told to, and saves in ``takes`` seconds."""
 
     def __init__(self, saver: Saver, clock: Clock, takes: float) -> None:
-        self.gate = Gate(1)
+        self.rendezvous = SnapshotRendezvous(1)
         self.saver, self.clock, self.takes = saver, clock, takes
-        self.elastic = SimpleNamespace(gate=self.gate, request=lambda target: None, refusal=lambda: "the disk is full")
+        self.elastic = SimpleNamespace(rendezvous=self.rendezvous, request=lambda target: None, refusal=lambda: "the disk is full")
         self.saves: list[float] = []
 
     def until(self, now: float, *, done: bool = True) -> None:
         """Batches of a second each."""
         while self.clock.now < now:
             self.clock.now += 1.0
-            if self.gate.arrive(0, step=int(self.clock.now), batches_left=None, in_window=False):
+            if self.rendezvous.arrive(0, step=int(self.clock.now), batches_left=None, in_window=False):
                 self.saves.append(self.clock.now)
-                self.gate.answer(0, done=done, save_seconds=self.takes)
+                self.rendezvous.answer(0, done=done, save_seconds=self.takes)
             self.saver.watch(self)  # type: ignore[arg-type]
 
 
@@ -72,26 +72,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def begun(clock: Clock, moving: Moving, takes: float = 0.5) -> tuple[Saver, Shelf, Run]:
-    shelf = Shelf()
-    saver = Saver(shelf, moving, 10**9)  # type: ignore[arg-type]
+def begun(clock: Clock, moving: SnapshotSettings, takes: float = 0.5) -> tuple[Saver, Shelf, Run]:
+    snapshots = Shelf()
+    saver = Saver(snapshots, moving, 10**9)  # type: ignore[arg-type]
     saver.begin()
-    return saver, shelf, Run(saver, clock, takes)
+    return saver, snapshots, Run(saver, clock, takes)
 
 
 def test_the_first_one_comes_at_once_and_all_of_them_cost_their_share(clock: Clock) -> None:
-    _, shelf, run = begun(clock, Moving(overhead=0.01))
+    _, snapshots, run = begun(clock, SnapshotSettings(overhead=0.01))
     run.until(1100.0)
     assert run.saves[0] == 102.0, "at the second boundary, as nothing is asked before the first"
     assert run.saves[1] >= 200.0, "the second one pays for the first as well"
     for number, at in enumerate(run.saves[1:], 2):
         assert number * run.takes <= 0.011 * (at - 100.0)
     assert len(run.saves) >= 18, "and no more seldom than that"
-    assert len(shelf.kept) == len(run.saves)
+    assert len(snapshots.kept) == len(run.saves)
 
 
 def test_a_fixed_time_is_kept(clock: Clock) -> None:
-    _, _, run = begun(clock, Moving(snapshot_seconds=10.0))
+    _, _, run = begun(clock, SnapshotSettings(snapshot_seconds=10.0))
     run.until(150.0)
     gaps = [after - before for before, after in pairwise(run.saves)]
     assert gaps
@@ -99,18 +99,18 @@ def test_a_fixed_time_is_kept(clock: Clock) -> None:
 
 
 def test_what_could_not_be_written_is_said_and_removed(clock: Clock) -> None:
-    saver, shelf, run = begun(clock, Moving(snapshot_seconds=10.0))
+    saver, snapshots, run = begun(clock, SnapshotSettings(snapshot_seconds=10.0))
     with pytest.warns(UserWarning, match="the disk is full"):
         run.until(105.0, done=False)
-    assert shelf.kept == []
-    assert len(shelf.discarded) == 1
+    assert snapshots.kept == []
+    assert len(snapshots.discarded) == 1
     assert saver.latest is None
     run.until(130.0)
-    assert shelf.kept, "the next one is tried again"
+    assert snapshots.kept, "the next one is tried again"
 
 
 def test_one_that_is_asked_for_comes_soon(clock: Clock) -> None:
-    saver, _, run = begun(clock, Moving(snapshot_seconds=1000.0))
+    saver, _, run = begun(clock, SnapshotSettings(snapshot_seconds=1000.0))
     run.until(110.0)
     assert len(run.saves) == 1
     saver.soon()
@@ -119,17 +119,17 @@ def test_one_that_is_asked_for_comes_soon(clock: Clock) -> None:
 
 
 def test_what_ranks_that_ended_had_begun_is_removed(clock: Clock) -> None:
-    saver, shelf, run = begun(clock, Moving())
-    run.gate.arrive(0, step=1, batches_left=None, in_window=False)
+    saver, snapshots, run = begun(clock, SnapshotSettings())
+    run.rendezvous.arrive(0, step=1, batches_left=None, in_window=False)
     saver.watch(run)  # type: ignore[arg-type]
     assert saver.waits
     saver.give_up(run)  # type: ignore[arg-type]
     assert not saver.waits
-    assert len(shelf.discarded) == 1
+    assert len(snapshots.discarded) == 1
 
 
 def test_a_pause_that_a_hung_worker_never_comes_to_is_given_up() -> None:
-    saver = Saver(Shelf(), Moving(), 0)  # type: ignore[arg-type]
+    saver = Saver(Shelf(), SnapshotSettings(), 0)  # type: ignore[arg-type]
     hung = SimpleNamespace(gone=False, paused=False)
     run: Any = Run(saver, Clock(), 0.0)
     run.generation, run.round = hung, lambda noted, **_: None

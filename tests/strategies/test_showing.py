@@ -21,8 +21,8 @@ from lightning_autopar.sharing.processes import pid_namespace, started_ticks
 from lightning_autopar.sharing.runs import display as showing
 from lightning_autopar.sharing.runs import progress
 from lightning_autopar.sharing.runs import status as run_files
-from lightning_autopar.sharing.runs.display import Showing
-from lightning_autopar.sharing.runs.progress import Note, Pace, Progress
+from lightning_autopar.sharing.runs.display import RunDisplay
+from lightning_autopar.sharing.runs.progress import Note, RunProgress, RunSpeed
 from lightning_autopar.sharing.runs.requests import cancel, runs
 from lightning_autopar.sharing.runs.status import RunStatus
 
@@ -201,7 +201,7 @@ def note(seconds: float, batch: int, **changes: Any) -> Note:
 
 
 def test_a_pace_leaves_the_first_batches_and_evaluations_out() -> None:
-    pace = Pace()
+    pace = RunSpeed()
     for each in (note(0.0, 0), note(60.0, 1), note(90.0, 3)):  # slow at first
         pace.take(each)
         assert (pace.step_seconds, pace.seconds_left) == (None, None)
@@ -218,7 +218,7 @@ def test_a_pace_leaves_the_first_batches_and_evaluations_out() -> None:
 
 
 def test_a_step_is_of_several_batches_and_an_end_may_be_unknown() -> None:
-    pace = Pace()
+    pace = RunSpeed()
     for each in range(3, 9):
         pace.take(note(float(each), each, accumulated=4, batches_left=None))
     assert pace.step_seconds == pytest.approx(4.0)
@@ -226,7 +226,7 @@ def test_a_step_is_of_several_batches_and_an_end_may_be_unknown() -> None:
 
 
 def test_what_one_process_notes_another_reads() -> None:
-    shared = Progress(2)
+    shared = RunProgress(2)
     assert shared.read() is None
     module = types.SimpleNamespace(automatic_optimization=True)
     counters = types.SimpleNamespace(total=types.SimpleNamespace(ready=7), current=types.SimpleNamespace(ready=7))
@@ -245,7 +245,7 @@ def test_what_one_process_notes_another_reads() -> None:
     child = os.fork()
     if not child:
         engine: Any = types.SimpleNamespace(
-            assignment=types.SimpleNamespace(devices=[device, device]), root_device=torch.device("cpu"), batch_to_device=lambda batch: batch
+            run_plan=types.SimpleNamespace(devices=[device, device]), root_device=torch.device("cpu"), batch_to_device=lambda batch: batch
         )
         original = engine.batch_to_device
         shared.watch(engine, run, 1)
@@ -259,6 +259,6 @@ def test_what_one_process_notes_another_reads() -> None:
     assert read is not None
     assert (read.step, read.steps, read.batch, read.batches_left, read.accumulated, read.trains) == (3, 9, 7, 12, 2, True)
     assert shared.used_bytes == [0, 0]
-    shown = Showing(None, dict)
+    shown = RunDisplay(None, dict)
     shown.look()
     assert shown.run_id is None

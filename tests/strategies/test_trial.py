@@ -18,14 +18,14 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, Report, Seconds
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.preparation import decide as deciding
 from lightning_autopar.strategies.preparation import trial
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.trial import Outcome, choose
 from lightning_autopar.timing.curves import Calibration
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.measured_rates import Calibrated
+from lightning_autopar.timing.measured_rates import MeasuredRates
 
 INVENTORY = parse_spec("2xcpu:64MiB", cores=2)
 PLANS = {
@@ -57,15 +57,15 @@ def decision(**seconds: float) -> Decision:
     report = Report(inventory=INVENTORY, footprint=FOOTPRINT, candidates=candidates, best_index=0)
     best = candidates[0]
     devices = tuple(INVENTORY.device(device) for device in best.plan.devices)
-    return Decision(report=report, assignment=Assignment(plan=best.plan, devices=devices, candidate=best))
+    return Decision(report=report, run_plan=RunPlan(plan=best.plan, devices=devices, candidate=best))
 
 
 def run_of(times: dict[str, float | None], tried: list[str] | None = None) -> trial.Run:
-    def run(assignment: Assignment, steps: int, timeout_seconds: float) -> Outcome:
-        name = next(name for name, plan in PLANS.items() if plan == assignment.plan)
+    def run(run_plan: RunPlan, steps: int, timeout_seconds: float) -> Outcome:
+        name = next(name for name, plan in PLANS.items() if plan == run_plan.plan)
         assert steps > trial._WARM_UP
         assert timeout_seconds > 0
-        assert [device.id for device in assignment.devices] == list(assignment.plan.devices)
+        assert [device.id for device in run_plan.devices] == list(run_plan.plan.devices)
         if tried is not None:
             tried.append(name)
         seconds = times[name]
@@ -77,12 +77,12 @@ def run_of(times: dict[str, float | None], tried: list[str] | None = None) -> tr
 def test_the_fastest_is_taken_and_says_why() -> None:
     ticks = iter([10.0, 14.5])
     found = choose(decision(single=1.0, ddp=1.1, fsdp=1.2), run_of({"single": 1.5, "ddp": 0.9, "fsdp": 2.0}), clock=lambda: next(ticks))
-    assert found.assignment.plan.engine == "ddp"
-    assert found.report.best == found.assignment.plan
-    assert len(found.assignment.devices) == 2
-    assert found.assignment.candidate == found.report.best_candidate
+    assert found.run_plan.plan.engine == "ddp"
+    assert found.report.best == found.run_plan.plan
+    assert len(found.run_plan.devices) == 2
+    assert found.run_plan.candidate == found.report.best_candidate
     assert [candidate.plan.engine for candidate in found.report.candidates] == ["ddp", "single", "fsdp"]
-    reason = found.assignment.plan.reasons[-1]
+    reason = found.run_plan.plan.reasons[-1]
     assert reason == (
         "of 3 plans tried on this run's batches the fastest, 900 ms a step (single 1.5 s, fsdp ×2, reshard 2 s); the trial took 4.5 s"
     )
@@ -91,7 +91,7 @@ def test_the_fastest_is_taken_and_says_why() -> None:
 
 def test_noise_does_not_change_the_order() -> None:
     found = choose(decision(single=1.0, ddp=1.1), run_of({"single": 1.02, "ddp": 1.0}))
-    assert found.assignment.plan.engine == "single"
+    assert found.run_plan.plan.engine == "single"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_what_is_worth_a_trial(seconds: dict[str, float], tried: list[str]) -> N
 def test_a_plan_that_fails_is_out() -> None:
     with pytest.warns(UserWarning, match=r"the trial of single measured no step time: it crashed"):
         found = choose(decision(single=1.0, ddp=1.1, fsdp=1.2), run_of({"single": None, "ddp": 2.0, "fsdp": 1.0}))
-    assert found.assignment.plan.engine == "fsdp"
+    assert found.run_plan.plan.engine == "fsdp"
     before = decision(single=1.0, ddp=1.1)
     with pytest.warns(UserWarning, match="measured no step time"):
         assert choose(before, run_of({"single": None, "ddp": 1.0})) is before, "nothing to compare it with"
@@ -160,15 +160,15 @@ def tried_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float | None
     found: list[tuple[str, float | None]] = []
     real = trial.run_forked
 
-    def noting(function: Callable[..., Any], assignment: Assignment, *args: Any, timeout_seconds: float, gpus: bool) -> float:
-        seconds = real(function, assignment, *args, timeout_seconds=timeout_seconds)
-        found.append((assignment.plan.engine, seconds))
-        return {"single": 0.1, "ddp": 0.2}[assignment.plan.engine]
+    def noting(function: Callable[..., Any], run_plan: RunPlan, *args: Any, timeout_seconds: float, gpus: bool) -> float:
+        seconds = real(function, run_plan, *args, timeout_seconds=timeout_seconds)
+        found.append((run_plan.plan.engine, seconds))
+        return {"single": 0.1, "ddp": 0.2}[run_plan.plan.engine]
 
     monkeypatch.setattr(trial, "run_forked", noting)
     monkeypatch.setattr(trial, "_MOST_TIMES", math.inf)
     monkeypatch.setattr(trial, "_MOST_STEPS", 4)
-    monkeypatch.setattr(deciding, "calibrate", lambda _: Calibrated(Calibration(), DataSheet()))
+    monkeypatch.setattr(deciding, "calibrate", lambda _: MeasuredRates(Calibration(), DataSheet()))
     return found
 
 

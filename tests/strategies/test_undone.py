@@ -126,7 +126,7 @@ def test_what_a_step_writes_is_undone_at_any_size_or_the_step_is_not_tried(monke
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20))  # the weight takes 16, the bias 8
     with pytest.raises(MemoryError, match="copy of 24 B of parameters"), undone(module):
         pass
-    with undone(module, writes=["bias"]) as deeds, torch.no_grad():
+    with undone(module, writes=["bias"]) as effects, torch.no_grad():
         module.bias.data.add_(1)
-    assert list(deeds.written) == ["bias"]
+    assert list(effects.written) == ["bias"]
     assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())

@@ -25,10 +25,10 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.sharing import reservation as turns
 from lightning_autopar.sharing.leases import Leases
-from lightning_autopar.sharing.ledger import Held, Ledger, less_promised
+from lightning_autopar.sharing.ledger import Held, Ledger, without_leased
 from lightning_autopar.sharing.queue import Place, live_places
 from lightning_autopar.sharing.reservation import Need
-from lightning_autopar.sharing.runs.display import Showing
+from lightning_autopar.sharing.runs.display import RunDisplay
 from lightning_autopar.sharing.waiting import Waiting, _amounts, _ordinal
 from tests.processes import ledger_folder
 from tests.strategies.modules import QUIET, Regression, loader
@@ -130,9 +130,7 @@ class Some:
         if need is None:
             raise NothingFits(SimpleNamespace(best_index=None, candidates=()))  # type: ignore[arg-type]
         plan = SimpleNamespace(title=lambda: ", ".join(need.bytes))
-        return SimpleNamespace(
-            need=need, expected_seconds=need.seconds, assignment=SimpleNamespace(needed_bytes=dict(need.bytes), plan=plan)
-        )
+        return SimpleNamespace(need=need, expected_seconds=need.seconds, run_plan=SimpleNamespace(needed_bytes=dict(need.bytes), plan=plan))
 
 
 def waiting(some: Some, *, priority: int = 0, wait_seconds: float = 30.0, spec: str = TWO) -> tuple[Waiting, Leases]:
@@ -141,10 +139,10 @@ def waiting(some: Some, *, priority: int = 0, wait_seconds: float = 30.0, spec: 
     made = Waiting(
         some,  # type: ignore[arg-type]
         leases,
-        inventory=lambda: less_promised(parse_spec(spec), leases.others()),
+        inventory=lambda: without_leased(parse_spec(spec), leases.others()),
         devices=lambda: parse_spec(spec),
         wait_seconds=wait_seconds,
-        shown=Showing(None, dict),
+        shown=RunDisplay(None, dict),
     )
     return made, leases
 
@@ -364,9 +362,9 @@ def test_without_a_ledger_it_waits_by_what_the_driver_says(monkeypatch: pytest.M
     def inventory() -> Inventory:
         looked.append(time.monotonic())
         found = parse_spec("cpu:1GiB")
-        return turns.left_behind(found, (), [_stranger()], 0) if len(looked) < 4 else found
+        return turns.left_for_later(found, (), [_stranger()], 0) if len(looked) < 4 else found
 
-    made = Waiting(Some(GIB), Leases(), inventory=inventory, devices=inventory, wait_seconds=20, shown=Showing(None, dict))  # type: ignore[arg-type]
+    made = Waiting(Some(GIB), Leases(), inventory=inventory, devices=inventory, wait_seconds=20, shown=RunDisplay(None, dict))  # type: ignore[arg-type]
     with caplog.at_level("INFO"):
         assert made.start().need.bytes == {"cpu:0": GIB}
     assert caplog.text.count("waits for room without a place in a queue") == 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_autopar.state.fragments import NUMBERS
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
-from lightning_autopar.strategies.zero.partitions.pieces import Edits, Relay
+from lightning_autopar.strategies.zero.partitions.pieces import Edits, OptimizerBridge
 
 #: Where this rank's part begins and ends, in the flat tensor of all parameters.
 PART = slice(5, 17)
@@ -41,7 +41,7 @@ def test_a_fragment_is_stepped_like_its_parameter(kind: Any) -> None:
     expected = kind(whole, lr=0.1)
     own = copy.deepcopy(whole)
     users = kind(own, lr=0.1)
-    relay = Relay(users)
+    relay = OptimizerBridge(users)
     flat, found = _partition(own)
     relay.attach([(0, flat, found)])
     relay.param_groups[0]["params"] = [flat]
@@ -67,7 +67,7 @@ def test_a_fragment_is_stepped_like_its_parameter(kind: Any) -> None:
 def test_groups_without_anything_trained_are_not_deepspeeds() -> None:
     first, second = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
     users = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
-    relay = Relay(users)
+    relay = OptimizerBridge(users)
     assert [group["params"] for group in relay.param_groups] == [[second]]
     flat = second.detach().clone()
     relay.attach([(0, flat, [(second, 0, 2, 0)])])

@@ -16,14 +16,14 @@ from ranks import run_ranks
 from torch import nn
 
 from lightning_autopar.plans import Plan
-from lightning_autopar.state.fragments import Part
-from lightning_autopar.state.scratch_files import Scratch
+from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.state.scratch_files import ScratchFile
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.zero import deepspeed as doorway
 from lightning_autopar.strategies.zero.partitions import state as zero_state
 from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, is_whole, make_whole, parts
-from lightning_autopar.strategies.zero.partitions.pieces import Relay, fragment_parts
-from lightning_autopar.strategies.zero.partitions.views import Watch
+from lightning_autopar.strategies.zero.partitions.pieces import OptimizerBridge, fragment_parts
+from lightning_autopar.strategies.zero.partitions.views import ParameterViews
 from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
 
 pytest.importorskip("deepspeed")
@@ -94,17 +94,17 @@ class Partitioned:
         counts = [parameter.numel() for parameter in self.module.parameters()]
         settings = zero_settings(plan, parameters=sum(counts), trainable=sum(counts), on_cpu=True)
         self.traces = Traces(self.module)
-        relay = Relay(self.users)
+        relay = OptimizerBridge(self.users)
         self.engine = doorway.initialize(self.module, relay, deepspeed_config(plan, settings), device_type="cpu", device_rank=0)
         doorway.share_partitions(self.engine.optimizer)
         relay.attach(doorway.partitions(self.engine.optimizer))
         self.traces.noted()
         self.pieces = [piece for group in relay.pieces for piece in group]
 
-    def weights(self) -> dict[int, Part]:
+    def weights(self) -> dict[int, FlatPart]:
         return {id(part.parameter): part for part in parts(self.module)}
 
-    def optimized(self) -> dict[int, Part]:
+    def optimized(self) -> dict[int, FlatPart]:
         return fragment_parts(self.pieces, self.weights())
 
     def steps(self, first: int, last: int) -> None:
@@ -116,11 +116,11 @@ class Partitioned:
             self.users.step()
 
     def state(self, rank: int, folder: Path) -> dict[str, Any]:
-        with Scratch(folder) as room:
+        with ScratchFile(folder) as room:
             return zero_state.whole_optimizer_state(self.users, self.optimized(), keep=rank == 0, scratch=room, device=CPU)
 
     def weights_whole(self, rank: int, folder: Path) -> dict[str, Any]:
-        with Scratch(folder) as room:
+        with ScratchFile(folder) as room:
             return zero_state.whole_state_dict(self.module, self.weights(), keep=rank == 0, scratch=room, device=CPU)
 
 
@@ -189,7 +189,7 @@ def test_weights_of_stage_3_come_whole_go_in_parts_and_are_seen_whole(tmp_path: 
         if not rank:
             assert_like(again, other)
         # Seen by the user's code.
-        watch = Watch(module, under.weights)
+        watch = ParameterViews(module, under.weights)
         assert tuple(module.first.weight.shape) == (7, 5)
         assert sum(parameter.numel() for parameter in module.parameters()) == sum(each.numel() for each in expected.parameters())
         with pytest.warns(UserWarning, match=r"first\.weight is used outside of a step"):
@@ -236,7 +236,7 @@ def test_a_use_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.MonkeyP
     def work(rank: int, world_size: int) -> str:
         module: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         under = Partitioned("AdamW", 3, world_size, module=module)
-        Watch(module, under.weights)
+        ParameterViews(module, under.weights)
         assert not is_whole(module[0].weight)
         if rank == 1:
             return ""
@@ -254,7 +254,7 @@ def test_a_module_that_loads_in_its_own_way_is_refused() -> None:
                 self.weight.copy_(state_dict.pop(prefix + "weight"))
 
     module = nn.Sequential(Own(2, 2, bias=False))
-    part = Part(parameter=module[0].weight, shape=(2, 2), flat=torch.zeros(2), start=0)
+    part = FlatPart(parameter=module[0].weight, shape=(2, 2), flat=torch.zeros(2), start=0)
     with pytest.raises(RuntimeError, match=r"0\.weight is loaded by its module's own _load_from_state_dict"):
         zero_state.load_state_dict(module, {id(module[0].weight): part}, {"0.weight": torch.ones(2, 2)}, strict=True)
     assert module[0].weight is part.parameter
@@ -264,7 +264,7 @@ def loaded_in_parts(module: nn.Module) -> dict[str, torch.Tensor]:
     """Load other weights as the second of two ranks does; what its parts were, by name."""
     its: Any = module
     parts = {
-        id(parameter): Part(
+        id(parameter): FlatPart(
             parameter=parameter, shape=tuple(parameter.shape), flat=torch.zeros(parameter.numel() // 2), start=parameter.numel() // 2
         )
         for parameter in its.parameters()

@@ -68,7 +68,7 @@ def first_line(error: BaseException) -> str:
 
 
 class Rules:
-    """Of this process: whether holes may be computed with, and which real tensors are never to become holes."""
+    """Of this process: whether absent tensors may be computed with, and which real tensors are never to become absent tensors."""
 
     strict = False
     hollowing = False
@@ -80,14 +80,14 @@ RULES = Rules()
 
 
 def set_strict(value: bool) -> bool:
-    """Whether operations on unfilled holes are errors; returns what it was."""
+    """Whether operations on absent tensors are errors; returns what it was."""
     before, RULES.strict = RULES.strict, value
     return before
 
 
 @contextmanager
-def hollowing(kept: Callable[[], frozenset[int]] = frozenset) -> Iterator[None]:
-    """While open, a real tensor that is written to in terms of holes becomes one; else that is an error.
+def recording_absence(kept: Callable[[], frozenset[int]] = frozenset) -> Iterator[None]:
+    """While open, a real tensor that is written to in terms of absent tensors becomes one; else that is an error.
 
     Args:
         kept: gives the ids of tensors that don't: what is written to these, or to a parameter, is dropped.

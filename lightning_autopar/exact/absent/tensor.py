@@ -23,17 +23,17 @@ class MissingValue(RuntimeError):
     """The values of a tensor are needed where another stage has them."""
 
 
-class Hole(Tensor):
-    """A tensor without values; see the module. Made by :func:`hole_like` and by operations on holes."""
+class AbsentTensor(Tensor):
+    """A tensor without values; see the module. Made by :func:`absent_like` and by operations on absent tensors."""
 
     _meta: Tensor
     _value: Tensor | None
     _what: str
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, what: str, requires_grad: bool = False) -> Hole:
-        """A hole of the shape, strides and type of a meta tensor."""
-        hole: Hole = Tensor._make_wrapper_subclass(
+    def __new__(cls, meta: Tensor, device: torch.device, what: str, requires_grad: bool = False) -> AbsentTensor:
+        """An absent tensor of the shape, strides and type of a meta tensor."""
+        absent: AbsentTensor = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -42,20 +42,20 @@ class Hole(Tensor):
             device=device,
             requires_grad=requires_grad,
         )
-        hole._meta, hole._value, hole._what = meta, None, what
-        return hole
+        absent._meta, absent._value, absent._what = meta, None, what
+        return absent
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """On the tensors that holes are filled with; where one isn't filled, for the result's shape."""
-        if func in DESCRIBING and len(args) == 1 and type(args[0]) is Hole and not kwargs:  # by far the most frequent
+        """On the tensors that absent tensors are provided with; where one isn't filled, for the result's shape."""
+        if func in DESCRIBING and len(args) == 1 and type(args[0]) is AbsentTensor and not kwargs:  # by far the most frequent
             value = args[0]._value
             if value is not None:
                 return func(value)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(args[0])
         kwargs = kwargs or {}
-        missing: list[Hole] = []
+        missing: list[AbsentTensor] = []
         args = _stand_in(args, missing)
         kwargs = _stand_in(kwargs, missing)
         if not missing:
@@ -85,79 +85,83 @@ class Hole(Tensor):
         return f"Hole({tuple(self.shape)}, {self.dtype}, {str(self.device)!r}: {self._what})"
 
 
-class Hollowed(Tensor):
-    """A tensor that this process made for itself, and that was then written to with another stage's values: a hole from then on."""
+class OverwrittenTensor(Tensor):
+    """A tensor that this process made for itself, and that was then written to with another stage's values: an absent tensor from then
+    on.
+    """
 
-    _hole: Hole
+    _absent: AbsentTensor
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """As of the hole."""
         result = func(*_put_holes(args), **_put_holes(dict(kwargs or {})))
         for leaf in args:  # what an operation in place returns is the tensor that the caller holds
-            if type(leaf) is Hollowed and leaf._hole is result:
+            if type(leaf) is OverwrittenTensor and leaf._absent is result:
                 return leaf
         return result
 
 
-def is_hole(tensor: object) -> bool:
-    """Whether it is a hole that isn't filled."""
-    if type(tensor) is Hollowed:
-        tensor = tensor._hole
-    return isinstance(tensor, Hole) and tensor._value is None
+def is_absent(tensor: object) -> bool:
+    """Whether it is an absent tensor that isn't provided."""
+    if type(tensor) is OverwrittenTensor:
+        tensor = tensor._absent
+    return isinstance(tensor, AbsentTensor) and tensor._value is None
 
 
-def hole_like(tensor: Tensor, what: str, *, device: torch.device | None = None) -> Hole:
-    """A hole in place of a tensor.
+def absent_like(tensor: Tensor, what: str, *, device: torch.device | None = None) -> AbsentTensor:
+    """An absent tensor in place of a tensor.
 
     Args:
-        tensor: whose shape, type and need of a gradient it has; a hole's own or a meta tensor will do.
+        tensor: whose shape, type and need of a gradient it has; an absent tensor's own or a meta tensor will do.
         what: names the value in errors: ``"the parameter 'net.0.weight'"``.
         device: the tensor's by default.
     """
-    return Hole(_described(tensor), tensor.device if device is None else device, what, requires_grad=tensor.requires_grad)
+    return AbsentTensor(_described(tensor), tensor.device if device is None else device, what, requires_grad=tensor.requires_grad)
 
 
-def hole_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str, requires_grad: bool = False) -> Hole:
-    """A hole of a shape and type."""
-    return Hole(torch.empty(shape, dtype=dtype, device=_META), device, what, requires_grad=requires_grad and dtype.is_floating_point)
+def hole_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str, requires_grad: bool = False) -> AbsentTensor:
+    """An absent tensor of a shape and type."""
+    return AbsentTensor(
+        torch.empty(shape, dtype=dtype, device=_META), device, what, requires_grad=requires_grad and dtype.is_floating_point
+    )
 
 
-def hole_shaped_like(tensor: Tensor, dtype: torch.dtype, what: str, requires_grad: bool = False) -> Hole:
-    """A hole of a tensor's shape and device, without gaps in memory; cheap where the tensor is one, too."""
-    if type(tensor) is Hole and tensor._value is None and tensor._meta.dtype is dtype and tensor._meta.is_contiguous():
+def hole_shaped_like(tensor: Tensor, dtype: torch.dtype, what: str, requires_grad: bool = False) -> AbsentTensor:
+    """An absent tensor of a tensor's shape and device, without gaps in memory; cheap where the tensor is one, too."""
+    if type(tensor) is AbsentTensor and tensor._value is None and tensor._meta.dtype is dtype and tensor._meta.is_contiguous():
         with torch._C.DisableTorchFunctionSubclass():
-            return Hole(tensor._meta, tensor.device, what, requires_grad=requires_grad and dtype.is_floating_point)
+            return AbsentTensor(tensor._meta, tensor.device, what, requires_grad=requires_grad and dtype.is_floating_point)
     return hole_of(tuple(tensor.shape), dtype, tensor.device, what, requires_grad)
 
 
-def hole_parameter(parameter: Tensor, what: str, *, device: torch.device | None = None) -> Hole:
-    """A hole that is a parameter, as far as ``isinstance`` tells."""
-    hole = hole_like(parameter, what, device=device)
-    hole._is_param = True
-    return hole
+def hole_parameter(parameter: Tensor, what: str, *, device: torch.device | None = None) -> AbsentTensor:
+    """An absent tensor that is a parameter, as far as ``isinstance`` tells."""
+    absent = absent_like(parameter, what, device=device)
+    absent._is_param = True
+    return absent
 
 
-def fill(hole: Tensor, tensor: Tensor) -> None:
-    """Let a hole stand for a tensor from now on."""
-    inner = hole._hole if type(hole) is Hollowed else hole
-    assert isinstance(inner, Hole), "only a hole is filled"
+def provide(absent: Tensor, tensor: Tensor) -> None:
+    """Let an absent tensor stand for a tensor from now on."""
+    inner = absent._absent if type(absent) is OverwrittenTensor else absent
+    assert isinstance(inner, AbsentTensor), "only a hole is filled"
     inner._value = tensor
 
 
 def filled(value: Any) -> Any:
-    """The tensor that a hole is filled with; anything else as it is."""
-    if type(value) is Hollowed:
-        value = value._hole
-    if isinstance(value, Hole) and value._value is not None:
+    """The tensor that an absent one is provided with; anything else as it is."""
+    if type(value) is OverwrittenTensor:
+        value = value._absent
+    if isinstance(value, AbsentTensor) and value._value is not None:
         return value._value
     return value
 
 
 def resolved(value: Any) -> Any:
-    """Arguments with filled holes replaced by their tensors; lists and dictionaries stay the same objects."""
+    """Arguments with provided tensors replaced by their tensors; lists and dictionaries stay the same objects."""
     kind = type(value)
-    if kind is Hole or kind is Hollowed:
+    if kind is AbsentTensor or kind is OverwrittenTensor:
         return filled(value)
     if kind is tuple:
         items = [resolved(item) for item in value]
@@ -177,17 +181,17 @@ def resolved(value: Any) -> Any:
     return value
 
 
-def name_of(hole: Tensor) -> str:
-    """What a hole stands for, in words."""
-    inner = hole._hole if type(hole) is Hollowed else hole
-    return inner._what if isinstance(inner, Hole) else "a tensor"
+def name_of(absent: Tensor) -> str:
+    """What an absent tensor stands for, in words."""
+    inner = absent._absent if type(absent) is OverwrittenTensor else absent
+    return inner._what if isinstance(inner, AbsentTensor) else "a tensor"
 
 
-class AsHoles(TorchDispatchMode):
-    """While open, every operator runs for its results' shapes only, which are holes; real tensors are neither read nor written.
+class AbsentMode(TorchDispatchMode):
+    """While open, every operator runs for its results' shapes only, which are absent tensors; real tensors are neither read nor written.
 
     Args:
-        simulated: nothing that exists becomes a hole, whatever is written to it.
+        simulated: nothing that exists becomes an absent tensor, whatever is written to it.
     """
 
     def __init__(self, *, simulated: bool = False) -> None:
@@ -208,19 +212,19 @@ class AsHoles(TorchDispatchMode):
 
 def _described(tensor: Tensor) -> Tensor:
     """A meta tensor of its shape, strides and type."""
-    if isinstance(tensor, Hole):
+    if isinstance(tensor, AbsentTensor):
         return tensor._meta if tensor._value is None else _described(tensor._value)
-    if type(tensor) is Hollowed:
-        return tensor._hole._meta
+    if type(tensor) is OverwrittenTensor:
+        return tensor._absent._meta
     if tensor.layout is not torch.strided:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """An operator of the dispatcher on meta tensors, its results as holes."""
+    """An operator of the dispatcher on meta tensors, its results as absent tensors."""
     if RULES.strict:
-        _raise(next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Hole)), None), func)
+        _raise(next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, AbsentTensor)), None), func)
     origins: dict[int, Tensor] = {}
     devices: list[torch.device] = []
     what: list[str] = []
@@ -229,7 +233,7 @@ def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
     def to_meta(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            if isinstance(leaf, Hole):
+            if isinstance(leaf, AbsentTensor):
                 if leaf._value is not None:
                     raise MissingValue(
                         f"{func} was reached past torch's functions with {leaf._what}, which another stage sends; "
@@ -268,8 +272,8 @@ def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             return leaf
         origin = origins.get(id(leaf))
         if origin is None:
-            return Hole(leaf, device, described)
-        if type(origin) is not Hole and type(origin) is not Hollowed:
+            return AbsentTensor(leaf, device, described)
+        if type(origin) is not AbsentTensor and type(origin) is not OverwrittenTensor:
             _hollow_out(origin, leaf, described)
         return origin
 
@@ -277,13 +281,13 @@ def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def make_hole(tensor: Tensor, what: str) -> None:
-    """Make a hole of a real tensor, and of the one that it is a view of: it was written to with another stage's values."""
-    if not isinstance(tensor, (Hole, Hollowed)):
+    """Make an absent tensor of a real tensor, and of the one that it is a view of: it was written to with another stage's values."""
+    if not isinstance(tensor, (AbsentTensor, OverwrittenTensor)):
         _hollow_out(tensor, _described(tensor), what)
 
 
 def _hollow_out(tensor: Tensor, meta: Tensor, what: str) -> None:
-    """Make a hole of a real tensor that was written to, and of the one that it is a view of."""
+    """Make an absent tensor of a real tensor that was written to, and of the one that it is a view of."""
     if RULES.simulated:
         return
     if not RULES.hollowing:
@@ -293,23 +297,23 @@ def _hollow_out(tensor: Tensor, meta: Tensor, what: str) -> None:
     if type(tensor) is not Tensor:
         raise MissingValue(f"a {type(tensor).__name__} is written to with {what}, which isn't here")
     base = tensor._base
-    hole = Hole(meta, tensor.device, what)
-    tensor.__class__ = Hollowed
-    tensor._hole = hole  # type: ignore[attr-defined]
+    absent = AbsentTensor(meta, tensor.device, what)
+    tensor.__class__ = OverwrittenTensor
+    tensor._absent = absent  # type: ignore[attr-defined]
     if base is not None and type(base) is Tensor:
         _hollow_out(base, _described(base), what)
 
 
-def _stand_in(value: Any, missing: list[Hole]) -> Any:
-    """Arguments with filled holes replaced; those that aren't filled are noted."""
+def _stand_in(value: Any, missing: list[AbsentTensor]) -> Any:
+    """Arguments with provided tensors replaced; those that aren't filled are noted."""
     kind = type(value)
-    if kind is Hole:
+    if kind is AbsentTensor:
         if value._value is not None:
             return value._value
         missing.append(value)
         return value
-    if kind is Hollowed:
-        return _stand_in(value._hole, missing)
+    if kind is OverwrittenTensor:
+        return _stand_in(value._absent, missing)
     if kind is tuple or kind is list:
         return kind(_stand_in(item, missing) for item in value)
     if kind is dict:
@@ -322,8 +326,8 @@ def _stand_in(value: Any, missing: list[Hole]) -> Any:
 
 def _put_holes(value: Any) -> Any:
     kind = type(value)
-    if kind is Hollowed:
-        return value._hole
+    if kind is OverwrittenTensor:
+        return value._absent
     if kind is tuple or kind is list:
         return kind(_put_holes(item) for item in value)
     if kind is dict:
@@ -331,45 +335,45 @@ def _put_holes(value: Any) -> Any:
     return value
 
 
-def _raise(hole: Hole | None, func: Any) -> NoReturn:
-    what = "a tensor" if hole is None else hole._what
+def _raise(absent: AbsentTensor | None, func: Any) -> NoReturn:
+    what = "a tensor" if absent is None else absent._what
     raise MissingValue(
         f"{title(func)} needs the values of {what}, which another stage has and didn't send; the recorded step didn't use it here"
     )
 
 
-# -- functions that holes answer by themselves -----------------------------------------------------------------------------------------
+# -- functions that absent tensors answer by themselves ------------------------------------------------------------------------------------
 
 
 def _reading(func: Callable[..., Any]) -> Callable[..., Any]:
     """An error for a function that reads values."""
 
     def read(*args: Any, **kwargs: Any) -> NoReturn:
-        hole = next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Hole) and leaf._value is None), None)
-        what = "a tensor" if hole is None else hole._what
+        absent = next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, AbsentTensor) and leaf._value is None), None)
+        what = "a tensor" if absent is None else absent._what
         raise MissingValue(f"{title(func)} reads the values of {what}, which another stage has")
 
     return read
 
 
-def _set_data(hole: Tensor, value: Tensor) -> None:
+def _set_data(absent: Tensor, value: Tensor) -> None:
     """``hole.data = value``, as ``Module.to`` does: another type or device."""
-    if not isinstance(hole, Hole) or not isinstance(value, Hole):
-        raise MissingValue(f"a tensor's data can't be set to or from {name_of(hole)}, which another stage has")
-    if value is hole or (value.dtype == hole.dtype and value.device == hole.device and value.shape == hole.shape):
+    if not isinstance(absent, AbsentTensor) or not isinstance(value, AbsentTensor):
+        raise MissingValue(f"a tensor's data can't be set to or from {name_of(absent)}, which another stage has")
+    if value is absent or (value.dtype == absent.dtype and value.device == absent.device and value.shape == absent.shape):
         return
-    new = Hole(value._meta, value.device, hole._what, requires_grad=hole.requires_grad)
-    new.__dict__.update({**hole.__dict__, "_meta": value._meta})
-    torch.utils.swap_tensors(hole, new)
+    new = AbsentTensor(value._meta, value.device, absent._what, requires_grad=absent.requires_grad)
+    new.__dict__.update({**absent.__dict__, "_meta": value._meta})
+    torch.utils.swap_tensors(absent, new)
 
 
-def _deepcopy(hole: Tensor, memo: dict[int, Any]) -> Tensor:
-    assert isinstance(hole, Hole)
-    copied = memo.get(id(hole))
+def _deepcopy(absent: Tensor, memo: dict[int, Any]) -> Tensor:
+    assert isinstance(absent, AbsentTensor)
+    copied = memo.get(id(absent))
     if copied is None:
-        copied = Hole(hole._meta, hole.device, hole._what, requires_grad=hole.requires_grad)
-        copied.__dict__.update(hole.__dict__)
-        memo[id(hole)] = copied
+        copied = AbsentTensor(absent._meta, absent.device, absent._what, requires_grad=absent.requires_grad)
+        copied.__dict__.update(absent.__dict__)
+        memo[id(absent)] = copied
     return copied
 
 

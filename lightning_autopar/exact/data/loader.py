@@ -18,10 +18,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.alone import alone
 from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
-from lightning_autopar.exact.data.loader_pass import Pass
+from lightning_autopar.exact.data.loader_pass import LoaderPass
 from lightning_autopar.exact.data.order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.exact.data.share import BatchShare, Dealing
-from lightning_autopar.exact.data.track import STATE_VERSION, Progress, Settlement, Track
+from lightning_autopar.exact.data.track import STATE_VERSION, EpochProgress, PassRecord, SharedRandomState
 from lightning_autopar.exact.data.worker_random import CollateAndTell, GoOn, states_of
 
 __all__ = ["BatchShare", "ExactLoader", "is_loader_state", "orders_alike", "unwrapped"]
@@ -93,14 +93,14 @@ class ExactLoader(DataLoader[Any]):
     _alike: Callable[[int], bool] | None
     _sync: Callable[[object], object] | None
     _boundary: Callable[[int], None] | None
-    _progress: Callable[[], Progress] | None
+    _progress: Callable[[], EpochProgress] | None
     _source: Source
     _split: Split
     _own: dict[str, Any]
     _order: Order | None
-    _track: Track | None
+    _track: PassRecord | None
     _resume: dict[str, Any] | None
-    _settlement: Settlement
+    _shared_random: SharedRandomState
     _shares: dict[int, BatchShare]
     _indices: dict[int, int]
     _unasked: deque[BatchShare]
@@ -115,7 +115,7 @@ class ExactLoader(DataLoader[Any]):
         whole_batches: bool = False,
         sync: Callable[[object], object] | None = None,
         boundary: Callable[[int], None] | None = None,
-        progress: Callable[[], Progress] | None = None,
+        progress: Callable[[], EpochProgress] | None = None,
         load_all: bool = False,
         collate_all: bool = False,
         by_samples: bool = False,
@@ -135,7 +135,7 @@ class ExactLoader(DataLoader[Any]):
         self.__dict__.update(wrapped=loader, _rank=rank, _world_size=world_size, _dealing=dealing, _whole_batches=whole_batches)
         self.__dict__.update(_load_all=load_all or collate_all, _collate_all=collate_all, _by_samples=by_samples, _alike=alike)
         self.__dict__.update(_sync=sync, _boundary=boundary, _progress=progress, _own=own)
-        self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _settlement=None)
+        self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _shared_random=None)
         self.__dict__.update(_shares={}, _indices={}, _unasked=deque())
         self.__dict__["_split"] = self._find_split()
         if world_size > 1 or sync is not None:
@@ -231,7 +231,7 @@ class ExactLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.__dict__["_own"] = rng.find_generators(self._places())
-        return Pass(self)
+        return LoaderPass(self)
 
     def _places(self) -> list[tuple[str, object]]:
         loader = self.wrapped
@@ -390,7 +390,7 @@ class ExactLoader(DataLoader[Any]):
             )
         if self._whole_batches:
             raise ValueError("a loader of whole batches, as for prediction, can't be resumed; predict from the start")
-        self.__dict__.update(_resume=dict(state_dict), _settlement=Settlement.of(state_dict))
+        self.__dict__.update(_resume=dict(state_dict), _shared_random=SharedRandomState.of(state_dict))
 
 
 def _find_source(loader: Any) -> Source:

@@ -21,7 +21,7 @@ from lightning_autopar.exact.data.collate import CollateRows
 from lightning_autopar.exact.data.order import DrawLog, Order
 from lightning_autopar.exact.data.rows import part_number
 from lightning_autopar.exact.data.share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.data.track import Progress, Track, load_sampler_states
+from lightning_autopar.exact.data.track import EpochProgress, PassRecord, load_sampler_states
 from lightning_autopar.exact.data.worker_random import WorkerStates, states_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Pass(Iterator[Any]):
+class LoaderPass(Iterator[Any]):
     """An iterator over an exact loader, from iter() to exhaustion."""
 
     def __init__(self, loader: ExactLoader) -> None:
@@ -53,7 +53,7 @@ class Pass(Iterator[Any]):
         if loader._resume is None:
             self._start()
         else:  # at the first batch: only then has Lightning told the sampler its epoch
-            loader._settlement.waiting.append(weakref.ref(self))
+            loader._shared_random.waiting.append(weakref.ref(self))
 
     def _begin_track(self, workers: Mapping[str, Any] | None = None, skip: int = 0) -> Any:
         """The inner loader of a new pass, and its empty record.
@@ -72,8 +72,8 @@ class Pass(Iterator[Any]):
             self._workers = before.workers.at(before.handed) if lived and before and before.workers else None
             inner = loader._make_inner(self._workers if loader._inner is None else None)
         order: Order | None = loader._order if loader._source == "order" else None
-        self._previous: Track | None = loader._track
-        self._track = Track(order, _samplers(loader) if loader._source == "order" else {}, alone(sized_len, loader))
+        self._previous: PassRecord | None = loader._track
+        self._track = PassRecord(order, _samplers(loader) if loader._source == "order" else {}, alone(sized_len, loader))
         loader.__dict__["_track"] = self._track
         if order is not None:
             order.on_drawn = self._drawn if not loader.num_workers and (self._keeps or loader._isolates) else None
@@ -114,12 +114,12 @@ class Pass(Iterator[Any]):
             self._resume(state)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        settlement = self._loader._settlement
+        shared_random = self._loader._shared_random
         if "base" not in state:  # an epoch that had not begun: it begins, as ever, from the random state of then
-            settlement.settle(rng.from_plain(state["rng"]), self._own)
+            shared_random.settle(rng.from_plain(state["rng"]), self._own)
             self._start(self._fitting(state))
             return
-        others = rng.capture({}) if settlement.done else {}
+        others = rng.capture({}) if shared_random.done else {}
         if not state["exact"]:
             _log.warning("the data order drew from the global random state too often to be replayed; the rest of this epoch may differ")
         skip, workers = int(state["finished"]), self._fitting(state)
@@ -181,8 +181,8 @@ class Pass(Iterator[Any]):
     def __next__(self) -> Any:
         loader = self._loader
         if loader._resume is not None and (self._inner is None or self._track.handed == self._skipped):
-            settlement = loader._settlement
-            for waiting in [] if settlement.mid_epoch else settlement.waiting:
+            shared_random = loader._shared_random
+            for waiting in [] if shared_random.mid_epoch else shared_random.waiting:
                 if (other := waiting()) is not None:
                     other._take_up()
             self._take_up()
@@ -219,12 +219,12 @@ class Pass(Iterator[Any]):
         return batch
 
     def _settled(self) -> None:
-        settlement = self._loader._settlement
+        shared_random = self._loader._shared_random
         assert self._settle is not None
         if self._running:  # each loader's last fetch set its own; the step began after the last of them
             rng.restore(self._settle, self._own)
         else:
-            settlement.settle(self._settle, self._own)
+            shared_random.settle(self._settle, self._own)
         self._settle, self._running, self._track.unsettled = None, False, None
 
     def _note(self) -> rng.RngState:
@@ -286,7 +286,7 @@ class Pass(Iterator[Any]):
         return share if rows is None else replace(share, rows=rows)
 
 
-def _base(progress: Progress | None, previous: Track | None) -> int:
+def _base(progress: EpochProgress | None, previous: PassRecord | None) -> int:
     """The position in the epoch of a pass's first batch: not 0 where Lightning cycles through a shorter loader again."""
     if progress is None or progress.started == 0 or (progress.last and progress.finished == progress.started):
         return 0

@@ -103,7 +103,7 @@ class DrawLog:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class DrawnBatch:
     """One batch that the order handed to the loader."""
 
     rows: int
@@ -141,7 +141,7 @@ class Order:
     ) -> None:
         self.batches = batches
         self.log = DrawLog()
-        self.taken: deque[Taken] = deque()
+        self.taken: deque[DrawnBatch] = deque()
         #: How many global batches the sampler has given in this epoch.
         self.made = 0
         self.ended = False
@@ -226,7 +226,7 @@ class Order:
             batch = list(batch)
         of = len(batch) if self._batched else 1
         rows = of if self._split is None else self._split.rows(of, self._rank)
-        self.taken.append(Taken(rows=rows, of=of, index=index, indices=batch))
+        self.taken.append(DrawnBatch(rows=rows, of=of, index=index, indices=batch))
         return batch if self._split is None or self._world_size == 1 else cut(batch, self._rank, self._split)
 
     def _next_round(self, source: Iterator[Any]) -> Any:
@@ -239,7 +239,7 @@ class Order:
         first = self.made - len(group)
         mine = min(self._rank, len(group) - 1)
         of = len(group[mine]) if self._batched and hasattr(group[mine], "__len__") else 1
-        self.taken.append(Taken(rows=of if self._rank < len(group) else 0, of=of, index=first + mine))
+        self.taken.append(DrawnBatch(rows=of if self._rank < len(group) else 0, of=of, index=first + mine))
         # Lightning's predict loop reads a round's sample indices off this list of its batch sampler, by the rank's own batch count.
         seen = getattr(self.batches, "seen_batch_indices", None)
         if isinstance(seen, list) and self._world_size > 1:

@@ -19,7 +19,7 @@ from lightning_autopar.exact.data.order import DrawLog, Order
 from lightning_autopar.exact.data.worker_random import WorkerStates
 
 if TYPE_CHECKING:
-    from lightning_autopar.exact.data.loader_pass import Pass
+    from lightning_autopar.exact.data.loader_pass import LoaderPass
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _FETCHES_KEPT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class EpochProgress:
     """How far Lightning has come in the current epoch, all loaders' batches counted once.
 
     Args:
@@ -45,38 +45,38 @@ class Progress:
     last: bool
 
 
-def fit_progress(trainer: Any) -> Callable[[], Progress]:
+def fit_progress(trainer: Any) -> Callable[[], EpochProgress]:
     """What an :class:`ExactLoader` for training asks, answered by a Lightning Trainer's own counters.
 
     A batch is finished once Lightning counts it as processed: a checkpoint of ``on_train_batch_end`` is written before it is counted as
     completed, and Lightning itself goes on after it.
     """
 
-    def ask() -> Progress:
+    def ask() -> EpochProgress:
         batches = trainer.fit_loop.epoch_loop.batch_progress
-        return Progress(started=batches.current.ready, finished=batches.current.processed, last=batches.is_last_batch)
+        return EpochProgress(started=batches.current.ready, finished=batches.current.processed, last=batches.is_last_batch)
 
     return ask
 
 
-class Settlement:
+class SharedRandomState:
     """A checkpoint's random state, which the first of the loaders that were saved together sets, and the others must not set back.
 
     Args:
         state: the random state, as it is in the checkpoint.
     """
 
-    _latest: weakref.ref[Settlement] | None = None
+    _latest: weakref.ref[SharedRandomState] | None = None
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._mark: torch.Tensor = state["torch"]
         self.done = False
         #: Whether some loader was in the middle of its data; else an epoch begins, and all loaders' iterators are made before any batch.
         self.mid_epoch = False
-        self.waiting: list[weakref.ref[Pass]] = []
+        self.waiting: list[weakref.ref[LoaderPass]] = []
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Settlement:
+    def of(cls, state: Mapping[str, Any]) -> SharedRandomState:
         """The one that another loader of the same checkpoint began, or a new one, for a loader's state."""
         latest = cls._latest() if cls._latest is not None else None
         if latest is None or latest.done or not torch.equal(latest._mark, state["rng"]["torch"]):
@@ -91,7 +91,7 @@ class Settlement:
         self.done = True
 
 
-class Track:
+class PassRecord:
     """What happened in a pass so far.
 
     Args:
@@ -126,7 +126,7 @@ class Track:
     def log(self, log: DrawLog) -> None:
         self._log = log
 
-    def state_dict(self, progress: Progress | None, own: Mapping[str, Any]) -> dict[str, Any]:
+    def state_dict(self, progress: EpochProgress | None, own: Mapping[str, Any]) -> dict[str, Any]:
         """The position and random states for a checkpoint."""
         if self.unsettled is not None:
             return dict(self.unsettled)
@@ -168,7 +168,7 @@ def _sampler_states(samplers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_sampler_states(samplers: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Give the samplers back what :class:`Track` found in them."""
+    """Give the samplers back what :class:`PassRecord` found in them."""
     for name, sampler in samplers.items():
         state = states.get(name, {})
         if "state" in state:

@@ -11,7 +11,7 @@ A training step exchanges nothing where the code of ``training_step`` logs nothi
 logged there all the same, by code that isn't found, it waits for the epoch's end, and later epochs exchange at each step.
 
 Under a pipeline every stage runs the user's step; what counts is what a stage's own code logs. The rest is dropped unseen, as its values
-may be holes. What the last stage logged reaches the others, the first rank's loggers among them, by the same exchange.
+may be absent tensors. What the last stage logged reaches the others, the first rank's loggers among them, by the same exchange.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.share import BatchShare
 from lightning_autopar.exact.logs.entries import (
     LOSS,
@@ -430,7 +430,7 @@ class GlobalLogging:
         """What of the user's log counts, None if nothing does. Keeps in mind under which names it logs what a metric's ``forward`` gave."""
         if self._in_part and not self._owns():
             return None
-        if is_hole(value):
+        if is_absent(value):
             where = f"stage {self._stage}" if self._in_part else f"the hook {self._module._current_fx_name}"
             raise RuntimeError(
                 f"{name!r} is logged in {where} of a pipeline, which doesn't have its value: it depends on another stage's parameters. "

@@ -36,7 +36,7 @@ class Logged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class LogComparison:
     """The rules that explain each value, likelier ones first: none for a value that is nothing of the kind.
 
     Args:
@@ -67,11 +67,11 @@ class Comparison:
         """Whether several rules explain a value: the sum and the maximum of a count and a zero, say."""
         return any(len(rules) > 1 for rules in self.matching.values())
 
-    def narrowed(self, other: Comparison) -> Comparison:
+    def narrowed(self, other: LogComparison) -> LogComparison:
         """This one, less the rules that another batch, or another division of it, doesn't bear out."""
         matching = {key: tuple(rule for rule in rules if rule in other.matching.get(key, rules)) for key, rules in self.matching.items()}
         apart = {key: max(by, other.apart.get(key, by)) for key, by in self.apart.items()}
-        return Comparison(matching={**other.matching, **matching}, apart={**other.apart, **apart})
+        return LogComparison(matching={**other.matching, **matching}, apart={**other.apart, **apart})
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def recorded_logs(module: LightningModule) -> Iterator[dict[str, Logged]]:
 
 def compare_logs(
     hook: str, whole: Mapping[str, Logged], parts: Sequence[Mapping[str, Logged]], rows: Sequence[int], *, double: bool = False
-) -> Comparison:
+) -> LogComparison:
     """Which of mean, sum, maximum and minimum over the parts gives the whole batch's value, for each logged name.
 
     Args:
@@ -133,4 +133,4 @@ def compare_logs(
         matching[hook, name] = tuple(dict.fromkeys(rule for rule in (preferred, *combined) if distance[rule] <= equal))
         # A rule that other batches don't bear out may have been the nearest here.
         apart[hook, name] = max(distance[preferred], _EQUAL)
-    return Comparison(matching=matching, apart=apart)
+    return LogComparison(matching=matching, apart=apart)

@@ -182,7 +182,7 @@ class GlobalDraws:
         finally:
             self._paused = before
 
-    def choose(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
+    def rows_for(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
         """How this rank makes a draw into ``tensor`` (of ``shape``, where that isn't the tensor's own)."""
         shape = tuple(tensor.shape) if shape is None else shape
         share = self._share()
@@ -217,7 +217,7 @@ class GlobalDraws:
         return choice
 
     @contextmanager
-    def aside(self, device: torch.device, generator: torch.Generator | None, *, own: bool) -> Iterator[None]:
+    def with_own_generator(self, device: torch.device, generator: torch.Generator | None, *, own: bool) -> Iterator[None]:
         """Draw from a seed instead, so that the generator moves on by the same on every rank, however much is drawn inside.
 
         Args:
@@ -339,7 +339,7 @@ def whole_like(part: Tensor, rows: Rows, share: BatchShare, dtype: torch.dtype |
     return torch.empty_strided(shape, _strides(shape, order, 2 if gaps else 1), dtype=dtype or part.dtype, device=part.device)
 
 
-def take(whole: Tensor, part: Tensor, rows: Rows, share: BatchShare) -> None:
+def pick_rows(whole: Tensor, part: Tensor, rows: Rows, share: BatchShare) -> None:
     """Copy the rank's rows of the whole batch's draw into ``part``: those of sample 0 where it has none."""
     place, own = rows.dim + rows.groups_first, share.indices
     samples, target = _split(whole, rows, share.of), _split(part, rows, max(share.rows, 1))
@@ -349,8 +349,8 @@ def take(whole: Tensor, part: Tensor, rows: Rows, share: BatchShare) -> None:
         target.copy_(samples.index_select(place, index_of(own, whole.device)))
 
 
-def put(part: Tensor, whole: Tensor, rows: Rows, share: BatchShare) -> None:
-    """The reverse of :func:`take`."""
+def scatter_rows(part: Tensor, whole: Tensor, rows: Rows, share: BatchShare) -> None:
+    """The reverse of :func:`pick_rows`."""
     place, own = rows.dim + rows.groups_first, share.indices
     target, samples = _split(whole, rows, share.of), _split(part, rows, max(share.rows, 1))
     if isinstance(own, range):

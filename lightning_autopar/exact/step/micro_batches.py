@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_autopar._lightning_compat import combined_mode, is_overridden
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.rows import count_rows, take_rows
 from lightning_autopar.exact.data.share import BatchShare, Dealing
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
@@ -252,10 +252,10 @@ class PartGradients:
         self._earlier = None
 
     def _parameters(self) -> Iterator[Parameter]:
-        """Those of the optimizers that are here: what another stage has may have no more than a hole for a gradient."""
+        """Those of the optimizers that are here: what another stage has may have no more than an absent tensor for a gradient."""
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
-                yield from (parameter for parameter in group["params"] if not is_hole(parameter))
+                yield from (parameter for parameter in group["params"] if not is_absent(parameter))
 
     def _taken(self) -> dict[Parameter, Tensor]:
         """The optimizers' parameters' gradients, which are None from now on."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_autopar._temporary import replaced
+from lightning_autopar._temporary import patched
 
 #: Gets the parameters that a backward pass has brought gradients to.
 Done = Callable[[list[Parameter]], None]
@@ -43,7 +43,7 @@ def noticed(weight: float, ours: Callable[[], bool], done: Done) -> Iterator[Non
         done(reached)
         return result
 
-    with replaced(torch.autograd, "backward", backward):
+    with patched(torch.autograd, "backward", backward):
         yield
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.exact.data.share import index_of
-from lightning_autopar.exact.step.draws import Choice, GlobalDraws, Rows, put, take, whole_like
+from lightning_autopar.exact.step.draws import Choice, GlobalDraws, Rows, pick_rows, scatter_rows, whole_like
 from lightning_autopar.exact.step.own_rows import drop_own, fill_own
 
 _Call: TypeAlias = Callable[..., Any]
@@ -58,11 +58,11 @@ def _kernel(draws: GlobalDraws, name: str, key: str, handler: Callable[..., Any]
 
 def _fill(op: str, draws: GlobalDraws, call: _Call, out: Tensor, *args: Any, generator: _Generator = None) -> Tensor:
     """``out.normal_(…)`` and its kin."""
-    choice = draws.choose(op, out, generator)
+    choice = draws.rows_for(op, out, generator)
     share = draws.share
     assert share is not None
     if draws.seeded or choice == "own":
-        with draws.aside(out.device, generator, own=choice is not None):
+        with draws.with_own_generator(out.device, generator, own=choice is not None):
             call(out, *args, generator=generator)
     elif isinstance(choice, Rows) and share.of > max(share.rows, 1) and not fill_own(op, call, out, args, generator, choice, share):
         # With MKL the CPU's kernel draws into integers of 32 bits whatever it fills (DistributionKernels.cpp): no need to hold both.
@@ -71,7 +71,7 @@ def _fill(op: str, draws: GlobalDraws, call: _Call, out: Tensor, *args: Any, gen
         # An argument that is a tensor (bernoulli_'s probabilities) doesn't change how far the generator moves: zeros do for others' rows.
         spread = [_spread(arg.expand(out.shape), whole, draws, choice) if isinstance(arg, Tensor) else arg for arg in args]
         call(whole, *spread, generator=generator)
-        take(whole, out, choice, share)
+        pick_rows(whole, out, choice, share)
     elif not isinstance(choice, Rows) or share.of == max(share.rows, 1):
         call(out, *args, generator=generator)
     return out
@@ -81,7 +81,7 @@ def _spread(part: Tensor, like: Tensor, draws: GlobalDraws, rows: Rows) -> Tenso
     """A tensor laid out as the whole batch's draw ``like``, with the rank's rows from ``part`` and zeros elsewhere."""
     assert draws.share is not None
     whole = torch.zeros_like(like, dtype=part.dtype)
-    put(part, whole, rows, draws.share)
+    scatter_rows(part, whole, rows, draws.share)
     return whole
 
 
@@ -134,23 +134,23 @@ def _multinomial(
     if weights.ndim == 2 and (num_samples == 1 or not replacement):
         return _into(out, native(weights, num_samples))  # made of exponential_, which comes here again
     shape = (*weights.shape[:-1], num_samples)
-    choice = draws.choose("multinomial", weights, generator, shape)
+    choice = draws.rows_for("multinomial", weights, generator, shape)
     if isinstance(choice, Rows) and choice.dim != 0:
         choice = "own"
     with draws.paused():
         if draws.seeded or choice == "own":
-            with draws.aside(weights.device, generator, own=choice is not None):
+            with draws.with_own_generator(weights.device, generator, own=choice is not None):
                 result = native(weights, num_samples)
         elif isinstance(choice, Rows) and share.of > max(share.rows, 1):
             result = torch.empty(shape, dtype=torch.int64, device=weights.device)
             many = share.of * (shape[0] // max(share.rows, 1))
             if weights.ndim == 2:
                 whole_weights = torch.ones((many, weights.shape[1]), dtype=weights.dtype, device=weights.device)
-                put(weights, whole_weights, choice, share)
+                scatter_rows(weights, whole_weights, choice, share)
                 whole = native(whole_weights, num_samples)
             else:
                 whole = native(weights, many)
-            take(whole, result, choice, share)
+            pick_rows(whole, result, choice, share)
         else:
             result = native(weights, num_samples)
     return _into(out, result)
@@ -163,9 +163,9 @@ def _randperm(draws: GlobalDraws, call: _Call, n: int, *, generator: _Generator 
     """
     share = draws.share
     assert share is not None
-    choice = draws.choose("randperm", out, generator, (n,))
+    choice = draws.rows_for("randperm", out, generator, (n,))
     if draws.seeded or choice == "own":
-        with draws.aside(out.device, generator, own=choice is not None):
+        with draws.with_own_generator(out.device, generator, own=choice is not None):
             call(n, generator=generator, out=out)
     elif isinstance(choice, Rows) and share.of > max(share.rows, 1):
         draws.unreproducible.add("randperm over the samples")
@@ -188,18 +188,18 @@ def _native_dropout(draws: GlobalDraws, call: _Call, input: Tensor, p: float, tr
     """CUDA's dropout, whose mask depends on the number of all elements."""
     draws_a_mask = train is not False and 0 < p < 1 and input.numel() > 0
     # "bernoulli_" is the name that the CPU's dropout, and so the probe, knows it by.
-    choice = draws.choose("bernoulli_", input, None) if draws_a_mask else None
+    choice = draws.rows_for("bernoulli_", input, None) if draws_a_mask else None
     share = draws.share
     assert share is not None
     with draws.paused():
         if draws_a_mask and (draws.seeded or choice == "own"):
-            with draws.aside(input.device, None, own=choice is not None):
+            with draws.with_own_generator(input.device, None, own=choice is not None):
                 return cast(Sequence[Tensor], call(input, p, train))
         if not isinstance(choice, Rows) or share.of == max(share.rows, 1):
             return cast(Sequence[Tensor], call(input, p, train))
         mask = torch.empty_like(input, dtype=torch.bool)
         if not drop_own(call, input, p, mask, choice, share):
-            take(call(whole_like(input, choice, share), p, train)[1], mask, choice, share)
+            pick_rows(call(whole_like(input, choice, share), p, train)[1], mask, choice, share)
         return torch.ops.aten.native_dropout_backward(input, mask, 1 / (1 - p)), mask
 
 
@@ -211,11 +211,11 @@ def _rejecting(op: str, draws: GlobalDraws, call: _Call, tensor: Tensor, *args: 
     if op.startswith("rrelu") and not (args[3] if len(args) > 3 else kwargs.get("training", False)):
         return call(tensor, *args, **kwargs)
     generator = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
-    choice: Choice = draws.choose(op, tensor, generator)
+    choice: Choice = draws.rows_for(op, tensor, generator)
     if choice is None and not draws.seeded:
         return call(tensor, *args, **kwargs)
     draws.unreproducible.add(op)
-    with draws.aside(tensor.device, generator, own=choice is not None):
+    with draws.with_own_generator(tensor.device, generator, own=choice is not None):
         return call(tensor, *args, **kwargs)
 
 
@@ -226,7 +226,7 @@ def _fused(op: str, draws: GlobalDraws, call: _Call, query: Tensor, *args: Any, 
     if draws.share.whole or not {**dict(zip(names[1:], args, strict=False)), **kwargs}.get("dropout_p"):
         return call(query, *args, **kwargs)
     draws.unreproducible.add(op)
-    with draws.aside(query.device, None, own=True):
+    with draws.with_own_generator(query.device, None, own=True):
         return call(query, *args, **kwargs)
 
 

@@ -16,7 +16,7 @@ Category = Literal["parameters", "gradients", "optimizer", "activations", "tempo
 COMPUTE, GATHER, REDUCE = range(3)
 
 
-class Machine:
+class PlayedDevice:
     """What is held, each thing under a key of the caller's.
 
     Args:

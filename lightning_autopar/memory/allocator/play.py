@@ -1,6 +1,6 @@
 """A rank plays the tape of a step: its share of the batch, in micro-batches, recomputing blocks. Knows no allocator policy and no planner.
 
-:class:`Whole` holds a whole copy of the module, :class:`Buckets` one under DDP. Other engines override what happens to parameters and
+:class:`Player` holds a whole copy of the module, :class:`DDPPlayer` one under DDP. Other engines override what happens to parameters and
 gradients (``start``, ``enter``, ``complete``, ``clear``) and how large the optimizer's tensors are (``size_of``).
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
 
-from lightning_autopar.memory.allocator.device import Category, Machine
+from lightning_autopar.memory.allocator.device import Category, PlayedDevice
 from lightning_autopar.memory.allocator.options import MIB
-from lightning_autopar.memory.allocator.tape_parts import Change, Part, Script
+from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.tape import Kind
 
@@ -33,7 +33,7 @@ BUCKET_BYTES = 25 * MIB
 _MOST_WAITING = 2000
 
 
-class Whole:
+class Player:
     """A rank that holds all parameters, gradients and optimizer state.
 
     Args:
@@ -47,7 +47,9 @@ class Whole:
         workspaces: sizes of what libraries keep from the first product on, of the thread that runs forward, and of backward's.
     """
 
-    def __init__(self, machine: Machine, script: Script, footprint: Footprint, rows: Sequence[int], recompute: frozenset[int]) -> None:
+    def __init__(
+        self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, rows: Sequence[int], recompute: frozenset[int]
+    ) -> None:
         self.workspaces: Sequence[int] = ()
         self.machine = machine
         self.script = script
@@ -57,7 +59,7 @@ class Whole:
         self.steps = 0
         self.micro = 0
         self._before = frozenset(change.storage for change in script.before)
-        self._forwards: dict[int, Part] = {}
+        self._forwards: dict[int, TapePart] = {}
         self._in_backward: int | None = None
         self._pins: dict[Hashable, int] = {}
         self._unpinned_late: set[Hashable] = set()
@@ -67,7 +69,7 @@ class Whole:
         #: What is known of sizes here: of storages that grow by micro-batch, and of the optimizer's.
         self._shares: list[dict[int, int]] = [{} for _ in rows]
         self._updated: dict[int, int] = {}
-        self._lasting: list[Change] | None = None
+        self._lasting: list[TapeChange] | None = None
         self._lives_on: frozenset[int] | None = None
 
     # -- what engines change ---------------------------------------------------------------------------------------------------------------
@@ -78,28 +80,28 @@ class Whole:
             if change.kind in ("parameters", "buffers"):
                 self.machine.hold(change.storage, change.size_bytes, CATEGORY[change.kind])
 
-    def keeps(self, change: Change) -> bool:
+    def keeps(self, change: TapeChange) -> bool:
         """Whether what is there before a step is this engine's to hold as the tape has it; asked for one change of each kind."""
         return True
 
-    def enter(self, part: Part) -> None:
+    def enter(self, part: TapePart) -> None:
         """A part of the step begins."""
 
     def leave_backward(self, index: int) -> None:
         """The backward of a block is over."""
 
-    def complete(self, key: Hashable, change: Change) -> None:
+    def complete(self, key: Hashable, change: TapeChange) -> None:
         """A gradient is complete. That of a later micro-batch is added to the first one's."""
         if self.micro == 0:
             self.machine.become(key, "gradients")
         else:
             self.machine.drop(key)
 
-    def clear(self, change: Change) -> None:
+    def clear(self, change: TapeChange) -> None:
         """The step frees a gradient, which lies under the first micro-batch's name."""
         self.machine.drop(change.storage)
 
-    def size_of(self, change: Change, *, updating: bool) -> int:
+    def size_of(self, change: TapeChange, *, updating: bool) -> int:
         """Bytes of a storage here; ``updating``: it belongs to the optimizer. Else it is asked of what grows alone, once for each size."""
         if not change.grows or not self.footprint.batch_size:
             return change.size_bytes
@@ -177,7 +179,7 @@ class Whole:
                 self.machine.drop(key)
         self.steps += 1
 
-    def play(self, part: Part) -> None:
+    def play(self, part: TapePart) -> None:
         """One part of forward or backward."""
         if len(self.machine.orders) > _MOST_WAITING:
             self.machine.settle()
@@ -210,7 +212,7 @@ class Whole:
             if index in self.recompute:
                 self._unpin(index)
 
-    def _updated_size(self, change: Change) -> int:
+    def _updated_size(self, change: TapeChange) -> int:
         """What the optimizer has of a storage; it asks for many of few sizes."""
         if change.grows:
             return self.size_of(change, updating=True)
@@ -219,7 +221,7 @@ class Whole:
             size = self._updated[change.size_bytes] = self.size_of(change, updating=True)
         return size
 
-    def _apply(self, changes: Sequence[Change], *, updating: bool, saves: bool = True) -> None:
+    def _apply(self, changes: Sequence[TapeChange], *, updating: bool, saves: bool = True) -> None:
         """Play changes; ``saves``: what is used no more is kept for backward, and what backward has read until its node ends."""
         machine, before, pins = self.machine, self._before, self._pins
         # Machine.hold and Machine.drop written out: they come by tens of thousands of times.
@@ -290,14 +292,14 @@ class Whole:
 
     # -- recomputation (exact/step/recompute.py: torch's non-reentrant checkpointing) ------------------------------------------------------
 
-    def _made_in(self, index: int) -> list[Change]:
+    def _made_in(self, index: int) -> list[TapeChange]:
         """What the block's last forward makes for itself: an output that is used is the next block's to keep, and isn't computed again."""
         part = self._forwards[index]
         passed_on = {*part.outputs, *part.inputs}.difference(part.unused)
         made = {change.storage for change in part.changes if change.action == "allocate"} - passed_on
         return [change for change in part.changes if change.storage in made]
 
-    def _pin(self, part: Part) -> None:
+    def _pin(self, part: TapePart) -> None:
         """What enters the block is kept until its backward is over."""
         for storage in part.inputs:
             key = self.key(storage)
@@ -337,7 +339,7 @@ class Whole:
         self._apply([*changes[:end], *left], updating=False)
 
 
-class Buckets(Whole):
+class DDPPlayer(Player):
     """DDP with ``gradient_as_bucket_view``: gradients lie in flat buckets, there from the start, and are copied into them when complete.
 
     With ``find_unused_parameters`` the buckets aren't built anew after the first step, so they are in the order of the parameters
@@ -350,19 +352,19 @@ class Buckets(Whole):
         for number, size_bytes in enumerate(reversed(bucket_sizes(gradient_sizes(self.footprint, self.script)))):
             self.machine.hold(("bucket", number), size_bytes, "gradients")
 
-    def keeps(self, change: Change) -> bool:
+    def keeps(self, change: TapeChange) -> bool:
         """Gradients lie in the buckets."""
         return change.kind != "gradients"
 
-    def complete(self, key: Hashable, change: Change) -> None:
+    def complete(self, key: Hashable, change: TapeChange) -> None:
         """Copied into its bucket."""
         self.machine.drop(key)
 
-    def clear(self, change: Change) -> None:
+    def clear(self, change: TapeChange) -> None:
         """The buckets stay."""
 
 
-def gradient_sizes(footprint: Footprint, script: Script) -> list[int]:
+def gradient_sizes(footprint: Footprint, script: TapeParts) -> list[int]:
     """Bytes of each gradient, in the order of the parameters as far as it is known."""
     parts = [part for pair in zip(footprint.outer, (*footprint.blocks, None), strict=False) for part in pair if part is not None]
     sizes = [rows * row_bytes for part in parts for rows, row_bytes, learns in part.parameter_rows if learns]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, OutOfDeviceMemory
-from lightning_autopar.memory.allocator.device import Category, Machine
+from lightning_autopar.memory.allocator.device import Category, PlayedDevice
 from lightning_autopar.memory.allocator.options import AllocatorOptions
-from lightning_autopar.memory.allocator.play import Whole
+from lightning_autopar.memory.allocator.play import Player
 
 #: The first step finds no optimizer state. The free blocks that a step leaves scattered may force a later step to reserve one more segment.
 #: So steps are played until one leaves the allocator as it found it, and at most so many.
@@ -41,7 +41,7 @@ class Replayed:
 
 
 def played(
-    make_player: Callable[[Machine], Whole],
+    make_player: Callable[[PlayedDevice], Player],
     *,
     limit_bytes: int | None = None,
     options: AllocatorOptions | None = None,
@@ -56,7 +56,7 @@ def played(
         workspaces: what libraries take of the allocator beside the tape: forward's thread, then backward's.
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, options=options)
-    machine = Machine(allocator)
+    machine = PlayedDevice(allocator)
     player = make_player(machine)
     player.workspaces = workspaces
     missing = 0

@@ -13,7 +13,7 @@ from lightning_autopar.memory.tape import MARKS, Action, Kind, Tape
 _FIXED_KINDS = frozenset(("parameters", "buffers", "optimizer", "gradients", "fixed"))
 
 
-class Change(NamedTuple):
+class TapeChange(NamedTuple):
     """A storage comes, goes, changes, is kept for backward alone from here on (``"unsaved"``), or by a node that has read it (``"read"``);
     or a thread multiplies (``"product"``).
 
@@ -28,7 +28,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class TapePart:
     """What happens between two marks.
 
     Args:
@@ -43,7 +43,7 @@ class Part:
 
     mark: Action
     index: int
-    changes: list[Change] = field(default_factory=list)
+    changes: list[TapeChange] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     unused: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Script:
+class TapeParts:
     """A step, ready to be played with changes.
 
     Args:
@@ -64,18 +64,18 @@ class Script:
         storages: a number above every storage's.
     """
 
-    before: list[Change]
-    parts: list[Part]
-    update: Part
+    before: list[TapeChange]
+    parts: list[TapePart]
+    update: TapePart
     heirs: dict[int, int]
     replaced: frozenset[int]
     storages: int
 
 
-_KNOWN: dict[int, tuple[weakref.ref[Tape], Script]] = {}
+_KNOWN: dict[int, tuple[weakref.ref[Tape], TapeParts]] = {}
 
 
-def script_of(tape: Tape) -> Script:
+def script_of(tape: Tape) -> TapeParts:
     """A tape taken apart; once for each tape."""
     key = id(tape)
     known = _KNOWN.get(key)
@@ -84,34 +84,34 @@ def script_of(tape: Tape) -> Script:
     return known[1]
 
 
-def read_script(tape: Tape) -> Script:
+def read_script(tape: Tape) -> TapeParts:
     """Take a tape apart."""
     events = list(tape.rows())
     fixed = {storage for _, storage, _, kind in events if kind in _FIXED_KINDS}
-    before: list[Change] = []
-    update = Part("optimizer", -1)
-    parts: list[Part] = []
-    part: Part | None = None
+    before: list[TapeChange] = []
+    update = TapePart("optimizer", -1)
+    parts: list[TapePart] = []
+    part: TapePart | None = None
     alive: dict[int, tuple[Kind, int]] = {}
     freed: dict[int, tuple[Kind, int]] = {}
     there: set[int] = set()
-    left: dict[int, Part] = {}
+    left: dict[int, TapePart] = {}
     # The changes of the part that is read.
     changes = before
     for action, storage, size_bytes, kind in events:
         if action == "allocate":
             assert kind is not None, "a storage is of some kind"
             alive[storage] = kind, size_bytes
-            changes.append(Change(action, storage, size_bytes, kind, storage not in fixed))
+            changes.append(TapeChange(action, storage, size_bytes, kind, storage not in fixed))
             if part is None:
                 there.add(storage)
         elif action == "free":
             held = alive.pop(storage)
             if storage in there:
                 freed[storage] = held
-            changes.append(Change(action, storage, 0, held[0], False))
+            changes.append(TapeChange(action, storage, 0, held[0], False))
         elif action in MARKS:
-            part = update if action == "optimizer" else Part(action, storage)
+            part = update if action == "optimizer" else TapePart(action, storage)
             changes = part.changes
             if action != "optimizer":
                 parts.append(part)
@@ -120,9 +120,9 @@ def read_script(tape: Tape) -> Script:
             left[storage].unused.append(storage)
             part.let_go.append(storage)
         elif action == "unsaved" or action == "read":
-            changes.append(Change(action, storage, 0, alive[storage][0], False))
+            changes.append(TapeChange(action, storage, 0, alive[storage][0], False))
         elif action == "product":
-            changes.append(Change(action, storage, 0, "fixed", False))
+            changes.append(TapeChange(action, storage, 0, "fixed", False))
         elif action == "input" or action == "output":
             assert part is not None, "notes follow marks"
             (part.inputs if action == "input" else part.outputs).append(storage)
@@ -131,11 +131,11 @@ def read_script(tape: Tape) -> Script:
         else:
             held_kind = kind if kind is not None else alive[storage][0]
             alive[storage] = held_kind, size_bytes if action == "resize" else alive[storage][1]
-            changes.append(Change(action, storage, alive[storage][1], held_kind, storage not in fixed))
+            changes.append(TapeChange(action, storage, alive[storage][1], held_kind, storage not in fixed))
             if part is None:
                 there.add(storage)
     vacant: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)
     for storage, held in reversed(freed.items()):
         vacant[held].append(storage)
     heirs = {storage: vacant[held].pop() for storage, held in alive.items() if storage not in there and vacant.get(held)}
-    return Script(before, parts, update, heirs, frozenset(freed), 1 + max(tape.storages, default=0))
+    return TapeParts(before, parts, update, heirs, frozenset(freed), 1 + max(tape.storages, default=0))

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from lightning_autopar._temporary import replaced
+from lightning_autopar._temporary import patched
 from lightning_autopar.memory.fakes.composites import additive, attention_unfused
 from lightning_autopar.memory.fakes.cuda_autocast import Casts, cuda_autocast, temporary_library
 from lightning_autopar.memory.fakes.cuda_rnn import cuda_rnn
@@ -233,7 +233,7 @@ def _enter_optimizers(stack: ExitStack, notes: dict[str, None]) -> None:
     optimizer = importlib.import_module("torch.optim.optimizer")
     shared = importlib.import_module("torch.utils._foreach_utils")
     for module in (optimizer, shared):
-        stack.enter_context(replaced(module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor]))
+        stack.enter_context(patched(module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor]))
     for name in ("_get_foreach_kernels_supported_devices", "_get_capturable_supported_devices"):
         original = getattr(optimizer, name)
 
@@ -242,7 +242,7 @@ def _enter_optimizers(stack: ExitStack, notes: dict[str, None]) -> None:
 
         for module in [found for key, found in sys.modules.items() if key.startswith(("torch.optim", "torch.utils._foreach"))]:
             if vars(module).get(name) is original:
-                stack.enter_context(replaced(module, name, with_cpu))
+                stack.enter_context(patched(module, name, with_cpu))
     choose = optimizer._default_to_fused_or_foreach
 
     def chosen(*args: Any, **kwargs: Any) -> tuple[bool, bool]:
@@ -253,4 +253,4 @@ def _enter_optimizers(stack: ExitStack, notes: dict[str, None]) -> None:
 
     for module in [found for key, found in sys.modules.items() if key.startswith("torch.optim")]:
         if vars(module).get("_default_to_fused_or_foreach") is choose:
-            stack.enter_context(replaced(module, "_default_to_fused_or_foreach", chosen))
+            stack.enter_context(patched(module, "_default_to_fused_or_foreach", chosen))

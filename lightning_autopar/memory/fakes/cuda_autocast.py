@@ -18,7 +18,7 @@ from torch.amp import autocast_mode
 from torch.library import Library, fallthrough_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_autopar._temporary import replaced
+from lightning_autopar._temporary import patched
 
 Policy = Literal["lower", "float32", "float32 by dtype", "float32 by overload", "promote"]
 
@@ -288,4 +288,4 @@ def _enter_state(stack: ExitStack, casts: Casts) -> None:
         (autocast_mode.autocast, "__init__", init),
         (autocast_mode, "_cast", cast),
     ):
-        stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(patched(owner, name, value))

@@ -15,7 +15,7 @@ import torch
 from torch import _VF, Tensor
 from torch.library import Library
 
-from lightning_autopar._temporary import replaced
+from lightning_autopar._temporary import patched
 from lightning_autopar.memory.fakes.cuda_autocast import Casts, below_autocast, eligible, temporary_library
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def cuda_rnn(casts: Casts, notes: dict[str, None]) -> Iterator[None]:
         library.impl("lstm_cell", _lstm_cell, _COMPOSITE)
         library.impl("gru_cell", _gru_cell, _COMPOSITE)
         for name in _MODES:
-            stack.enter_context(replaced(_VF, name, _layer(name, getattr(_VF, name), casts, notes)))
+            stack.enter_context(patched(_VF, name, _layer(name, getattr(_VF, name), casts, notes)))
         yield
 
 

@@ -39,7 +39,7 @@ class _Unrepeatable(Exception):
     """Something about the call isn't plain."""
 
 
-class LeanFakeMode(FakeTensorMode):
+class FastFakeMode(FakeTensorMode):
     """A fake mode with answers of its own; see the module's docstring."""
 
     def __init__(self, **kwargs: Any) -> None:

@@ -24,11 +24,11 @@ from torch.utils import _foreach_utils
 from torch.utils._device import _device_constructors
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_autopar._temporary import replaced
+from lightning_autopar._temporary import patched
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
 from lightning_autopar.memory.fakes.composites import composites_as_real
 from lightning_autopar.memory.fakes.dynamic_shapes import padded
-from lightning_autopar.memory.fakes.fake_mode import LeanFakeMode
+from lightning_autopar.memory.fakes.fake_mode import FastFakeMode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.workspace import Target
 
@@ -41,7 +41,7 @@ CUDNN_HEADS: dict[Target, int] = {"sm90": 256, "sm100": 128}
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which real tensors that the user's code brings along become fake by themselves."""
-    return LeanFakeMode(allow_non_fake_inputs=True)
+    return FastFakeMode(allow_non_fake_inputs=True)
 
 
 def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | None, *, dtype: torch.dtype | None = None) -> Any:
@@ -77,7 +77,7 @@ def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | No
         for attribute in vars(module).values():
             if isinstance(attribute, (Dataset, DataLoader, np.ndarray)):
                 memo[id(attribute)] = attribute  # not copied: large, and no part of the step
-    with replaced(Tensor, "__deepcopy__", to_fake), replaced(nn.Parameter, "__deepcopy__", to_fake), _copied_along(modules):
+    with patched(Tensor, "__deepcopy__", to_fake), patched(nn.Parameter, "__deepcopy__", to_fake), _copied_along(modules):
         try:
             return copy.deepcopy(value, dict(memo))
         except Exception as error:
@@ -122,29 +122,27 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(composites_as_real())
-        stack.enter_context(replaced(torch, "compile", functools.partial(_no_compile, {} if shadow is None else shadow.guesses)))
+        stack.enter_context(patched(torch, "compile", functools.partial(_no_compile, {} if shadow is None else shadow.guesses)))
         if "torch._dynamo" in sys.modules:
             # Inductor can't compile for fakes that aren't its own.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         import_utils = sys.modules.get("transformers.utils.import_utils")
         if import_utils is not None and hasattr(import_utils, "is_fake_tensor"):
             # Hugging Face takes fakes for an export, and builds other masks then.
-            stack.enter_context(replaced(import_utils, "is_fake_tensor", lambda value: False))
+            stack.enter_context(patched(import_utils, "is_fake_tensor", lambda value: False))
         if shadow is not None:
-            stack.enter_context(replaced(Tensor, "numpy", lambda self, *, force=False: _numpy(self, shadow)))
-            stack.enter_context(replaced(Tensor, "__format__", _format))
-            stack.enter_context(replaced(nn.Module, "_apply", _apply))
-            stack.enter_context(replaced(torch._VF, "_pad_packed_sequence", functools.partial(padded, shadow)))
+            stack.enter_context(patched(Tensor, "numpy", lambda self, *, force=False: _numpy(self, shadow)))
+            stack.enter_context(patched(Tensor, "__format__", _format))
+            stack.enter_context(patched(nn.Module, "_apply", _apply))
+            stack.enter_context(patched(torch._VF, "_pad_packed_sequence", functools.partial(padded, shadow)))
             # Clipping runs over all gradients at once on a CPU, too, where their type is known.
-            stack.enter_context(
-                replaced(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor])
-            )
+            stack.enter_context(patched(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]))
             for name in _MAKERS:
-                stack.enter_context(replaced(torch, name, _here(getattr(torch, name))))
+                stack.enter_context(patched(torch, name, _here(getattr(torch, name))))
             for name in _METHODS:
-                stack.enter_context(replaced(Tensor, name, _here(getattr(Tensor, name))))
+                stack.enter_context(patched(Tensor, name, _here(getattr(Tensor, name))))
             for name in ("cuda", "pin_memory"):
-                stack.enter_context(replaced(Tensor, name, lambda self, *args, **kwargs: self))
+                stack.enter_context(patched(Tensor, name, lambda self, *args, **kwargs: self))
         if target != "cpu":
             stack.enter_context(as_cuda({} if shadow is None else shadow.guesses, cudnn_head=CUDNN_HEADS.get(target, 0)))
         yield

@@ -94,7 +94,7 @@ class ShadowValues(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As in :class:`LeanFakeMode`."""
+        """As in :class:`FastFakeMode`."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:

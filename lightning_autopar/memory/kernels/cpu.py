@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_autopar.memory.kernels.measured import (
     CannotMeasure,
+    KernelBytes,
     Rounds,
-    Scratch,
     convolution,
     convolution_backward,
     half_product_bytes,
@@ -28,13 +28,13 @@ from lightning_autopar.memory.kernels.measured import (
 )
 from lightning_autopar.memory.storages import tensor_bytes
 
-__all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "Rounds", "Scratch", "ScratchOf", "cpu_scratch"]
+__all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "KernelBytes", "Rounds", "ScratchOf", "cpu_scratch"]
 
 aten = torch.ops.aten
 
 #: (args, kwargs, output) of a call → its scratch; None for none.
-ScratchOf = Callable[[tuple[Any, ...], dict[str, Any], Any], Scratch | Rounds | None]
-_CpuScratchOf = Callable[[tuple[Any, ...], dict[str, Any], Any], Scratch | None]
+ScratchOf = Callable[[tuple[Any, ...], dict[str, Any], Any], KernelBytes | Rounds | None]
+_CpuScratchOf = Callable[[tuple[Any, ...], dict[str, Any], Any], KernelBytes | None]
 #: (args, kwargs, output, one tensor of the output) of a call → true bytes of that tensor's storage; None where its fake tells them.
 HiddenOf = Callable[[tuple[Any, ...], dict[str, Any], Any, Tensor], int | None]
 
@@ -55,14 +55,14 @@ def _tile(tensor: Tensor) -> int:
     return _TILE_ELEMENTS * tensor.element_size() if transposed and tensor.numel() >= _TILE_ELEMENTS else 0
 
 
-def _some(size_bytes: int, fixed_bytes: int = 0) -> Scratch | None:
-    return Scratch(size_bytes, fixed_bytes) if size_bytes or fixed_bytes else None
+def _some(size_bytes: int, fixed_bytes: int = 0) -> KernelBytes | None:
+    return KernelBytes(size_bytes, fixed_bytes) if size_bytes or fixed_bytes else None
 
 
 def _contiguous(*places: int) -> _CpuScratchOf:
     """A kernel that wants those arguments contiguous."""
 
-    def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+    def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
         return _some(sum(_copied(args[place]) for place in places), max(_tile(args[place]) for place in places))
 
     return scratch
@@ -71,33 +71,33 @@ def _contiguous(*places: int) -> _CpuScratchOf:
 # -- normalisation -------------------------------------------------------------------------------------------------------------------------
 
 
-def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """``layer_norm_kernel.cpp``: each thread sums the weight's and the bias's gradients by itself."""
     sums = 2 * torch.get_num_threads() * math.prod(args[2]) * args[1].element_size()
     return _some(_copied(args[0]) + _copied(args[1]), max(_tile(args[0]), _tile(args[1]), sums if args[5] is not None else 0))
 
 
-def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """New running statistics, while the old ones are there."""
-    return Scratch(0, 2 * tensor_bytes(args[3])) if args[3] is not None and args[5] else None
+    return KernelBytes(0, 2 * tensor_bytes(args[3])) if args[3] is not None and args[5] else None
 
 
-def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """``Normalization.cpp``: where gradient and input are laid out alike, a second tensor for the input's gradient."""
-    return Scratch(tensor_bytes(args[1])) if args[0].stride() == args[1].stride() else None
+    return KernelBytes(tensor_bytes(args[1])) if args[0].stride() == args[1].stride() else None
 
 
-def _group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
-    return Scratch(2 * args[5] * args[6] * args[1].element_size() + _copied(args[0]) + _copied(args[1]))
+def _group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
+    return KernelBytes(2 * args[5] * args[6] * args[1].element_size() + _copied(args[0]) + _copied(args[1]))
 
 
 # -- attention and softmax -----------------------------------------------------------------------------------------------------------------
 
 
-def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """Which rows are masked altogether: a byte an element, then one a row."""
     scores = args[0]
-    return Scratch(scores.numel() + scores.numel() // max(1, scores.shape[args[1]]) + _copied(scores))
+    return KernelBytes(scores.numel() + scores.numel() // max(1, scores.shape[args[1]]) + _copied(scores))
 
 
 def _rows_at_once(rows: int) -> int:
@@ -105,22 +105,22 @@ def _rows_at_once(rows: int) -> int:
     return 256 if rows >= 768 else 64 if rows >= 192 else 32
 
 
-def _flash(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _flash(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """``cpu_flash_attention``: of each thread scores, their maxima and sums, and the output, in 32 bits at least."""
     query, key = args[0], args[1]
     rows, columns, width = min(_rows_at_once(query.shape[2]), query.shape[2]), min(512, key.shape[2]), query.shape[3]
     size = max(4, query.element_size())
     reduced = rows * columns * query.element_size() if query.element_size() < 4 else 0
-    return Scratch(0, torch.get_num_threads() * (rows * (columns + 2 + width) * size + reduced))
+    return KernelBytes(0, torch.get_num_threads() * (rows * (columns + 2 + width) * size + reduced))
 
 
-def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """``cpu_flash_attention_backward``: of each thread scores and their gradient, and a sum a row."""
     query, key = args[1], args[2]
     rows, columns = min(_rows_at_once(query.shape[2]), query.shape[2]), min(512, key.shape[2])
     size = max(4, query.element_size())
     reduced = 2 * rows * columns * query.element_size() if query.element_size() < 4 else 0
-    return Scratch(_copied_rows(args[0]), torch.get_num_threads() * (2 * rows * columns * size + rows * size + reduced))
+    return KernelBytes(_copied_rows(args[0]), torch.get_num_threads() * (2 * rows * columns * size + rows * size + reduced))
 
 
 def _copied_rows(tensor: Tensor) -> int:
@@ -137,8 +137,8 @@ def _copied_rows(tensor: Tensor) -> int:
 def _loss(elements: int) -> _CpuScratchOf:
     """A loss before it is reduced, and what it is made of: so many tensors of the input's size."""
 
-    def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
-        return Scratch(elements * tensor_bytes(args[0])) if output.numel() < args[0].numel() else None
+    def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
+        return KernelBytes(elements * tensor_bytes(args[0])) if output.numel() < args[0].numel() else None
 
     return scratch
 
@@ -148,20 +148,20 @@ def _reduced_loss(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, te
     return tensor_bytes(args[0]) if tensor.numel() < args[0].numel() else None
 
 
-def _log_sum_exp(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
-    return Scratch(tensor_bytes(args[0]) + 2 * tensor_bytes(output))
+def _log_sum_exp(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
+    return KernelBytes(tensor_bytes(args[0]) + 2 * tensor_bytes(output))
 
 
 # -- images --------------------------------------------------------------------------------------------------------------------------------
 
 
-def _upsample(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _upsample(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """``UpSampleKernel.cpp``: images of several channels are interpolated channels last, and copied to and fro."""
     image = args[0]
-    return Scratch(tensor_bytes(image) + tensor_bytes(output)) if image.is_contiguous() and image.shape[1] > 1 else None
+    return KernelBytes(tensor_bytes(image) + tensor_bytes(output)) if image.is_contiguous() and image.shape[1] > 1 else None
 
 
-def _upsample_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _upsample_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     gradient = args[0]
     if gradient.is_contiguous():
         return None
@@ -169,7 +169,7 @@ def _upsample_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: An
     return _some((0 if dense else tensor_bytes(gradient)) + (tensor_bytes(output) if gradient.stride(1) == 1 else 0))
 
 
-def _roll(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _roll(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """A dimension after the other."""
     return _some(min(len(args[1]) - 1, 2) * tensor_bytes(output))
 
@@ -177,24 +177,24 @@ def _roll(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch
 # -- the rest ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _gelu_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _gelu_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """By oneDNN where the input is contiguous: copies of both if the gradient isn't."""
     copied = args[1].is_contiguous() and not args[0].is_contiguous()
-    return Scratch(tensor_bytes(args[0]) + tensor_bytes(args[1])) if copied else None
+    return KernelBytes(tensor_bytes(args[0]) + tensor_bytes(args[1])) if copied else None
 
 
-def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     values, indices = output
     dimensions = values.shape
     return _some(max(dimensions, default=0) * indices.element_size() if len(dimensions) else 0)
 
 
-def _cast(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _cast(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """A reduction whose input is of another type: ``sum`` of booleans, say."""
     return _some(args[0].numel() * output.element_size() if args[0].dtype is not output.dtype else 0)
 
 
-def _promoted(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _promoted(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """``TensorIterator.cpp`` on a CPU: operands of another type than the common one are cast first."""
     operands = [value for value in args if isinstance(value, Tensor) and value.dim()]
     if not operands:
@@ -208,7 +208,7 @@ def _promoted(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scr
     return _some(cast)
 
 
-def _where(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _where(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     return _promoted(args[1:], kwargs, output)
 
 
@@ -225,7 +225,7 @@ def _matrix(tensor: Tensor) -> int:
 def _product(first: int) -> _CpuScratchOf:
     """Of matrices; with the place of the first one."""
 
-    def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+    def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
         return _some(_matrix(args[first]) + _matrix(args[first + 1]))
 
     return scratch
@@ -302,7 +302,7 @@ def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
     """:data:`CPU_SCRATCH`; ``notes`` gets :data:`UNREAD` where a convolution is met that can't be run to see what it takes."""
 
     def telling(found: _CpuScratchOf) -> _CpuScratchOf:
-        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
             try:
                 return found(args, kwargs, output)
             except CannotMeasure:
@@ -312,8 +312,8 @@ def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
         return tell
 
     def packing(operation: Any, found: _CpuScratchOf) -> _CpuScratchOf:
-        def packed(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
-            copies = found(args, kwargs, output) or Scratch(0)
+        def packed(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
+            copies = found(args, kwargs, output) or KernelBytes(0)
             try:
                 return _some(copies.scaled_bytes, copies.fixed_bytes + half_product_bytes(operation, args))
             except CannotMeasure:  # a few buffers

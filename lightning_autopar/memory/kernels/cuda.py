@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, Rounds, Scratch, ScratchOf
+from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, KernelBytes, Rounds, ScratchOf
 from lightning_autopar.memory.kernels.cuda_reduction import reduction
 from lightning_autopar.memory.storages import tensor_bytes
 
@@ -26,9 +26,9 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _copied(tensor: Tensor) -> list[Scratch]:
+def _copied(tensor: Tensor) -> list[KernelBytes]:
     """What ``contiguous()`` makes of it, if anything."""
-    return [] if tensor.is_contiguous() else [Scratch(tensor_bytes(tensor))]
+    return [] if tensor.is_contiguous() else [KernelBytes(tensor_bytes(tensor))]
 
 
 def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
@@ -41,9 +41,9 @@ def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) 
     batch, heads, length, width = query.shape
     rows = batch * heads * _up(length, 128)
     blocks = [*_copied(gradient.transpose(1, 2)), *_copied(made.transpose(1, 2))]
-    blocks += [Scratch(rows * _FLOAT), Scratch(rows * _up(width, 32) * _FLOAT)]
+    blocks += [KernelBytes(rows * _FLOAT), KernelBytes(rows * _up(width, 32) * _FLOAT)]
     if key.size(1) != heads:
-        blocks += [Scratch(batch * heads * key.size(2) * width * key.element_size())] * 2
+        blocks += [KernelBytes(batch * heads * key.size(2) * width * key.element_size())] * 2
     return Rounds([blocks])
 
 
@@ -53,8 +53,8 @@ def _cudnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) 
     cuDNN's engine may take more. A gradient that isn't laid out as the output is copied.
     """
     gradient, query, made = args[0], args[1], args[4]
-    copied = [] if gradient.stride() == made.stride() else [Scratch(tensor_bytes(made))]
-    return Rounds([[*copied, Scratch((query.numel() + query.numel() // max(1, query.size(-1))) * _FLOAT)]])
+    copied = [] if gradient.stride() == made.stride() else [KernelBytes(tensor_bytes(made))]
+    return Rounds([[*copied, KernelBytes((query.numel() + query.numel() // max(1, query.size(-1))) * _FLOAT)]])
 
 
 #: Wider values don't stay in registers (``kKeepOutputInRF``, mem_eff_attention/kernel_forward.h).
@@ -63,10 +63,10 @@ _EFFICIENT_WIDTH = 128
 _EFFICIENT_NARROW = 64
 
 
-def _efficient_forward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _efficient_forward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """``_efficient_attention_forward`` (attention.cu): for wide heads in half precision, the output in float32."""
     made = output[0]
-    return Scratch(made.numel() * _FLOAT) if made.size(-1) > _EFFICIENT_WIDTH and made.element_size() < _FLOAT else None
+    return KernelBytes(made.numel() * _FLOAT) if made.size(-1) > _EFFICIENT_WIDTH and made.element_size() < _FLOAT else None
 
 
 def _efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
@@ -81,20 +81,20 @@ def _efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     rows, columns = _up(length, block), _up(width, block)
     counters = 4 * rows // (block if half else _EFFICIENT_NARROW)
     wide = 2 * _up(key.size(2), block) * columns if width > _EFFICIENT_WIDTH else 0
-    sums, workspace = Scratch(batch * heads * length * _FLOAT), Scratch(batch * heads * (rows * columns + counters + wide) * _FLOAT)
-    product = [] if half else [[Scratch(query.numel() * _FLOAT), sums, sums]]
+    sums, workspace = KernelBytes(batch * heads * length * _FLOAT), KernelBytes(batch * heads * (rows * columns + counters + wide) * _FLOAT)
+    product = [] if half else [[KernelBytes(query.numel() * _FLOAT), sums, sums]]
     return Rounds([*product, [sums, workspace]])
 
 
 def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
     """``_safe_softmax`` (transformers/attention.cpp): which scores are masked, a byte each, and which rows are so altogether."""
     scores, dim = args[:2]
-    return Rounds([[*_copied(scores), Scratch(scores.numel()), Scratch(scores.numel() // max(1, scores.size(dim)))]])
+    return Rounds([[*_copied(scores), KernelBytes(scores.numel()), KernelBytes(scores.numel() // max(1, scores.size(dim)))]])
 
 
 def _softmax_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
     """``softmax_backward_cuda_out`` (SoftMax.cu): the product of the output and its gradient; and copies."""
-    return Rounds([[Scratch(tensor_bytes(args[0])), *_copied(args[0]), *_copied(args[1])]])
+    return Rounds([[KernelBytes(tensor_bytes(args[0])), *_copied(args[0]), *_copied(args[1])]])
 
 
 def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
@@ -102,7 +102,7 @@ def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
     return Rounds([[*_copied(args[0]), *_copied(args[1])]])
 
 
-def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """A convolution by cuDNN, of tensors that don't lie channels last: copies of input, weight and output that do, an estimate.
 
     Its matrix units read channels last (NVIDIA's guide to the performance of convolutional layers, "Tensor layouts"), and torch lets it
@@ -111,7 +111,7 @@ def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
     image, weight, groups = args[0], args[1], args[8]
     if _without_copy(image, weight, groups):
         return None
-    return Scratch(tensor_bytes(image) + tensor_bytes(output), tensor_bytes(weight))
+    return KernelBytes(tensor_bytes(image) + tensor_bytes(output), tensor_bytes(weight))
 
 
 def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
@@ -119,7 +119,7 @@ def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output:
     gradient, image, weight, groups = args[0], args[1], args[2], args[9]
     rounds = Rounds()
     if not _without_copy(image, weight, groups):
-        rounds.append([Scratch(tensor_bytes(image) + tensor_bytes(gradient), tensor_bytes(weight))])
+        rounds.append([KernelBytes(tensor_bytes(image) + tensor_bytes(gradient), tensor_bytes(weight))])
     if args[10][2]:
         rounds.append([reduction(gradient, [dim for dim in range(gradient.dim()) if dim != 1])])
     return rounds
@@ -148,8 +148,8 @@ def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     segments = min(number, output.size(0))
     partial = number // _ROWS_A_THREAD + segments
     index = indices.element_size()
-    blocks = [*[Scratch(number * index)] * 3, *[Scratch(segments * index)] * 2, Scratch(partial * index)]
-    return Rounds([[*blocks, Scratch(partial * gradient.size(-1) * _FLOAT)]])
+    blocks = [*[KernelBytes(number * index)] * 3, *[KernelBytes(segments * index)] * 2, KernelBytes(partial * index)]
+    return Rounds([[*blocks, KernelBytes(partial * gradient.size(-1) * _FLOAT)]])
 
 
 def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
@@ -158,44 +158,44 @@ def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Ro
     if not accumulate:
         return None
     shapes = [index.shape for index in args[1] if isinstance(index, Tensor)]
-    return Rounds([[Scratch(torch.Size(torch.broadcast_shapes(*shapes)).numel() * _INDEX)] * 4]) if shapes else None
+    return Rounds([[KernelBytes(torch.Size(torch.broadcast_shapes(*shapes)).numel() * _INDEX)] * 4]) if shapes else None
 
 
-def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
     """``sort_cuda_kernel`` (Sort.cpp): values and indices once more, before and after a pass."""
-    return Scratch(tensor_bytes(output[0]) + tensor_bytes(output[1]))
+    return KernelBytes(tensor_bytes(output[0]) + tensor_bytes(output[1]))
 
 
 def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
     """A reduction: see :func:`reduction`. A sum of integers and booleans is in 64 bits: the input is cast first (ReduceOps.cpp)."""
     dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     cast = not args[0].dtype.is_floating_point and args[0].dtype is not output.dtype
-    return Rounds([[*([Scratch(args[0].numel() * output.element_size())] if cast else []), reduction(args[0], dims)]])
+    return Rounds([[*([KernelBytes(args[0].numel() * output.element_size())] if cast else []), reduction(args[0], dims)]])
 
 
-def _scanned(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def _scanned(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """``cumsum`` of integers and booleans: cast first."""
-    return Scratch(tensor_bytes(output)) if args[0].dtype is not output.dtype else None
+    return KernelBytes(tensor_bytes(output)) if args[0].dtype is not output.dtype else None
 
 
-def _fourier(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+def _fourier(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
     """The workspace of cuFFT's plan (``_exec_fft``, SpectralOps.cpp): as much as it makes, an estimate; powers of two may need none."""
-    return Scratch(tensor_bytes(output))
+    return KernelBytes(tensor_bytes(output))
 
 
-def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
     """The workspace of cuDNN's recurrent layers, an estimate: one and a half times the weights; and the input, if it lies batch first.
 
     So it was printed for four layers of 320 (https://github.com/pytorch/pytorch/issues/2895: LSTM 17,730,560 bytes for 12,139,520 of
     weights, GRU 13,169,920 for 9,104,640). The copy of the input is torch's (``_cudnn_rnn``, RNN.cpp).
     """
     weights = sum(tensor_bytes(weight) for weight in args[1])
-    return Scratch(tensor_bytes(args[0]) if args[10] else 0, weights * 3 // 2)
+    return KernelBytes(tensor_bytes(args[0]) if args[10] else 0, weights * 3 // 2)
 
 
-def _recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+def _recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
     """As :func:`_recurrent`; batch first, input and output's gradient are copied."""
-    return Scratch(
+    return KernelBytes(
         tensor_bytes(args[0]) + tensor_bytes(args[6]) if args[14] else 0, sum(tensor_bytes(weight) for weight in args[1]) * 3 // 2
     )
 
@@ -220,7 +220,7 @@ def cuda_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
     """:data:`CUDA_SCRATCH`; ``notes`` gets a sentence for each estimate that is asked for."""
 
     def telling(found: ScratchOf, sentence: str) -> ScratchOf:
-        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | Rounds | None:
+        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | Rounds | None:
             scratch = found(args, kwargs, output)
             if scratch is not None:
                 notes[sentence] = None

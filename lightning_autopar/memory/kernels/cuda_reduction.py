@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_autopar.memory.kernels.measured import Scratch
+from lightning_autopar.memory.kernels.measured import KernelBytes
 
 _WARP = 32
 #: Threads of a block at most (``MAX_NUM_THREADS``), and of a multiprocessor.
@@ -24,7 +24,7 @@ _VECTOR = 4
 _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 
-def reduction(tensor: Tensor, dims: Sequence[int]) -> Scratch:
+def reduction(tensor: Tensor, dims: Sequence[int]) -> KernelBytes:
     """The buffer of a reduction to float32 or wider.
 
     Args:
@@ -36,7 +36,7 @@ def reduction(tensor: Tensor, dims: Sequence[int]) -> Scratch:
     kept = _merged(tensor, [dim for dim in range(tensor.dim()) if dim not in reduced])
     inputs, outputs = _numel(gone), _numel(kept)
     if not inputs or not outputs:
-        return Scratch(0)
+        return KernelBytes(0)
     along_input = not kept or bool(gone and gone[0][1] < kept[0][1])
     vector = 1
     if along_input:
@@ -55,18 +55,18 @@ def reduction(tensor: Tensor, dims: Sequence[int]) -> Scratch:
     block_width = min(columns, most // block_height)
     values = -(-inputs // block_width) if along_input else inputs
     if values < min(block_height * 16, _MOST_VALUES):
-        return Scratch(0)
+        return KernelBytes(0)
     values = -(-values // block_height)
     grid = outputs if along_input else -(-(outputs // vector) // block_width)
     target = _PROCESSORS * (_PROCESSOR_THREADS // (block_width * block_height))
     if values < _MOST_VALUES or grid > target:
-        return Scratch(0)
+        return KernelBytes(0)
     by_grid, by_values = -(-target // grid), -(-values // _LEAST_VALUES)
     blocks = max(min(by_grid, by_values), -(-values // _MOST_VALUES))
     if blocks < 2:
-        return Scratch(0)
+        return KernelBytes(0)
     size = max(4, tensor.element_size()) * outputs * blocks * (1 if along_input else block_width * vector)
-    return Scratch(0, size) if by_grid < by_values and blocks == by_grid else Scratch(size)
+    return KernelBytes(0, size) if by_grid < by_values and blocks == by_grid else KernelBytes(size)
 
 
 def _merged(tensor: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._temporary import without_noise
-from lightning_autopar.memory.allocation_recorder import Recorder
+from lightning_autopar.memory.allocation_recorder import AllocationRecorder
 from lightning_autopar.memory.storages import tensor_bytes
 
 #: What is run for it has so many multiply-adds, and its tensors so many bytes, at most: some hundredths of a second, once a shape.
@@ -40,7 +40,7 @@ _FEW_ROWS = 4
 _MOST_KNOWN = 4096
 
 
-class Scratch(NamedTuple):
+class KernelBytes(NamedTuple):
     """What a kernel allocates when its outputs are there already, and frees before it returns.
 
     Args:
@@ -52,7 +52,7 @@ class Scratch(NamedTuple):
     fixed_bytes: int = 0
 
 
-class Rounds(list[list[Scratch]]):
+class Rounds(list[list[KernelBytes]]):
     """What a kernel allocates in several blocks: those of a round are there together, and gone when the next one begins.
 
     Blocks matter to what the allocator reserves: two small ones fit into gaps in which one of both sizes together doesn't.
@@ -63,10 +63,10 @@ class CannotMeasure(RuntimeError):
     """It would take too long, or somebody else is profiling, who would be disturbed."""
 
 
-_known: dict[object, Scratch] = {}
+_known: dict[object, KernelBytes] = {}
 
 
-def convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """Of ``aten.convolution``; its output is there already.
 
     Raises:
@@ -76,7 +76,7 @@ def convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> S
     return _scratch(torch.ops.aten.convolution.default, args, (0,), _operations(image if transposed else output, weight))
 
 
-def convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch | None:
+def convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
     """Of ``aten.convolution_backward``; the gradients that it returns are there already.
 
     Raises:
@@ -86,10 +86,10 @@ def convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
     return _scratch(torch.ops.aten.convolution_backward.default, args, (0, 1), 2 * _operations(image if transposed else gradient, weight))
 
 
-def unmeasured(args: tuple[Any, ...], output: Any) -> Scratch:
+def unmeasured(args: tuple[Any, ...], output: Any) -> KernelBytes:
     """A guess at either, where it can't be measured: a copy of every tensor that goes in or comes out, and one more of the largest."""
     sizes = [tensor_bytes(each) for each in (*args, *tree_leaves(output)) if isinstance(each, Tensor)]
-    return Scratch(sum(sizes) + max(sizes, default=0))
+    return KernelBytes(sum(sizes) + max(sizes, default=0))
 
 
 def _operations(met: Tensor, weight: Tensor) -> int:
@@ -97,7 +97,7 @@ def _operations(met: Tensor, weight: Tensor) -> int:
     return met.numel() // max(1, len(met)) * (weight.numel() // max(1, len(weight)))
 
 
-def _scratch(function: Any, args: tuple[Any, ...], batched: Sequence[int], operations_a_row: int) -> Scratch | None:
+def _scratch(function: Any, args: tuple[Any, ...], batched: Sequence[int], operations_a_row: int) -> KernelBytes | None:
     """A convolution's, of which so many multiply-adds are a sample's.
 
     Args:
@@ -119,7 +119,7 @@ def _scratch(function: Any, args: tuple[Any, ...], batched: Sequence[int], opera
     return found if sum(found) else None
 
 
-def _measured(function: Any, args: tuple[Any, ...], batched: Sequence[int], operations_a_row: int) -> Scratch:
+def _measured(function: Any, args: tuple[Any, ...], batched: Sequence[int], operations_a_row: int) -> KernelBytes:
     """By running it, on all samples or on as many as don't take long."""
     rows = len(args[batched[0]])
     bytes_a_row = sum(tensor_bytes(args[place]) for place in batched) // rows
@@ -133,7 +133,7 @@ def _measured(function: Any, args: tuple[Any, ...], batched: Sequence[int], oper
     slope = max(0.0, (taken[many] - taken[many // 2]) / (many - many // 2))
     whole = taken.get(rows, taken[many] + round(slope * (rows - many)))
     scaled = min(whole, round(slope * rows))
-    return Scratch(scaled, whole - scaled)
+    return KernelBytes(scaled, whole - scaled)
 
 
 def _run(function: Any, args: tuple[Any, ...], batched: Sequence[int], rows: int) -> int:
@@ -154,7 +154,7 @@ def taken_beside(function: Any, args: Sequence[Any]) -> int:
         CannotMeasure: while a profiler runs.
     """
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        recorder = Recorder()
+        recorder = AllocationRecorder()
         with without_noise():
             if not recorder.start():
                 raise CannotMeasure("a profiler runs in this process")
@@ -207,15 +207,15 @@ def recurrent_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     return _paged(sizes)
 
 
-def recurrent_forward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+def recurrent_forward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
     """Of ``aten.mkldnn_rnn_layer``: both weights packed, the sum of the biases, the scratchpad."""
     steps, rows, width = (int(size) for size in args[0].shape)
     state = int(args[2].shape[1])
     packed = (width + state) * _row(4 * state)
-    return Scratch(_scratchpad(steps, rows, state), (packed + 4 * state) * _ELEMENT_BYTES)
+    return KernelBytes(_scratchpad(steps, rows, state), (packed + 4 * state) * _ELEMENT_BYTES)
 
 
-def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Scratch:
+def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
     """Of ``aten.mkldnn_rnn_layer_backward``: weights packed the other way, their gradients, the scratchpad, copies of gradients."""
     steps, rows, width = (int(size) for size in args[0].shape)
     state = int(args[2].shape[1])
@@ -228,7 +228,7 @@ def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: An
         elif not gradient.is_contiguous():
             copied += gradient.numel() * _ELEMENT_BYTES
     packed = 4 * state * (_row(width) + _row(state)) + (width + state) * _row(4 * state)
-    return Scratch(_scratchpad(steps, rows, state) + copied, (packed + 4 * state) * _ELEMENT_BYTES)
+    return KernelBytes(_scratchpad(steps, rows, state) + copied, (packed + 4 * state) * _ELEMENT_BYTES)
 
 
 def _scratchpad(steps: int, rows: int, state: int) -> int:

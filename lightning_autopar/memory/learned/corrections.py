@@ -62,7 +62,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RunRecord:
     """One run's.
 
     Args:
@@ -86,7 +86,7 @@ class Record:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Any) -> Record:
+    def from_dict(cls, data: Any) -> RunRecord:
         """The record of such values.
 
         Raises:
@@ -113,7 +113,7 @@ class Record:
         """How it came about, in words that follow a plan's name."""
         return f"ran out of memory on {self.day}" if self.short else f"was measured on {self.day}"
 
-    def same_as(self, other: Record) -> bool:
+    def same_as(self, other: RunRecord) -> bool:
         """Whether both are of the same step under the same plan on the same devices."""
         return self.of(other.shape, other.devices, [rank.predicted for rank in other.ranks])
 
@@ -126,7 +126,7 @@ class Record:
 
 def make_record(
     plan: Plan, devices: Sequence[str], held: Sequence[DeviceBytes], measured: Sequence[Mapping[str, Any]], day: str
-) -> Record | None:
+) -> RunRecord | None:
     """The record of a run; None where it says nothing: some rank's step was too short to be measured, or isn't what was predicted.
 
     Args:
@@ -150,10 +150,12 @@ def make_record(
                 context=values["context_bytes"],
             )
         )
-    return Record(shape=plan_shape(plan), title=plan.title(), devices=tuple(devices), ranks=tuple(ranks), day=day)
+    return RunRecord(shape=plan_shape(plan), title=plan.title(), devices=tuple(devices), ranks=tuple(ranks), day=day)
 
 
-def make_shortage(plan: Plan, devices: Sequence[str], held: Sequence[DeviceBytes], lacked: Sequence[int | None], day: str) -> Record | None:
+def make_shortage(
+    plan: Plan, devices: Sequence[str], held: Sequence[DeviceBytes], lacked: Sequence[int | None], day: str
+) -> RunRecord | None:
     """The record of a run whose memory ran out; None where no rank had as much as was predicted, so that it was none of the prediction's.
 
     Args:
@@ -172,11 +174,11 @@ def make_shortage(plan: Plan, devices: Sequence[str], held: Sequence[DeviceBytes
         ranks.append(RankRecord(predicted=predicted.allocated, variable=_variable(predicted), measured=predicted.allocated + beyond))
     if not more:
         return None
-    return Record(shape=plan_shape(plan), title=plan.title(), devices=tuple(devices), ranks=tuple(ranks), day=day, short=True)
+    return RunRecord(shape=plan_shape(plan), title=plan.title(), devices=tuple(devices), ranks=tuple(ranks), day=day, short=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Residuals:
+class Corrections:
     """What is known of one module under one precision.
 
     Args:
@@ -186,7 +188,7 @@ class Residuals:
         times: how long steps took on this machine.
     """
 
-    records: tuple[Record, ...] = ()
+    records: tuple[RunRecord, ...] = ()
     devices: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
     times: StepTimes = field(default_factory=StepTimes)

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_autopar import _version
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.learned import cache_files
-from lightning_autopar.memory.learned.corrections import Record, Residuals, device_name
+from lightning_autopar.memory.learned.corrections import Corrections, RunRecord, device_name
 from lightning_autopar.memory.learned.step_times import StepTimes, load_step_times
 
 _FOREIGN = ("torch.", "lightning.", "builtins")
@@ -75,7 +75,7 @@ def cache_folder() -> Path | None:
     return cache_files.cache_folder("residuals")
 
 
-def load_residuals(module: torch.nn.Module, precision: str, inventory: Inventory, *, rates: str = "data sheet") -> Residuals:
+def load_residuals(module: torch.nn.Module, precision: str, inventory: Inventory, *, rates: str = "data sheet") -> Corrections:
     """What is known of a module under this precision and these versions, on such devices.
 
     Args:
@@ -85,23 +85,23 @@ def load_residuals(module: torch.nn.Module, precision: str, inventory: Inventory
         rates: by what steps are predicted; see :class:`lightning_autopar.memory.learned.step_times.StepTimes`.
     """
     if cache_folder() is None:
-        return Residuals()
+        return Corrections()
     versions = (torch.__version__, lightning.__version__, _version.__version__)
     parts = json.dumps([_FORMAT, module_hash(module), precision, *versions])
     key = hashlib.sha256(parts.encode()).hexdigest()[:32]
     devices = {device.id: device_name(device) for device in inventory.devices}
     times = StepTimes(records=load_step_times(inventory.host_threads), module=key, rates=rates)
-    return Residuals(records=load_records(key), devices=devices, key=key, times=times)
+    return Corrections(records=load_records(key), devices=devices, key=key, times=times)
 
 
-def load_records(key: str) -> tuple[Record, ...]:
+def load_records(key: str) -> tuple[RunRecord, ...]:
     """The records of a key, newest first; none where there are none, or where they can't be read."""
     folder = cache_folder()
     path = None if folder is None else folder / f"{key}.json"
-    return cache_files.read_records(path, Record.from_dict, "what earlier runs were measured to take")
+    return cache_files.read_records(path, RunRecord.from_dict, "what earlier runs were measured to take")
 
 
-def add_record(key: str, record: Record) -> None:
+def add_record(key: str, record: RunRecord) -> None:
     """Put a record in front of a key's; the oldest of the same step and plan, and the oldest of all, make room."""
     folder = cache_folder()
     if folder is None:

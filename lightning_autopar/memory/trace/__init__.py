@@ -11,5 +11,5 @@ Modules, in reading order:
     first_batch     the first batch, drawn without worker processes
     bare_step       one step called without Lightning's loops; the trainer as the module sees it there
     parameter_use   what a step does with parameters besides calling the modules that hold them
-    tensors_beside  tensors held by callbacks, attributes and optimizers
+    extras          tensors held by callbacks, attributes and optimizers
 """

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
-from lightning_autopar._temporary import replaced
+from lightning_autopar._temporary import patched
 from lightning_autopar.memory.trace.first_batch import RAISED
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ log = logging.getLogger(__name__)
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
-class Rehearsal:
+class BareStep:
     """Calls a module's hooks for a step in the loops' order.
 
     Args:
@@ -436,7 +436,7 @@ def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callab
         return result
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(torch.autograd, "backward", backward))
+        stack.enter_context(patched(torch.autograd, "backward", backward))
         for optimizer in optimizers:
             before = optimizer.register_step_pre_hook(lambda *_: enter("optimizer"))
             after = optimizer.register_step_post_hook(lambda *_: enter("forward"))

@@ -74,7 +74,7 @@ def _repeated_together(children: dict[str, nn.Module]) -> set[type[nn.Module]]:
 
 
 @dataclass
-class Record:
+class BlockCalls:
     """What was seen of one candidate.
 
     Args:
@@ -103,10 +103,10 @@ class BlockWatcher:
 
     def __init__(self, blocks: dict[str, nn.Module], tracker: MemoryTracker) -> None:
         self._tracker = tracker
-        self._records = [Record(fqn, module) for fqn, module in blocks.items()]
-        self._running: Record | None = None
+        self._records = [BlockCalls(fqn, module) for fqn, module in blocks.items()]
+        self._running: BlockCalls | None = None
         #: The candidates that have run, in the order in which they did so first.
-        self.order: list[Record] = []
+        self.order: list[BlockCalls] = []
         for record in self._records:
             record.module.register_forward_pre_hook(self._before(record), with_kwargs=True, prepend=True)
             record.module.register_forward_hook(self._after(record), with_kwargs=True)
@@ -122,7 +122,7 @@ class BlockWatcher:
         self._running = None
         self._tracker.begin_step()
 
-    def _before(self, record: Record) -> Callable[..., None]:
+    def _before(self, record: BlockCalls) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._tracker.phase != "forward":
                 if self._tracker.phase == "backward" and record.index is not None:
@@ -142,7 +142,7 @@ class BlockWatcher:
 
         return hook
 
-    def _after(self, record: Record) -> Callable[..., None]:
+    def _after(self, record: BlockCalls) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._running is not record or self._tracker.phase != "forward":
                 return

@@ -18,10 +18,10 @@ from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import batch_norms, find_blocks, tied_groups
+from lightning_autopar.memory.trace.extras import held_by_callbacks
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, tensors_of
-from lightning_autopar.memory.trace.tensors_beside import by_callbacks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -103,7 +103,7 @@ def guess(
         )
 
     complete = len(parameters) == len(list(built.parameters()))
-    held_bytes, changes = by_callbacks(trainer, built, on_cpu=True) if training and complete else (0, [])
+    held_bytes, changes = held_by_callbacks(trainer, built, on_cpu=True) if training and complete else (0, [])
     assumptions += changes
     widest = max((parameter.shape[0] for parameter in parameters if parameter.dim() > 1), default=0)
     gradient_bytes = sum(sizes[key] for key in trainable) if training else 0
@@ -140,7 +140,7 @@ def _built(
     mode, shadow = fake_mode(), ShadowValues()
     copy: LightningModule = fake_copy(module, mode, shadow, dtype=dtype)
     with drawing_nothing(), as_if_real(shadow, "cpu"), mode, shadow:
-        rehearsal = Rehearsal(copy, trainer, stage, autocast_dtype=None, default_dtype=dtype, enter=lambda phase: None)
+        rehearsal = BareStep(copy, trainer, stage, autocast_dtype=None, default_dtype=dtype, enter=lambda phase: None)
         rehearsal.build()
         for parameter in copy.parameters():
             if parameter.requires_grad:

@@ -14,7 +14,7 @@ from lightning_autopar.memory.parts import parts_of
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.attribution import Account, Places, account
-from lightning_autopar.memory.trace.blocks import BlockWatcher, Record
+from lightning_autopar.memory.trace.blocks import BlockCalls, BlockWatcher
 from lightning_autopar.memory.trace.tracker import MemoryTracker
 from lightning_autopar.memory.work.tally import OPTIMIZER, collected
 from lightning_autopar.memory.work.work import Work, flops, moved_bytes
@@ -68,7 +68,7 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     counts = tracker.tally.works(tracker.arrived)
     costs = _costs(counts, places, batches)
     optimizer_work = collected(counts.get((OPTIMIZER, False), Counter()), updates)
-    records: list[Record] = [watcher.order[index] for index in places.blocks]
+    records: list[BlockCalls] = [watcher.order[index] for index in places.blocks]
     owners, also_uses, holders = _owners(module, tracker, places, records, bytes_of)
     draws = [0] * len(owners)
     for index, size in tracker.draws.items():
@@ -112,15 +112,15 @@ def forward_bytes(tracker: MemoryTracker, watcher: BlockWatcher, blocks: Sequenc
     return tuple(part.forward_given.at(1.0) for part in parts_of(settled, len(blocks)))
 
 
-def _indices(records: Iterable[Record]) -> set[int]:
+def _indices(records: Iterable[BlockCalls]) -> set[int]:
     return {record.index for record in records if record.index is not None}
 
 
-def _large_enough(module: nn.Module, candidates: list[Record], tape: Tape, found: Account) -> set[int]:
+def _large_enough(module: nn.Module, candidates: list[BlockCalls], tape: Tape, found: Account) -> set[int]:
     """Indices of the candidates whose lists hold enough of the parameters or activations to be worth a plan's while."""
     places = Places(tape, _indices(candidates)).blocks
     elements = sum(parameter.numel() for parameter in module.parameters())
-    groups: dict[tuple[str, type], list[Record]] = {}
+    groups: dict[tuple[str, type], list[BlockCalls]] = {}
     for record in candidates:
         if record.index in places:
             groups.setdefault((record.fqn.rpartition(".")[0], type(record.module)), []).append(record)
@@ -157,7 +157,7 @@ def _costs(counts: Mapping[tuple[int, bool], Counter[Work]], places: Places, bat
 
 
 def _owners(
-    module: nn.Module, tracker: MemoryTracker, places: Places, records: list[Record], bytes_of: BytesOf
+    module: nn.Module, tracker: MemoryTracker, places: Places, records: list[BlockCalls], bytes_of: BytesOf
 ) -> tuple[list[list[tuple[Tensor, bool]]], tuple[tuple[int, str, int, int, int], ...], dict[str, int]]:
     """By part the parameters and buffers that are its own; which other outer parts use which parameter, and which part holds it."""
     owners: list[list[tuple[Tensor, bool]]] = [[] for _ in range(2 * len(records) + 1)]

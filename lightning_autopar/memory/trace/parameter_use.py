@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.footprint import Conduct
-from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.work.calls import tensors_in
 
@@ -103,7 +103,7 @@ class ConductWatch:
         )
 
     @contextmanager
-    def watching(self, rehearsal: Rehearsal) -> Iterator[None]:
+    def watching(self, rehearsal: BareStep) -> Iterator[None]:
         """Around the rehearsal's steps."""
         self._optimizers = rehearsal.optimizers
         call, hook = rehearsal._call, rehearsal._hook

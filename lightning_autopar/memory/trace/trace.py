@@ -30,13 +30,13 @@ from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, UNREAD, cpu_scratch
 from lightning_autopar.memory.kernels.cuda import CUDA_HIDDEN, cuda_scratch
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Kind, Tape
-from lightning_autopar.memory.trace.bare_step import Rehearsal, announced
+from lightning_autopar.memory.trace.bare_step import BareStep, announced
 from lightning_autopar.memory.trace.blocks import BlockWatcher, batch_norms, find_blocks, tied_groups
+from lightning_autopar.memory.trace.extras import fill_history, held_by_callbacks, in_attributes, keep_searching
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, first_batch, tensors_of
 from lightning_autopar.memory.trace.guess import guess
 from lightning_autopar.memory.trace.layers import forward_bytes, layers
 from lightning_autopar.memory.trace.parameter_use import ConductWatch
-from lightning_autopar.memory.trace.tensors_beside import by_callbacks, fill_history, keep_searching, loose
 from lightning_autopar.memory.trace.tracker import MemoryTracker, Phase
 from lightning_autopar.memory.workspace import Target
 
@@ -230,7 +230,7 @@ class _Tracing:
         )
         for parameter in module.parameters():
             tracker.mark(parameter, "parameters")
-        for buffer in (*module.buffers(), *loose(module)):
+        for buffer in (*module.buffers(), *in_attributes(module)):
             tracker.mark(buffer, "buffers")
         for tensor in tensors_of(batch):
             tracker.mark(tensor, "input")
@@ -244,7 +244,7 @@ class _Tracing:
                 tracker.enter(cast(Phase, phase))
 
         training = self.stage == "fit"
-        rehearsal = Rehearsal(
+        rehearsal = BareStep(
             module,
             self.trainer,
             self.stage,
@@ -299,7 +299,7 @@ class _Tracing:
         parameter_bytes, buffer_bytes, optimizer_bytes, input_bytes = (live[kind] for kind in _RESIDENT)
         gradient_bytes = sum(bytes_of(parameter)[1] for parameter in trainable)
         peak_bytes = max((moment.total_bytes for moment in found.moments), default=0)
-        held_bytes, changes = by_callbacks(self.trainer, module, on_cpu=self.target == "cpu") if training else (0, [])
+        held_bytes, changes = held_by_callbacks(self.trainer, module, on_cpu=self.target == "cpu") if training else (0, [])
         normed = tuple(batch_norms(module))  # the evaluation below leaves the module in eval mode, in which none counts
         evaluated: tuple[int | None, tuple[int, ...]] = None, ()
         if training and validation is not None:
@@ -346,7 +346,7 @@ class _Tracing:
             assumptions=tuple(dict.fromkeys(assumptions)),
         )
 
-    def _train(self, rehearsal: Rehearsal, batch: Any, watcher: BlockWatcher, tracker: MemoryTracker) -> int:
+    def _train(self, rehearsal: BareStep, batch: Any, watcher: BlockWatcher, tracker: MemoryTracker) -> int:
         """Steps of training, first to let the optimizers have their state, then counted; the number of the counted ones.
 
         Under manual optimization only the module knows when its optimizers step: as many batches as it takes for all of them to have done
@@ -389,7 +389,7 @@ class _Tracing:
                 step(first=position == 0, last=position == batches - 1)
         return batches
 
-    def _mark_states(self, rehearsal: Rehearsal, tracker: MemoryTracker) -> None:
+    def _mark_states(self, rehearsal: BareStep, tracker: MemoryTracker) -> None:
         for _, value in self._states(rehearsal.optimizers):
             tracker.mark(value, "optimizer")
         if self.target != "cpu":
@@ -403,7 +403,7 @@ class _Tracing:
             yield from ((parameter, value) for value in tree_leaves(state) if isinstance(value, Tensor) and id(value) not in host)
 
     def _evaluation_bytes(
-        self, rehearsal: Rehearsal, batch: Any, shadow: ShadowValues, watcher: BlockWatcher, blocks: Sequence[str]
+        self, rehearsal: BareStep, batch: Any, shadow: ShadowValues, watcher: BlockWatcher, blocks: Sequence[str]
     ) -> tuple[int | None, tuple[int, ...]]:
         """The most that a validation step holds beside what lives from step to step, its batch included; None where it fails.
 

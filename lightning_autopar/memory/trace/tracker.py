@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_autopar.memory.fakes.fake_mode import another, device_of
-from lightning_autopar.memory.kernels.cpu import HiddenOf, Rounds, Scratch, ScratchOf
+from lightning_autopar.memory.kernels.cpu import HiddenOf, KernelBytes, Rounds, ScratchOf
 from lightning_autopar.memory.storages import seen_storages, tensor_bytes
 from lightning_autopar.memory.tape import KINDS, Action, Kind, Tape
 from lightning_autopar.memory.work.batch_dependence import Dependence, Input, may_hook_saving, recomputes
@@ -450,7 +450,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As in :class:`LeanFakeMode`."""
+        """As in :class:`FastFakeMode`."""
         return False
 
     # -- one operation ---------------------------------------------------------------------------------------------------------------------
@@ -556,7 +556,7 @@ class MemoryTracker(TorchDispatchMode):
             made.append(Input(tensor, False, 0) if cell is None else Input(tensor, cell.kind in _SCALED, cell.size_bytes, (cell.number,)))
         return made[::-1] if function is _DROPOUT else made
 
-    def _add_scratch(self, scratch: Scratch | Rounds | None) -> None:
+    def _add_scratch(self, scratch: KernelBytes | Rounds | None) -> None:
         """Something that is there for a moment."""
         if scratch is None:
             return

@@ -21,7 +21,7 @@ from lightning_autopar.report.page.style import color_class
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.data_sheet import DATA_SHEET
-from lightning_autopar.timing.rank import Event
+from lightning_autopar.timing.rank import LaneSpan
 from lightning_autopar.timing.rates import Rates
 
 Lane = Literal["compute", "communication"]
@@ -76,7 +76,7 @@ def timeline(
     return tuple(span for rank, found in enumerate(events) for span in _spans(rank, found, seconds))
 
 
-def _spans(rank: int, events: Iterable[Event], step_seconds: float) -> list[Span]:
+def _spans(rank: int, events: Iterable[LaneSpan], step_seconds: float) -> list[Span]:
     """In order, with what the compute lane waits in between."""
     spans: list[Span] = []
     lanes: tuple[Lane, Lane] = ("compute", "communication")

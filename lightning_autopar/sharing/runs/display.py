@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_autopar.sharing.reservation import Need
-from lightning_autopar.sharing.runs.progress import Pace, Progress
+from lightning_autopar.sharing.runs.progress import RunProgress, RunSpeed
 from lightning_autopar.sharing.runs.status import SHOW_SECONDS, Request, RunFiles, open_run
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Decided(Protocol):
     """What was decided for a run, as far as others on its host are told."""
 
     @property
-    def assignment(self) -> Any:
+    def run_plan(self) -> Any:
         """The plan, with what it takes of each device."""
 
     @property
@@ -43,7 +43,7 @@ def _nobody_asked(seconds: float) -> None:
     """Whoever makes no use of the time to go; a function with a name, as a module that is pickled after its run may lead here."""
 
 
-class Showing:
+class RunDisplay:
     """How a run is, for others on its host.
 
     Args:
@@ -60,9 +60,9 @@ class Showing:
     ) -> None:
         self._files, self._leased, self._expect = files, leased, expect
         self._pid = os.getpid()
-        self._progress: Progress | None = None
+        self._progress: RunProgress | None = None
         self._devices: tuple[str, ...] = ()
-        self._pace = Pace()
+        self._pace = RunSpeed()
         self._next = 0.0
 
     @property
@@ -99,7 +99,7 @@ class Showing:
         """
         self.show(state="queued", waits_for=waits_for, predicted_bytes=dict(wanted_bytes or {}), ends_at=ends_at, **changes)
 
-    def running(self, decision: Decided, progress: Progress | None = None, **changes: Any) -> None:
+    def running(self, decision: Decided, progress: RunProgress | None = None, **changes: Any) -> None:
         """The run has begun under this decision.
 
         Args:
@@ -107,13 +107,13 @@ class Showing:
             progress: where its processes tell how far they are; :meth:`look` reads it.
             changes: of further fields.
         """
-        plan, expected = decision.assignment.plan, decision.expected_seconds
-        self._progress, self._devices, self._pace = progress, plan.devices, Pace()
+        plan, expected = decision.run_plan.plan, decision.expected_seconds
+        self._progress, self._devices, self._pace = progress, plan.devices, RunSpeed()
         self.show(
             state="running",
             plan=plan.title(),
             devices=plan.devices,
-            predicted_bytes=decision.assignment.reserved_bytes,
+            predicted_bytes=decision.run_plan.reserved_bytes,
             waits_for="",
             ends_at=None if expected is None else time.time() + expected,
             **changes,
@@ -123,7 +123,7 @@ class Showing:
         """The run has begun under this decision in this very process, which is its first: show at its batches how far it has come."""
         if self._files is None:
             return
-        progress = Progress(decision.assignment.plan.world_size)
+        progress = RunProgress(decision.run_plan.plan.world_size)
         progress.watch(engine, trainer, 0, self.look)
         self.running(decision, progress)
 
@@ -175,27 +175,27 @@ def showing(
     *,
     silent: bool = False,
     external: bool = False,
-) -> Iterator[Showing]:
+) -> Iterator[RunDisplay]:
     """While open, this process's run is shown on its host, as one that plans.
 
     Args:
         trainer: of the run.
         leased: what the run was promised by now, by device id.
-        expect: see :class:`Showing`.
+        expect: see :class:`RunDisplay`.
         silent: whether another process shows it.
         external: whether torchrun or Slurm started its processes.
     """
     if silent:
-        yield Showing(None, leased)
+        yield RunDisplay(None, leased)
         return
     opened = open_run()
     try:
         files = opened.__enter__()
     except (ValueError, OSError) as error:
         rank_zero_warn(f"autopar: {error}; the run goes on, and lightning-autopar status doesn't see it")
-        yield Showing(None, leased)
+        yield RunDisplay(None, leased)
         return
-    shown = Showing(files, leased, expect)
+    shown = RunDisplay(files, leased, expect)
     try:
         shown.show(task=str(trainer.state.fn.value) if trainer.state.fn is not None else "fit", external=external)
         yield shown

@@ -54,7 +54,7 @@ class Note:
     trains: bool
 
 
-class Progress:
+class RunProgress:
     """How far a run has come.
 
     Args:
@@ -78,7 +78,7 @@ class Progress:
             rank: of this process; the first one tells of the run, the others only what their GPU holds.
             look: called after each note, which is a few times a second at most.
         """
-        if rank and engine.assignment.devices[rank].kind != "cuda":
+        if rank and engine.run_plan.devices[rank].kind != "cuda":
             return
         original: Callable[..., Any] = engine.batch_to_device
 
@@ -95,7 +95,7 @@ class Progress:
 
     def _note(self, engine: Any, trainer: Trainer, rank: int, now: int) -> None:
         cells = self._cells
-        if engine.assignment.devices[rank].kind == "cuda":
+        if engine.run_plan.devices[rank].kind == "cuda":
             cells[_FIRST + rank] = torch.cuda.memory_reserved(engine.root_device)
         if rank:
             return
@@ -132,7 +132,7 @@ class Progress:
         return self._cells[_FIRST:].tolist()
 
 
-class Pace:
+class RunSpeed:
     """How fast a run comes along, by its notes."""
 
     def __init__(self) -> None:

@@ -18,9 +18,9 @@ from lightning_autopar.devices.allowed import ALLOWED_VARIABLE, write_allowed
 from lightning_autopar.sharing.runs.requests import runs as runs_of_user
 from lightning_autopar.sharing.runs.status import RunStatus
 from lightning_autopar.sharing.sweep.children import Child, Children, Signals, wait
-from lightning_autopar.sharing.sweep.dry_runs import Looked, last_words
+from lightning_autopar.sharing.sweep.dry_runs import DryRunResult, last_words
 from lightning_autopar.sharing.sweep.folder import SweepFolder
-from lightning_autopar.sharing.sweep.jobs import Job, Placed, Schedule, SweepDevice, Way, devices_of, scaled, ways_of
+from lightning_autopar.sharing.sweep.jobs import Job, Placed, RunOption, Schedule, SweepDevice, devices_of, options_of, scaled
 from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep
 from lightning_autopar.sharing.sweep.scheduler import schedule
 from lightning_autopar.sharing.sweep.sweep_tail import Underway, widened
@@ -63,7 +63,7 @@ class SweepRun:
     """
 
     listed: ListedRun
-    ways: tuple[Way, ...] = ()
+    options: tuple[RunOption, ...] = ()
     word: RunWord = "waiting"
     known: bool = True
     elastic: bool = False
@@ -78,7 +78,7 @@ class SweepRun:
     exit_code: int | None = None
     status: RunStatus | None = None
     child: Child | None = field(default=None, repr=False)
-    way: Way | None = field(default=None, repr=False)
+    option: RunOption | None = field(default=None, repr=False)
     first_step: tuple[float, int] | None = field(default=None, repr=False)
     log_from: int = field(default=0, repr=False)
 
@@ -104,7 +104,7 @@ class SweepRun:
         }
 
 
-def prospects(sweep: ListedSweep, looked: Mapping[str, Looked], folder: SweepFolder) -> tuple[list[SweepRun], list[SweepDevice]]:
+def prospects(sweep: ListedSweep, looked: Mapping[str, DryRunResult], folder: SweepFolder) -> tuple[list[SweepRun], list[SweepDevice]]:
     """The sweep's runs with the ways that were found for them, and the devices.
 
     Args:
@@ -138,13 +138,13 @@ def prospects(sweep: ListedSweep, looked: Mapping[str, Looked], folder: SweepFol
         # Of looks at one script side by side one is slower than the other by chance alone.
         run.start_seconds = statistics.median(looked[other.name].seconds for other in sweep.runs if _is_like(other, listed, looked))
         run.known, run.elastic = seconds[listed.name] is not None, bool(report["run"]["elastic"])
-        run.ways = ways_of(report, start_seconds=run.start_seconds, unknown_seconds=longest)
-        if not run.ways:
+        run.options = options_of(report, start_seconds=run.start_seconds, unknown_seconds=longest)
+        if not run.options:
             run.word, run.reason = "failed", "no plan fits on the devices"
     return runs, list(devices.values())
 
 
-def _is_like(one: ListedRun, other: ListedRun, looked: Mapping[str, Looked]) -> bool:
+def _is_like(one: ListedRun, other: ListedRun, looked: Mapping[str, DryRunResult]) -> bool:
     """Whether a look at one says how long the other takes to start."""
     return one.name in looked and looked[one.name].report is not None and script_of(one) == script_of(other)
 
@@ -162,7 +162,7 @@ def _shortest(report: Mapping[str, Any]) -> float | None:
 
 def first_schedule(runs: Sequence[SweepRun], devices: Sequence[SweepDevice]) -> Schedule:
     """Where everything that waits would run, by prediction."""
-    jobs = [Job(name=run.name, ways=run.ways, priority=run.listed.priority) for run in runs if run.word == "waiting"]
+    jobs = [Job(name=run.name, options=run.options, priority=run.listed.priority) for run in runs if run.word == "waiting"]
     return schedule(jobs, devices)
 
 
@@ -239,7 +239,7 @@ class Controller:
             self.ends_in_seconds = max((self._left_seconds(run) for run in running), default=0.0)
             self._widen(running)
             return
-        jobs = [Job(name=run.name, ways=scaled(run.ways, self._pace(run)), priority=run.listed.priority) for run in waiting]
+        jobs = [Job(name=run.name, options=scaled(run.options, self._pace(run)), priority=run.listed.priority) for run in waiting]
         busy = {device: self._left_seconds(run) for run in running for device in run.devices}
         found = schedule(jobs, self.devices, busy)
         self.ends_in_seconds = found.makespan_seconds
@@ -254,7 +254,7 @@ class Controller:
             return
         underway = [
             Underway(
-                job=Job(name=run.name, ways=scaled(run.ways, self._pace(run))),
+                job=Job(name=run.name, options=scaled(run.options, self._pace(run))),
                 devices=run.devices,
                 left_share=self._left_share(run),
                 left_seconds=self._left_seconds(run),
@@ -294,11 +294,11 @@ class Controller:
                 run.word, run.reason = "failed", f"it can't be started: {error}"
                 self._tell(f"{run.name} failed: {run.reason}")
                 return
-        run.word, run.way, run.devices, run.plan = "running", place.way, place.devices, place.way.title
-        run.predicted_seconds, run.began, run.status, run.first_step = place.way.seconds, self.elapsed_seconds, None, None
+        run.word, run.option, run.devices, run.plan = "running", place.option, place.devices, place.option.title
+        run.predicted_seconds, run.began, run.status, run.first_step = place.option.seconds, self.elapsed_seconds, None, None
         run.exit_code = run.seconds = None
-        expected = f"{place.way.seconds:.0f} s expected" if run.known else "nobody knows how long"
-        self._tell(f"{run.name} starts on {', '.join(place.devices)} ({place.way.title}, {expected}); its log: {log}")
+        expected = f"{place.option.seconds:.0f} s expected" if run.known else "nobody knows how long"
+        self._tell(f"{run.name} starts on {', '.join(place.devices)} ({place.option.title}, {expected}); its log: {log}")
 
     def _has_ended(self, run: SweepRun) -> bool:
         assert run.child is not None

@@ -22,7 +22,7 @@ _FITS, _NOTHING_FITS = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
+class DryRunResult:
     """What was found about a run.
 
     Args:
@@ -49,7 +49,7 @@ def look_at(
     *,
     at_once: int,
     show: Callable[[str], None],
-) -> dict[str, Looked]:
+) -> dict[str, DryRunResult]:
     """What is found about each run, by its name.
 
     The first one has the machine for itself: it may measure how fast devices are.
@@ -66,12 +66,12 @@ def look_at(
     Raises:
         Stopped: if a signal came.
     """
-    found: dict[str, Looked] = {}
+    found: dict[str, DryRunResult] = {}
     waiting = []
     for run in runs:
         known = folder.known_report(run, devices)
         if known is not None:
-            found[run.name] = Looked(report=known["report"], seconds=float(known["seconds"]))
+            found[run.name] = DryRunResult(report=known["report"], seconds=float(known["seconds"]))
         else:
             waiting.append(run)
     on: list[_Look] = []
@@ -82,7 +82,7 @@ def look_at(
             try:
                 on.append(_Look(waiting[0], devices, folder, children))
             except OSError as error:
-                found[waiting[0].name] = Looked(problem=f"it can't be started: {error}")
+                found[waiting[0].name] = DryRunResult(problem=f"it can't be started: {error}")
             waiting.pop(0)
             if first:
                 break
@@ -109,23 +109,23 @@ class _Look:
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
             self.child: Child = children.start(words, cwd=run.cwd, env={**os.environ, **run.env}, out=out.fileno(), err=err.fileno())
 
-    def result(self, code: int) -> Looked:
+    def result(self, code: int) -> DryRunResult:
         """What came of it."""
         seconds = time.monotonic() - self.child.started_at
         told = self._err.read_text(encoding="utf-8", errors="replace")
         if code not in (_FITS, _NOTHING_FITS):
-            return Looked(problem=f"it can't be planned for: {last_words(told) or code}; {self._err} has it all")
+            return DryRunResult(problem=f"it can't be planned for: {last_words(told) or code}; {self._err} has it all")
         try:
             report = json.loads(self._out.read_text(encoding="utf-8"))
             problem = _problem(report, code)
         except (ValueError, KeyError, TypeError):  # its own exit code says 1, but it isn't our report
-            return Looked(problem=f"it can't be planned for: {last_words(told) or code}; {self._err} has it all")
+            return DryRunResult(problem=f"it can't be planned for: {last_words(told) or code}; {self._err} has it all")
         if problem is not None:
-            return Looked(report=report, seconds=seconds, problem=problem)
+            return DryRunResult(report=report, seconds=seconds, problem=problem)
         self._folder.keep_report(self.run, self._devices, report, seconds)
         for path in (self._out, self._err):
             Path(path).unlink(missing_ok=True)
-        return Looked(report=report, seconds=seconds)
+        return DryRunResult(report=report, seconds=seconds)
 
 
 def _problem(report: Mapping[str, Any], code: int) -> str | None:

@@ -32,7 +32,7 @@ class SweepDevice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class DeviceNeed:
     """What one rank of a way needs.
 
     Args:
@@ -45,11 +45,11 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class RunOption:
     """One way to run a job: on how many devices of which kinds, and for how long.
 
     Args:
-        seats: one a device.
+        needs: one a device.
         seconds: of the whole run, predicted.
         title: the plan in words.
         among: the sets of devices that it may have, where not all devices of its kinds are linked as well; empty where any will do.
@@ -58,13 +58,13 @@ class Way:
         ValueError: if it needs no device, or takes no time.
     """
 
-    seats: tuple[Seat, ...]
+    needs: tuple[DeviceNeed, ...]
     seconds: float
     title: str = ""
     among: tuple[frozenset[str], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.seats:
+        if not self.needs:
             raise ValueError(f"the way {self.title!r} has no seats; a run needs a device at least")
         if not 0 < self.seconds < float("inf"):
             raise ValueError(f"the way {self.title!r} takes {self.seconds} s; it must be a number above 0")
@@ -72,7 +72,7 @@ class Way:
     @property
     def device_seconds(self) -> float:
         """What it takes of the devices in all."""
-        return len(self.seats) * self.seconds
+        return len(self.needs) * self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,12 @@ class Job:
 
     Args:
         name: its own among the sweep's.
-        ways: how it may run; at least one.
+        options: how it may run; at least one.
         priority: a larger one is put first.
     """
 
     name: str
-    ways: tuple[Way, ...]
+    options: tuple[RunOption, ...]
     priority: int = 0
 
 
@@ -96,20 +96,20 @@ class Placed:
 
     Args:
         job: its name.
-        way: how.
+        option: how.
         devices: their ids.
         start_seconds: from now on.
     """
 
     job: str
-    way: Way
+    option: RunOption
     devices: tuple[str, ...]
     start_seconds: float
 
     @property
     def end_seconds(self) -> float:
         """When it is over, from now on."""
-        return self.start_seconds + self.way.seconds
+        return self.start_seconds + self.option.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,42 +143,42 @@ def check_schedule(schedule: Schedule, jobs: Sequence[Job], devices: Sequence[Sw
     """
     by_id = {device.id: device for device in devices}
     assert sorted(place.job for place in schedule.placed) == sorted(job.name for job in jobs), "each job has one place"
-    ways = {job.name: job.ways for job in jobs}
+    options = {job.name: job.options for job in jobs}
     taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for device, seconds in schedule.busy_seconds.items():
         taken[device].append((0.0, seconds))
     for place in schedule.placed:
-        assert place.way in ways[place.job], f"{place.job} runs in a way of its own"
-        assert len(set(place.devices)) == len(place.devices) == len(place.way.seats), f"{place.job} has a device for each rank"
-        for seat, device in zip(place.way.seats, place.devices, strict=True):
-            assert seat.kind == by_id[device].kind, f"{place.job} needs {seat.kind}"
-            assert seat.needed_bytes <= by_id[device].free_bytes, f"{place.job} needs more memory than {device} has"
+        assert place.option in options[place.job], f"{place.job} runs in a way of its own"
+        assert len(set(place.devices)) == len(place.devices) == len(place.option.needs), f"{place.job} has a device for each rank"
+        for device_need, device in zip(place.option.needs, place.devices, strict=True):
+            assert device_need.kind == by_id[device].kind, f"{place.job} needs {device_need.kind}"
+            assert device_need.needed_bytes <= by_id[device].free_bytes, f"{place.job} needs more memory than {device} has"
             taken[device].append((place.start_seconds, place.end_seconds))
-        assert not place.way.among or frozenset(place.devices) in place.way.among, f"{place.job} can't have these devices"
+        assert not place.option.among or frozenset(place.devices) in place.option.among, f"{place.job} can't have these devices"
     for device, spans in taken.items():
         for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
             assert start >= end - 1e-9 * max(1.0, end), f"two jobs are on {device} at a time"
 
 
-def seatings(way: Way, devices: Sequence[SweepDevice]) -> list[tuple[int, ...]]:
+def seatings(option: RunOption, devices: Sequence[SweepDevice]) -> list[tuple[int, ...]]:
     """Every set of devices on which a way can run, as indices in the order of its seats; for few devices only."""
-    wanted = sorted(range(len(way.seats)), key=lambda index: -way.seats[index].needed_bytes)
+    wanted = sorted(range(len(option.needs)), key=lambda index: -option.needs[index].needed_bytes)
     found = []
-    for chosen in combinations(range(len(devices)), len(way.seats)):
-        if way.among and frozenset(devices[index].id for index in chosen) not in way.among:
+    for chosen in combinations(range(len(devices)), len(option.needs)):
+        if option.among and frozenset(devices[index].id for index in chosen) not in option.among:
             continue
         left = sorted(chosen, key=lambda index: -devices[index].free_bytes)
         seated: dict[int, int] = {}
-        for seat in wanted:
-            need = way.seats[seat]
+        for device_need in wanted:
+            need = option.needs[device_need]
             # The seat that needs most takes the largest device of its kind.
             on = next((index for index in left if devices[index].kind == need.kind), None)
             if on is None or devices[on].free_bytes < need.needed_bytes:
                 break
             left.remove(on)
-            seated[seat] = on
+            seated[device_need] = on
         else:
-            found.append(tuple(seated[seat] for seat in range(len(way.seats))))
+            found.append(tuple(seated[device_need] for device_need in range(len(option.needs))))
     return found
 
 
@@ -198,7 +198,7 @@ def devices_of(report: Report) -> list[SweepDevice]:
     ]
 
 
-def ways_of(report: Report, *, start_seconds: float = 0.0, unknown_seconds: float | None = None) -> tuple[Way, ...]:
+def options_of(report: Report, *, start_seconds: float = 0.0, unknown_seconds: float | None = None) -> tuple[RunOption, ...]:
     """How a run may be placed by its report's fitting plans: for each number of devices of each kind the fastest.
 
     Args:
@@ -211,7 +211,7 @@ def ways_of(report: Report, *, start_seconds: float = 0.0, unknown_seconds: floa
     fitting = [each for each in report["candidates"] if each["fits"] and all(device in devices for device in each["plan"]["devices"])]
     fastest = min((each["seconds"]["step"] for each in fitting), default=None)
     links = _Links(report, list(devices.values()))
-    found: dict[tuple[_Able, tuple[frozenset[str], ...]], Way] = {}
+    found: dict[tuple[_Able, tuple[frozenset[str], ...]], RunOption] = {}
     for each in fitting:
         seconds = each.get("run_seconds")
         if seconds is None:
@@ -219,22 +219,24 @@ def ways_of(report: Report, *, start_seconds: float = 0.0, unknown_seconds: floa
                 continue
             seconds = unknown_seconds * each["seconds"]["step"] / fastest
         ids = each["plan"]["devices"]
-        seats = tuple(
-            Seat(kind=devices[device].kind, needed_bytes=int(each["needs_bytes"].get(device, 0)) + left_alone.get(device, 0))
+        needs = tuple(
+            DeviceNeed(kind=devices[device].kind, needed_bytes=int(each["needs_bytes"].get(device, 0)) + left_alone.get(device, 0))
             for device in ids
         )
         title = f"{each['plan']['engine']} on {len(ids)}" if len(ids) > 1 else str(each["plan"]["engine"])
-        way = Way(seats=seats, seconds=start_seconds + float(seconds), title=title, among=links.as_good(ids))
-        able = tuple(sorted((seat.kind, _able(seat, devices.values())) for seat in seats))
-        if (key := (able, way.among)) not in found or way.seconds < found[key].seconds:
-            found[key] = way
-    ways = sorted(((able, way) for (able, _), way in found.items()), key=lambda each: (len(each[1].seats), each[1].seconds))
-    return tuple(way for index, (able, way) in enumerate(ways) if not any(_beats(other, (able, way)) for other in ways[:index]))
+        option = RunOption(needs=needs, seconds=start_seconds + float(seconds), title=title, among=links.as_good(ids))
+        able = tuple(sorted((device_need.kind, _able(device_need, devices.values())) for device_need in needs))
+        if (key := (able, option.among)) not in found or option.seconds < found[key].seconds:
+            found[key] = option
+    options = sorted(((able, option) for (able, _), option in found.items()), key=lambda each: (len(each[1].needs), each[1].seconds))
+    return tuple(
+        option for index, (able, option) in enumerate(options) if not any(_beats(other, (able, option)) for other in options[:index])
+    )
 
 
-def scaled(ways: Sequence[Way], factor: float) -> tuple[Way, ...]:
+def scaled(options: Sequence[RunOption], factor: float) -> tuple[RunOption, ...]:
     """The same, so many times slower."""
-    return tuple(replace(way, seconds=way.seconds * factor) for way in ways)
+    return tuple(replace(option, seconds=option.seconds * factor) for option in options)
 
 
 def _kind(device: Mapping[str, Any], *, several_nodes: bool) -> str:
@@ -252,12 +254,12 @@ def _kind(device: Mapping[str, Any], *, several_nodes: bool) -> str:
 _Able = tuple[tuple[str, int], ...]
 
 
-def _able(seat: Seat, devices: Iterable[SweepDevice]) -> int:
+def _able(device_need: DeviceNeed, devices: Iterable[SweepDevice]) -> int:
     """On how many devices there is room for a rank; of two ranks on a kind, the one with more has all that the other has."""
-    return sum(device.kind == seat.kind and device.free_bytes >= seat.needed_bytes for device in devices)
+    return sum(device.kind == device_need.kind and device.free_bytes >= device_need.needed_bytes for device in devices)
 
 
-def _beats(one: tuple[_Able, Way], other: tuple[_Able, Way]) -> bool:
+def _beats(one: tuple[_Able, RunOption], other: tuple[_Able, RunOption]) -> bool:
     """Whether one is no slower, and runs wherever the other does, on some of its devices."""
     if one[1].seconds > other[1].seconds or one[1].among:
         return False

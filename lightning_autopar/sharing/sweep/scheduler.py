@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lightning_autopar.sharing.sweep.jobs import Job, Placed, Schedule, SweepDevice, Way, seatings
+from lightning_autopar.sharing.sweep.jobs import Job, Placed, RunOption, Schedule, SweepDevice, seatings
 
 #: Sets of devices that are looked at one by one, where a way may not have any of its kinds.
 _Sets = tuple[tuple[int, ...], ...]
@@ -47,29 +47,29 @@ class Listing:
     def __init__(self, jobs: Sequence[Job], devices: Sequence[SweepDevice], busy_seconds: Mapping[str, float] | None = None) -> None:
         self.jobs, self.devices = tuple(jobs), tuple(devices)
         self.busy = {device: seconds for device, seconds in (busy_seconds or {}).items() if seconds > 0}
-        self.ways: list[list[Way]] = []
+        self.options: list[list[RunOption]] = []
         self.seatings: list[list[Seating]] = []
         for job in jobs:
-            ready = [(way, made) for way in job.ways if (made := _seating(way, self.devices)) is not None]
+            ready = [(option, made) for option in job.options if (made := _seating(option, self.devices)) is not None]
             if not ready:
                 raise ValueError(
                     f"{job.name} fits on none of the devices {', '.join(device.id for device in devices) or '(there are none)'}"
                 )
-            self.ways.append([way for way, _ in ready])
+            self.options.append([option for option, _ in ready])
             self.seatings.append([made for _, made in ready])
         self._free_at = [self.busy.get(device.id, 0.0) for device in devices]
 
-    def length(self, order: Sequence[int], ways: Sequence[int]) -> tuple[float, float]:
+    def length(self, order: Sequence[int], options: Sequence[int]) -> tuple[float, float]:
         """How long the list takes, and the sum of the times at which jobs end, which tells equally long ones apart.
 
         Args:
             order: of the jobs, as indices.
-            ways: of each job, as an index.
+            options: of each job, as an index.
         """
         free_at = self._free_at[:]
         total = 0.0
         for job in order:
-            seating = self.seatings[job][ways[job]]
+            seating = self.seatings[job][options[job]]
             start, on = _place(seating, free_at)
             end = start + seating.seconds
             total += end
@@ -77,17 +77,17 @@ class Listing:
                 free_at[index] = end
         return max(free_at, default=0.0), total
 
-    def schedule(self, order: Sequence[int], ways: Sequence[int]) -> Schedule:
+    def schedule(self, order: Sequence[int], options: Sequence[int]) -> Schedule:
         """The list's schedule. Arguments as :meth:`length`'s."""
         free_at = self._free_at[:]
         placed = []
         for job in order:
-            seating, way = self.seatings[job][ways[job]], self.ways[job][ways[job]]
+            seating, option = self.seatings[job][options[job]], self.options[job][options[job]]
             start, on = _place(seating, free_at)
             for index in on:
                 free_at[index] = start + seating.seconds
-            devices = _in_order_of_seats(way, [self.devices[index] for index in on])
-            placed.append(Placed(job=self.jobs[job].name, way=way, devices=devices, start_seconds=start))
+            devices = _in_order_of_seats(option, [self.devices[index] for index in on])
+            placed.append(Placed(job=self.jobs[job].name, option=option, devices=devices, start_seconds=start))
         return Schedule(placed=tuple(sorted(placed, key=lambda place: place.start_seconds)), busy_seconds=dict(self.busy))
 
     def bound_seconds(self) -> float:
@@ -95,18 +95,22 @@ class Listing:
         if not self.jobs:
             return max(self._free_at, default=0.0)
         fastest = max(min(_place(seating, self._free_at[:])[0] + seating.seconds for seating in seatings) for seatings in self.seatings)
-        work = sum(min(way.device_seconds for way in ways) for ways in self.ways)
+        work = sum(min(option.device_seconds for option in options) for options in self.options)
         return max(fastest, *self._free_at, (sum(self._free_at) + work) / len(self.devices))
 
 
-def _seating(way: Way, devices: tuple[SweepDevice, ...]) -> Seating | None:
+def _seating(option: RunOption, devices: tuple[SweepDevice, ...]) -> Seating | None:
     """A way on these devices; None where it fits nowhere."""
-    if way.among:
-        sets = tuple(seatings(way, devices))
-        return Seating(way.seconds, (), sets) if sets else None
+    if option.among:
+        sets = tuple(seatings(option, devices))
+        return Seating(option.seconds, (), sets) if sets else None
     groups: dict[tuple[int, ...], int] = {}
-    for seat in sorted(way.seats, key=lambda seat: (seat.kind, -seat.needed_bytes)):
-        able = [index for index, device in enumerate(devices) if device.kind == seat.kind and device.free_bytes >= seat.needed_bytes]
+    for device_need in sorted(option.needs, key=lambda device_need: (device_need.kind, -device_need.needed_bytes)):
+        able = [
+            index
+            for index, device in enumerate(devices)
+            if device.kind == device_need.kind and device.free_bytes >= device_need.needed_bytes
+        ]
         able.sort(key=lambda index: devices[index].free_bytes)
         groups[tuple(able)] = groups.get(tuple(able), 0) + 1
     # Of one kind, what a more demanding seat can have is among what a less demanding one can: so enough for each prefix is enough.
@@ -118,7 +122,7 @@ def _seating(way: Way, devices: tuple[SweepDevice, ...]) -> Seating | None:
         by_kind[kind] = by_kind.get(kind, 0) + count
         if len(able_here) < by_kind[kind]:
             return None
-    return Seating(way.seconds, tuple(groups.items()), ())
+    return Seating(option.seconds, tuple(groups.items()), ())
 
 
 def _place(seating: Seating, free_at: list[float]) -> tuple[float, Sequence[int]]:
@@ -141,15 +145,15 @@ def _place(seating: Seating, free_at: list[float]) -> tuple[float, Sequence[int]
     return start, on
 
 
-def _in_order_of_seats(way: Way, devices: Sequence[SweepDevice]) -> tuple[str, ...]:
+def _in_order_of_seats(option: RunOption, devices: Sequence[SweepDevice]) -> tuple[str, ...]:
     """Which device is which seat's: of a kind, the seat that needs most has the largest."""
     left = sorted(devices, key=lambda device: -device.free_bytes)
     seated: dict[int, str] = {}
-    for seat in sorted(range(len(way.seats)), key=lambda index: -way.seats[index].needed_bytes):
-        device = next(device for device in left if device.kind == way.seats[seat].kind)
+    for device_need in sorted(range(len(option.needs)), key=lambda index: -option.needs[index].needed_bytes):
+        device = next(device for device in left if device.kind == option.needs[device_need].kind)
         left.remove(device)
-        seated[seat] = device.id
-    return tuple(seated[index] for index in range(len(way.seats)))
+        seated[device_need] = device.id
+    return tuple(seated[index] for index in range(len(option.needs)))
 
 
 #: So many lists are looked at for each schedule, divided by the number of jobs: a second for 50 jobs, less for few.
@@ -196,12 +200,12 @@ def schedule(
 def _starts(listing: Listing) -> Iterator[_List]:
     """Lists to begin with: for each deadline the ways that keep it with the least work; and for each number of devices the fastest."""
     count = len(listing.jobs)
-    seconds = sorted({way.seconds for ways in listing.ways for way in ways})
+    seconds = sorted({option.seconds for options in listing.options for option in options})
     for deadline in seconds:
-        chosen = [_for_deadline(ways, deadline) for ways in listing.ways]
+        chosen = [_for_deadline(options, deadline) for options in listing.options]
         yield _longest_first(listing, chosen), chosen
-    for most in sorted({len(way.seats) for ways in listing.ways for way in ways}):
-        chosen = [at_most(ways, most) for ways in listing.ways]
+    for most in sorted({len(option.needs) for options in listing.options for option in options}):
+        chosen = [at_most(options, most) for options in listing.options]
         yield _longest_first(listing, chosen), chosen
     # The list in which each job, longest first, takes the way that ends soonest.
     order = _longest_first(listing, [0] * count)
@@ -209,35 +213,35 @@ def _starts(listing: Listing) -> Iterator[_List]:
     for place, job in enumerate(order):
         so_far = order[: place + 1]
 
-        def end(way: int, job: int = job, so_far: list[int] = so_far) -> float:
+        def end(option: int, job: int = job, so_far: list[int] = so_far) -> float:
             trial = chosen[:]
-            trial[job] = way
+            trial[job] = option
             return listing.length(so_far, trial)[1]
 
-        chosen[job] = min(range(len(listing.ways[job])), key=end)
+        chosen[job] = min(range(len(listing.options[job])), key=end)
     yield order, chosen
 
 
-def at_most(ways: Sequence[Way], most: int) -> int:
+def at_most(options: Sequence[RunOption], most: int) -> int:
     """The fastest way of no more than so many devices, or else of those with the fewest; as an index."""
-    few = [index for index, way in enumerate(ways) if len(way.seats) <= most]
+    few = [index for index, option in enumerate(options) if len(option.needs) <= most]
     if not few:
-        fewest = min(len(way.seats) for way in ways)
-        few = [index for index, way in enumerate(ways) if len(way.seats) == fewest]
-    return min(few, key=lambda index: (ways[index].seconds, len(ways[index].seats)))
+        fewest = min(len(option.needs) for option in options)
+        few = [index for index, option in enumerate(options) if len(option.needs) == fewest]
+    return min(few, key=lambda index: (options[index].seconds, len(options[index].needs)))
 
 
-def _for_deadline(ways: Sequence[Way], deadline: float) -> int:
-    in_time = [index for index, way in enumerate(ways) if way.seconds <= deadline]
+def _for_deadline(options: Sequence[RunOption], deadline: float) -> int:
+    in_time = [index for index, option in enumerate(options) if option.seconds <= deadline]
     if in_time:
-        return min(in_time, key=lambda index: (ways[index].device_seconds, ways[index].seconds))
-    return min(range(len(ways)), key=lambda index: ways[index].seconds)
+        return min(in_time, key=lambda index: (options[index].device_seconds, options[index].seconds))
+    return min(range(len(options)), key=lambda index: options[index].seconds)
 
 
-def _longest_first(listing: Listing, ways: Sequence[int]) -> list[int]:
+def _longest_first(listing: Listing, options: Sequence[int]) -> list[int]:
     def key(job: int) -> tuple[float, ...]:
-        way = listing.ways[job][ways[job]]
-        return -listing.jobs[job].priority, -way.seconds, -len(way.seats), job
+        option = listing.options[job][options[job]]
+        return -listing.jobs[job].priority, -option.seconds, -len(option.needs), job
 
     return sorted(range(len(listing.jobs)), key=key)
 
@@ -247,26 +251,26 @@ _Looked = tuple[tuple[float, float], _List]
 
 def _distinct(listing: Listing, lists: Iterator[_List]) -> list[_Looked]:
     """Each with its length, best first, without those of equal ways."""
-    found = {tuple(ways): (listing.length(order, ways), (order, ways)) for order, ways in lists}
+    found = {tuple(options): (listing.length(order, options), (order, options)) for order, options in lists}
     return sorted(found.values(), key=lambda each: each[0])
 
 
 def _annealed(listing: Listing, start: _Looked, looks: int, bound: float, draw: random.Random) -> _Looked:
     """The best list found from one, by changing a way or moving a job, where worse ones are taken less and less often."""
-    (order, ways), length = ([*start[1][0]], [*start[1][1]]), start[0]
-    best: _Looked = (length, (order[:], ways[:]))
+    (order, options), length = ([*start[1][0]], [*start[1][1]]), start[0]
+    best: _Looked = (length, (order[:], options[:]))
     count, scale = len(order), start[0][0]
     first, last = _class_bounds(listing, order)
-    several = [job for job in range(count) if len(listing.ways[job]) > 1]
+    several = [job for job in range(count) if len(listing.options[job]) > 1]
     for look in range(looks):
         heat = scale * _HOT * (_COLD / _HOT) ** (look / looks)
-        trial_order, trial_ways = order, ways
+        trial_order, trial_ways = order, options
         kind = draw.random()
         if several and kind < 0.45:
             job = several[draw.randrange(len(several))]
-            way = draw.randrange(len(listing.ways[job]) - 1)
-            trial_ways = ways[:]
-            trial_ways[job] = way + (way >= ways[job])
+            option = draw.randrange(len(listing.options[job]) - 1)
+            trial_ways = options[:]
+            trial_ways[job] = option + (option >= options[job])
         if kind >= 0.35:  # the two overlap: sometimes both
             at = draw.randrange(count)
             to = draw.randrange(first[at], last[at])
@@ -279,9 +283,9 @@ def _annealed(listing: Listing, start: _Looked, looks: int, bound: float, draw: 
         # Equally long lists are told apart by when jobs end on average, which counts little.
         worse = found[0] - length[0] + 0.01 * (found[1] - length[1]) / count
         if worse <= 0 or draw.random() < math.exp(-worse / heat):
-            order, ways, length = trial_order, trial_ways, found
+            order, options, length = trial_order, trial_ways, found
             if length < best[0]:
-                best = length, (order[:], ways[:])
+                best = length, (order[:], options[:])
                 if length[0] <= bound:
                     break
     return best

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_autopar.sharing.sweep.jobs import Job, SweepDevice, Way
+from lightning_autopar.sharing.sweep.jobs import Job, RunOption, SweepDevice
 from lightning_autopar.sharing.sweep.scheduler import Listing
 
 
@@ -49,23 +49,23 @@ def widened(
         own = [device for device in devices if device.id in run.devices]
         listing_devices = [*own, *left.values()]
         best_seconds, best_way = run.left_seconds, None
-        for way in run.job.ways:
-            seconds = move_seconds + run.left_share * way.seconds
-            if len(way.seats) > len(own) and seconds < best_seconds and _fits(way, run.job, listing_devices):
-                best_seconds, best_way = seconds, way
+        for option in run.job.options:
+            seconds = move_seconds + run.left_share * option.seconds
+            if len(option.needs) > len(own) and seconds < best_seconds and _fits(option, run.job, listing_devices):
+                best_seconds, best_way = seconds, option
         if best_way is None:
             continue
         busy = {device.id: 1.0 for device in left.values()}  # its own devices first
-        chosen = Listing([Job(name=run.job.name, ways=(best_way,))], listing_devices, busy).schedule([0], [0]).placed[0].devices
+        chosen = Listing([Job(name=run.job.name, options=(best_way,))], listing_devices, busy).schedule([0], [0]).placed[0].devices
         found[run.job.name] = tuple(dict.fromkeys([*run.devices, *chosen]))
         for device in chosen:
             left.pop(device, None)
     return found
 
 
-def _fits(way: Way, job: Job, devices: Sequence[SweepDevice]) -> bool:
+def _fits(option: RunOption, job: Job, devices: Sequence[SweepDevice]) -> bool:
     try:
-        Listing([Job(name=job.name, ways=(way,))], devices)
+        Listing([Job(name=job.name, options=(option,))], devices)
     except ValueError:
         return False
     return True

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, get_items, is_plain
 from lightning_autopar.state.objects.pickles import Pickler
 from lightning_autopar.state.objects.survey import ITEMS, LIMIT_BYTES, Survey
@@ -34,7 +34,7 @@ Owner = int | tuple[Any, ...]
 DEVICE, STORAGE, TENSOR, NODE, GENERATOR, OWN, MOVED = "device", "storage", "tensor", "node", "generator", "own", "moved"
 
 
-class Bin:
+class TensorFile:
     """The file beside a pickle; without one, only the sizes are summed up.
 
     Args:
@@ -210,7 +210,7 @@ class Packer(Pickler):
         beside: for tensors and arrays.
     """
 
-    def __init__(self, sink: Any, packing: Packing, beside: Bin) -> None:
+    def __init__(self, sink: Any, packing: Packing, beside: TensorFile) -> None:
         super().__init__(sink, packing.survey, packing.names, buffer_callback=beside.buffer)
         self._packing, self._beside = packing, beside
         self._left = 1 << 62
@@ -253,7 +253,7 @@ class Packer(Pickler):
         if not is_common(tensor):
             if hasattr(tensor, "device_mesh"):
                 raise pickle.PicklingError("a DTensor is a part of what several ranks have")
-            if is_hole(tensor):
+            if is_absent(tensor):
                 raise pickle.PicklingError("a hole has no values")
             return (MOVED, tensor.detach().cpu()) if tensor.device.type not in ("cpu", "meta") else None
         key = self._packing.key(tensor)
@@ -275,7 +275,7 @@ class Packer(Pickler):
         return (TENSOR, key, layout, kind, view, dict(vars(tensor)))
 
 
-def pack(packing: Packing, parts: Mapping[Any, Any], sent: Mapping[str, Any], beside: Bin) -> bytes:
+def pack(packing: Packing, parts: Mapping[Any, Any], sent: Mapping[str, Any], beside: TensorFile) -> bytes:
     """A pickle of parts and of what is sent along; see :class:`.unpacking.Unpacking`."""
     sink, table, earlier = io.BytesIO(), io.BytesIO(), len(beside.buffers)
     packer = Packer(sink, packing, beside)
@@ -297,7 +297,7 @@ def pack(packing: Packing, parts: Mapping[Any, Any], sent: Mapping[str, Any], be
 
 def travels(packing: Packing, value: Any) -> int | None:
     """How many bytes a value takes, in and beside a pickle; None if it has none."""
-    beside, sink = Bin(None), _Counting()
+    beside, sink = TensorFile(None), _Counting()
     try:
         Packer(sink, packing, beside).dump(value)
     except Exception:  # whatever comes out of a stranger's __reduce__

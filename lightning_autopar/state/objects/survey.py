@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state.objects.contents import (
     ATOMS,
     CONTAINERS,
@@ -315,7 +315,7 @@ class Survey:
         if kind in ATOMS:
             return kind, repr(value)
         if value is self._targets[number]:
-            if is_hole(value):
+            if is_absent(value):
                 return type(value).__name__, id(value)  # its values are another stage's
             if isinstance(value, Tensor):
                 return value.dtype, value.shape, value.requires_grad, fingerprint(value.detach())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_autopar.constraints import REFUSALS
-from lightning_autopar.strategies.base.assignment import BatchRule
+from lightning_autopar.strategies.base.run_plan import BatchRule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from lightning_autopar.sharing.queue import live_places
 from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.base.assignment import Assignment
+    from lightning_autopar.strategies.base.run_plan import RunPlan
 
 #: Beside what is needed, or was seen to be: as much as the allocator is predicted to hold beyond its tensors (``planning/memory.py``).
 SLACK_SHARE = 0.1
@@ -140,7 +140,7 @@ def target_bytes(lease: Lease, promised_bytes: int, used_bytes: int, *, settled:
     return max(lease.base_bytes, min(wanted, lease.most_bytes))
 
 
-class Growth:
+class GpuLimit:
     """The cap of one process's allocator, and the leases behind it.
 
     Args:
@@ -243,11 +243,11 @@ class Growth:
             held.release()
 
 
-def growth_for(assignment: Assignment, rank: int, *, ledger: Ledger | None = None, allocator: Allocator | None = None) -> Growth | None:
+def gpu_limit_for(run_plan: RunPlan, rank: int, *, ledger: Ledger | None = None, allocator: Allocator | None = None) -> GpuLimit | None:
     """The cap of a rank's allocator, by the lease of its run, or by what was free when the plan was made where there is none.
 
     Args:
-        assignment: with the plan's prediction.
+        run_plan: with the plan's prediction.
         rank: whose.
         ledger: the host's, unless given.
         allocator: torch's on the rank's device, unless given; without one a CPU device has none.
@@ -255,65 +255,65 @@ def growth_for(assignment: Assignment, rank: int, *, ledger: Ledger | None = Non
     Returns:
         None where there is nothing to cap.
     """
-    device = assignment.devices[rank]
+    device = run_plan.devices[rank]
     if allocator is None:
         if device.kind != "cuda":
             return None
-        allocator = CudaAllocator(assignment.torch_devices[rank])
-    needed = assignment.needed_bytes.get(device.id)
+        allocator = CudaAllocator(run_plan.torch_devices[rank])
+    needed = run_plan.needed_bytes.get(device.id)
     if needed is not None and is_leased(device):
         try:
             ledger = ledger or open_ledger()
             if ledger is not None and (leader := _leader(ledger, device.id, needed)) is not None:
-                watch, lease = _Alone(ledger, device.id, leader), _lease(assignment, device, needed)
+                watch, lease = _Alone(ledger, device.id, leader), _lease(run_plan, device, needed)
                 lease = replace(lease, alone=watch.was(device) and watch())
-                return Growth(lease, allocator, _asker(ledger, device.id, leader), alone=watch)
+                return GpuLimit(lease, allocator, _asker(ledger, device.id, leader), alone=watch)
         except (OSError, ValueError) as error:  # the process that planned has said so, too
             rank_zero_info(f"autopar: the leases of this host can't be read ({error}); the allocator is capped by what was free")
     if device.free_bytes >= device.total_bytes:
         return None
-    return Growth(Lease(device=device.id, base_bytes=device.free_bytes, most_bytes=device.free_bytes), allocator, None)
+    return GpuLimit(Lease(device=device.id, base_bytes=device.free_bytes, most_bytes=device.free_bytes), allocator, None)
 
 
-def after_shortage(assignment: Assignment) -> dict[str, int]:
+def limit_after_out_of_memory(run_plan: RunPlan) -> dict[str, int]:
     """What to ask for on each device of a plan that ran out of memory under its cap, where the devices have more; empty where they haven't.
 
     Only of GPUs: what caps a plan on a CPU device isn't its lease.
     """
     found = {}
-    for device in assignment.devices:
-        needed = assignment.needed_bytes.get(device.id)
+    for device in run_plan.devices:
+        needed = run_plan.needed_bytes.get(device.id)
         if device.kind != "cuda" or needed is None:
             return {}
-        wanted = min(int(needed * (1 + _AFTER_SHORTAGE)), _most(assignment, device))
+        wanted = min(int(needed * (1 + _AFTER_SHORTAGE)), _most(run_plan, device))
         if wanted <= needed * (1 + SLACK_SHARE):  # it had as much
             return {}
         found[device.id] = wanted
     return found
 
 
-def shortage_words(assignment: Assignment, rank: int, growth: Growth | None) -> str:
+def shortage_words(run_plan: RunPlan, rank: int, gpu_limit: GpuLimit | None) -> str:
     """What a run that ran out of memory was promised, predicted to need and had left to ask for, and what to do: one sentence."""
-    device = assignment.devices[rank]
-    predicted, needed = assignment.reserved_bytes.get(device.id), assignment.needed_bytes.get(device.id)
+    device = run_plan.devices[rank]
+    predicted, needed = run_plan.reserved_bytes.get(device.id), run_plan.needed_bytes.get(device.id)
     said = [f"{format_bytes(device.free_bytes)} were free on {device.id} when it was planned"]
     if predicted is not None and needed is not None:
         said.append(f"{format_bytes(predicted)} were predicted ({format_bytes(needed)} with the margin)")
-    if growth is not None:
-        said.append(f"{format_bytes(growth.promised_bytes)} were promised to it, at which its allocator is capped")
+    if gpu_limit is not None:
+        said.append(f"{format_bytes(gpu_limit.promised_bytes)} were promised to it, at which its allocator is capped")
     remedy = "with callbacks=[CheckpointMigrate()] the run would go on by itself"
     return f"autopar: {'; '.join(said)}. The next start counts with more, unless AUTOPAR_CACHE is off; {remedy}"
 
 
-def _lease(assignment: Assignment, device: Device, needed: int) -> Lease:
-    held = None if assignment.candidate is None else assignment.candidate.bytes.get(device.id)
+def _lease(run_plan: RunPlan, device: Device, needed: int) -> Lease:
+    held = None if run_plan.candidate is None else run_plan.candidate.bytes.get(device.id)
     around = held.context if isinstance(held, DeviceBytes) else 0
-    return Lease(device=device.id, base_bytes=needed, most_bytes=_most(assignment, device), around_bytes=around)
+    return Lease(device=device.id, base_bytes=needed, most_bytes=_most(run_plan, device), around_bytes=around)
 
 
-def _most(assignment: Assignment, device: Device) -> int:
+def _most(run_plan: RunPlan, device: Device) -> int:
     """What the run may come to have of a device, whatever it needs: its budget when it was planned, with the user's limit and margin."""
-    return max(assignment.budgets.get(device.id, device.free_bytes), assignment.needed_bytes.get(device.id, 0))
+    return max(run_plan.budgets.get(device.id, device.free_bytes), run_plan.needed_bytes.get(device.id, 0))
 
 
 def _leader(ledger: Ledger, device: str, needed: int) -> int | None:

@@ -16,7 +16,7 @@ from lightning_autopar.exact.data.batch_making import collation_for
 from lightning_autopar.exact.data.loader import ExactLoader, orders_alike
 from lightning_autopar.exact.data.share import Dealing
 from lightning_autopar.exact.data.track import fit_progress
-from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.run_plan import RunPlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def exact_loader(
     dataloader: object,
     trainer: Trainer,
-    assignment: Assignment,
+    run_plan: RunPlan,
     *,
     rank: int,
     broadcast: Callable[[Any], Any],
@@ -38,20 +38,20 @@ def exact_loader(
     Args:
         dataloader: as Lightning processed it.
         trainer: whose loader it is.
-        assignment: the rank's.
+        run_plan: the rank's.
         rank: this rank.
         broadcast: gives every rank the object that rank 0 called it with.
         alike: whether all ranks called it with the same number; a collective.
     """
     # Several ranks go through one order of the samples, be it that each has its part or that all have the same.
-    plan = assignment.plan
-    shares_order = plan.world_size > 1 and assignment.batch == "global"
-    if assignment.batch == "per_device" or isinstance(dataloader, ExactLoader):
+    plan = run_plan.plan
+    shares_order = plan.world_size > 1 and run_plan.batch == "global"
+    if run_plan.batch == "per_device" or isinstance(dataloader, ExactLoader):
         return None
-    if not isinstance(dataloader, DataLoader) and not shares_order and not (assignment.elastic and trainer.training):
+    if not isinstance(dataloader, DataLoader) and not shares_order and not (run_plan.elastic and trainer.training):
         return None
-    collation, draws = collation_for(dataloader, assignment.loadings)
-    draws = (*assignment.data_draws, *draws)
+    collation, draws = collation_for(dataloader, run_plan.loadings)
+    draws = (*run_plan.data_draws, *draws)
     splits = plan.data_ranks > 1 and not trainer.predicting
     return ExactLoader(
         dataloader,
@@ -62,7 +62,7 @@ def exact_loader(
         sync=broadcast if shares_order and (trainer.training or not orders_alike(dataloader)) else None,
         progress=fit_progress(trainer) if trainer.training else None,
         # Of several loaders nobody knows whether their samples draw; one rank loads all of them anyway.
-        load_all="samples" in draws or (assignment.elastic and plan.data_ranks == 1),
+        load_all="samples" in draws or (run_plan.elastic and plan.data_ranks == 1),
         collate_all=splits and ("collate" in draws or collation in ("whole", None)),
         by_samples=collation is None and "collate" not in draws,
         alike=alike if splits and collation == "rows" and "collate" not in draws else None,

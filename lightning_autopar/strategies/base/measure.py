@@ -20,8 +20,8 @@ from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar._temporary import without_noise
 from lightning_autopar.devices.host import thread_times, waited_share
 from lightning_autopar.devices.nvml import NvmlUnavailable, read_devices
-from lightning_autopar.exact.absent.tensor import is_hole
-from lightning_autopar.memory.allocation_recorder import HOST, Recorder
+from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.memory.allocation_recorder import HOST, AllocationRecorder
 from lightning_autopar.memory.storages import storage_sizes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_autopar.plans import Plan
 
 
-def held_storages(strategy: Strategy) -> dict[str, dict[int, int]]:
+def storages_by_kind(strategy: Strategy) -> dict[str, dict[int, int]]:
     """Bytes by storage of all that a step finds there, by kind; of a CPU device also what is the host's."""
     found: dict[str, Iterable[Tensor]] = strategy.held_tensors()  # type: ignore[attr-defined]  # every engine has it
     return {kind: storage_sizes(each, strategy.root_device) for kind, each in found.items()}
@@ -53,7 +53,7 @@ def held_tensors(strategy: Any) -> dict[str, Iterable[Tensor]]:
 
 def plan_of(strategy: Strategy) -> Plan:
     """What an engine executes."""
-    plan: Plan = strategy.assignment.plan  # type: ignore[attr-defined]  # every engine has one
+    plan: Plan = strategy.run_plan.plan  # type: ignore[attr-defined]  # every engine has one
     return plan
 
 
@@ -81,13 +81,13 @@ def held_gradients(strategy: Any) -> Iterator[Tensor]:
     assert module is not None
     groups = chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers)
     for parameter in chain(chain.from_iterable(group["params"] for group in groups), module.parameters()):
-        if not is_hole(parameter) and parameter.grad is not None:
+        if not is_absent(parameter) and parameter.grad is not None:
             yield parameter.grad
 
 
 def here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Those that this rank has, of a module whose stages lie on several."""
-    return (tensor for tensor in tensors if not is_hole(tensor))
+    return (tensor for tensor in tensors if not is_absent(tensor))
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -155,8 +155,8 @@ class Exits(ExitStack):
 class Meter:
     """Collects the times of step boundaries, and what the steps after the second one hold.
 
-    A CPU device has no counter of its own: two steps run under a :class:`lightning_autopar.memory.allocation_recorder.Recorder`. A GPU's
-    allocator counts by itself, and is only asked.
+    A CPU device has no counter of its own: two steps run under a :class:`lightning_autopar.memory.allocation_recorder.AllocationRecorder`.
+    A GPU's allocator counts by itself, and is only asked.
 
     Args:
         device_id: the device's id in the inventory.
@@ -167,7 +167,7 @@ class Meter:
         self._clock = StepClock()
         self._runs = False
         self._begun = 0
-        self._recorder = Recorder()
+        self._recorder = AllocationRecorder()
         #: Whether it runs; asked at every step, of which it sees two.
         self._recording = False
         self._recorded = 0
@@ -252,7 +252,7 @@ class Meter:
         if self._gpu is not None:
             self._note_on_gpu(strategy, None)
             if self._begun > _WARM_UP:
-                held = {kind: sum(sizes.values()) for kind, sizes in held_storages(strategy).items() if kind != "gradients"}
+                held = {kind: sum(sizes.values()) for kind, sizes in storages_by_kind(strategy).items() if kind != "gradients"}
                 self._bytes, self._gpu = self._gpu.bytes(held), None
 
     # -- CPU devices -------------------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Meter:
         self._tries += 1
         self._recorded = 0
         self._quiet.enter_context(without_noise())
-        self._recording = self._recorder.start(**held_storages(strategy))
+        self._recording = self._recorder.start(**storages_by_kind(strategy))
         if not self._recording:
             self._abandon()
         elif plan_of(strategy).offload:
@@ -275,7 +275,7 @@ class Meter:
             self._quiet.callback(register_optimizer_step_post_hook(updates.end).remove)
 
     def _conclude(self, strategy: Strategy) -> None:
-        self._recorder.note(**held_storages(strategy))
+        self._recorder.note(**storages_by_kind(strategy))
         recording = self._recorder.stop()
         self._recording = False
         self._quiet.close()
@@ -391,7 +391,7 @@ class _Updates:
         recorder: that runs.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: AllocationRecorder) -> None:
         self._recorder = recorder
         self._open: list[bool] = []  # of each step within another, whether the host works
 

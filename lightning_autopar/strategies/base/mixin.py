@@ -30,12 +30,12 @@ from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
 from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.failure import LACKED, out_of_memory
-from lightning_autopar.strategies.base.gpu_limit import Growth, shortage_words
+from lightning_autopar.strategies.base.gpu_limit import GpuLimit, shortage_words
 from lightning_autopar.strategies.base.loaders import Dropped, current_loaders, exact_loader
 from lightning_autopar.strategies.base.measure import Exits, Meter
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
+from lightning_autopar.strategies.base.run_plan import RunPlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -47,16 +47,16 @@ class EngineMixin(Strategy):
     Gradients, logged values, BatchNorm statistics and random draws are those of the whole batch; see the modules of their names.
     """
 
-    assignment: Assignment
+    run_plan: RunPlan
     _layer_sync: Any
 
-    def attach(self, assignment: Assignment) -> None:
-        """Give the engine its assignment; called once, before the trainer sees the engine."""
-        self.assignment = assignment
+    def attach(self, run_plan: RunPlan) -> None:
+        """Give the engine its run plan; called once, before the trainer sees the engine."""
+        self.run_plan = run_plan
         #: Whether a batch is split at all.
-        self.splits = assignment.plan.data_ranks > 1 and assignment.batch == "global"
+        self.splits = run_plan.plan.data_ranks > 1 and run_plan.batch == "global"
         #: Whether a rank's batch is worked off in parts, one after the other.
-        self.in_parts = assignment.plan.micro_batches > 1
+        self.in_parts = run_plan.plan.micro_batches > 1
         self._share: BatchShare | None = None
         #: Of how many samples the loader made the batch that is worked on, where this rank has all of them.
         self._samples: int | None = None
@@ -76,7 +76,7 @@ class EngineMixin(Strategy):
         #: Whether the state is saved between two batches rather than in a hook.
         self.at_boundary = False
         #: What this rank may take of its GPU; None where nothing says.
-        self.growth: Growth | None = None
+        self.gpu_limit: GpuLimit | None = None
         #: How an elastic run came to this plan.
         self.plan_changes = PlanChanges()
         #: Called when Lightning is about to enter its loops.
@@ -112,7 +112,7 @@ class EngineMixin(Strategy):
         """Hand out the user's own order: this rank's samples of each batch, resumable at any batch."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self._trainer
-        loader = exact_loader(dataloader, trainer, self.assignment, rank=self._rank, broadcast=self.broadcast, alike=self._alike)
+        loader = exact_loader(dataloader, trainer, self.run_plan, rank=self._rank, broadcast=self.broadcast, alike=self._alike)
         if loader is None:
             return dataloader
         if trainer.training:
@@ -143,7 +143,7 @@ class EngineMixin(Strategy):
         if isinstance(limit, float) and isinstance(dataloader, Sized):
             limit = int(len(dataloader) * limit)
         self._prediction_limits.append(limit if isinstance(limit, int) else float("inf"))
-        trainer.limit_predict_batches = -(-limit // self.assignment.plan.data_ranks) if isinstance(limit, int) else limit
+        trainer.limit_predict_batches = -(-limit // self.run_plan.plan.data_ranks) if isinstance(limit, int) else limit
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
@@ -180,15 +180,15 @@ class EngineMixin(Strategy):
         super().connect(model)
         rehearses = model._trainer is None  # a step is tried before there is a run
         if not rehearses and self._trainer.state.fn == TrainerFn.FITTING:
-            self._exit.enter_context(hyperparameters_added(self._trainer, hyperparameters(self.assignment)))
+            self._exit.enter_context(hyperparameters_added(self._trainer, hyperparameters(self.run_plan)))
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
         self.meter.begin(self.root_device)
         module = self.lightning_module
         assert module is not None
-        self._exit.enter_context(recomputed(module, self.assignment.plan.recompute))
-        if self.assignment.batch == "global" and self.assignment.plan.world_size > 1:
+        self._exit.enter_context(recomputed(module, self.run_plan.plan.recompute))
+        if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
             self._exit.enter_context(loaders_of_one_device(trainer, without_group))
         if self.splits:
             self._layer_sync = None  # Lightning's knows CUDA only; ours replaces it
@@ -200,17 +200,17 @@ class EngineMixin(Strategy):
 
     def prepare_steps(self, trainer: Trainer) -> None:
         """Make what the steps of a batch that isn't run whole have around them: logging, draws, and how its parts run."""
-        rules = self.assignment.log_rules
-        kept = self.assignment.kept_rules
+        rules = self.run_plan.log_rules
+        kept = self.run_plan.kept_rules
         self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, kept=kept, parts=self.in_parts)
         self._logging.install()
         self._exit.callback(self._logging.uninstall)
-        if self.assignment.draws is not None:
-            self._draws = self._exit.enter_context(GlobalDraws(self._share_for_draws, self.assignment.draws))
+        if self.run_plan.draws is not None:
+            self._draws = self._exit.enter_context(GlobalDraws(self._share_for_draws, self.run_plan.draws))
         if self.in_parts:
             note = partial(self.meter.note, self)
             self._micro = MicroBatches(
-                trainer, self.assignment.plan, self._logging, draws=self._draws, before_last=self.before_last_part, note=note
+                trainer, self.run_plan.plan, self._logging, draws=self._draws, before_last=self.before_last_part, note=note
             )
 
     def teardown(self) -> None:
@@ -218,8 +218,8 @@ class EngineMixin(Strategy):
         self.meter.stop(self)
         self._exit.close()
         super().teardown()
-        if self.growth is not None:
-            self.growth.release()
+        if self.gpu_limit is not None:
+            self.gpu_limit.release()
 
     def wait_for_peers(self) -> None:
         """Wait until the GPU has done what this rank has begun, and until all ranks have come here; every rank calls it before it ends.
@@ -233,11 +233,11 @@ class EngineMixin(Strategy):
 
     def explain(self, error: BaseException) -> None:
         """Where a GPU's memory ran out: say with the exception what was promised and predicted, and what to do."""
-        device = self.assignment.devices[self._rank]
+        device = self.run_plan.devices[self._rank]
         if device.kind == "cuda" and out_of_memory(error):
-            error.add_note(shortage_words(self.assignment, self._rank, self.growth))
-            if self.growth is not None:
-                vars(error)[LACKED] = {device.id: self.growth.lacked_bytes()}
+            error.add_note(shortage_words(self.run_plan, self._rank, self.gpu_limit))
+            if self.gpu_limit is not None:
+                vars(error)[LACKED] = {device.id: self.gpu_limit.lacked_bytes()}
 
     def _share_for_draws(self) -> BatchShare | None:
         """The share from the batch's transfer to the end of its backward; None outside, where draws are no part of the batch."""
@@ -354,7 +354,7 @@ class EngineMixin(Strategy):
         if self._share is None:
             return super().predict_step(*args, **kwargs)
         share, self._share = self._share, None  # the batch is whole: nothing in it is split
-        loader, plan = args[2] if len(args) > 2 else 0, self.assignment.plan
+        loader, plan = args[2] if len(args) > 2 else 0, self.run_plan.plan
         index = self._positions[loader] * plan.data_ranks + plan.data_rank(self._rank)
         output = super().predict_step(args[0], *([index] if len(args) > 1 else []), *args[2:], **kwargs)
         return output if share.rows and index < self._prediction_limits[loader] else Dropped()
@@ -388,17 +388,17 @@ class EngineMixin(Strategy):
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """A snapshot is loaded into module and optimizers as they are under this plan."""
-        return self.assignment.from_snapshot or super().restore_checkpoint_after_setup
+        return self.run_plan.from_snapshot or super().restore_checkpoint_after_setup
 
     @property
     def lightning_restore_optimizer(self) -> bool:
         """A snapshot brings the optimizers' states itself."""
-        return not self.assignment.from_snapshot and super().lightning_restore_optimizer
+        return not self.run_plan.from_snapshot and super().lightning_restore_optimizer
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a snapshot, or a checkpoint of Lightning's."""
-        snapshot = self.assignment.from_snapshot
-        weights_only = self.assignment.weights_only if weights_only is None else weights_only
+        snapshot = self.run_plan.from_snapshot
+        weights_only = self.run_plan.weights_only if weights_only is None else weights_only
         checkpoint = load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
         self._saved_gradients = checkpoint.pop(GRADIENTS, {}) if snapshot else {}
         self._resumption = resume.take_up(checkpoint)
@@ -419,7 +419,7 @@ class EngineMixin(Strategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Of a snapshot the weights are loaded already."""
-        if not self.assignment.from_snapshot:
+        if not self.run_plan.from_snapshot:
             super().load_model_state_dict(checkpoint, strict)
 
     # -- what ran ----------------------------------------------------------------------------------------------------------------------
@@ -427,14 +427,14 @@ class EngineMixin(Strategy):
     @cached_property
     def meter(self) -> Meter:
         """Measures what this rank uses."""
-        return Meter(self.assignment.devices[self._rank].id)
+        return Meter(self.run_plan.devices[self._rank].id)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Measure time and memory at the boundary between two steps."""
         self.meter.boundary(self, batch_idx)
-        if self.growth is not None:
+        if self.gpu_limit is not None:
             accumulates = self._trainer.accumulate_grad_batches
-            self.growth.step(steps=int(batch_idx % accumulates == 0))
+            self.gpu_limit.step(steps=int(batch_idx % accumulates == 0))
         super().on_train_batch_start(batch, batch_idx)
 
     def on_train_start(self) -> None:

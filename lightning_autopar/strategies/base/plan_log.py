@@ -17,7 +17,7 @@ from lightning_autopar.devices.inventory import devices_label
 
 if TYPE_CHECKING:
     from lightning_autopar.report.report import Candidate
-    from lightning_autopar.strategies.base.assignment import Assignment
+    from lightning_autopar.strategies.base.run_plan import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +97,16 @@ class PlanChanges:
         )
 
 
-def hyperparameters(assignment: Assignment) -> dict[str, Any]:
+def hyperparameters(run_plan: RunPlan) -> dict[str, Any]:
     """The plan and its prediction, by names that a user's own hyperparameters won't have."""
-    plan = assignment.plan
+    plan = run_plan.plan
     found: dict[str, Any] = {
         "autopar/plan": plan.title(),
         "autopar/engine": plan.engine,
-        "autopar/devices": devices_label(assignment.devices),
+        "autopar/devices": devices_label(run_plan.devices),
         "autopar/world_size": plan.world_size,
     }
-    predicted = predictions(assignment.candidate)
+    predicted = predictions(run_plan.candidate)
     return found | {name: int(value) if name.endswith("_bytes") else value for name, value in predicted.items()}
 
 

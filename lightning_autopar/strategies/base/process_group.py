@@ -88,7 +88,7 @@ def _leave_group() -> None:
 PATIENCE = timedelta(minutes=5)
 
 
-def meet(what: str) -> None:
+def wait_for_all_ranks(what: str) -> None:
     """Wait for all ranks, so that what only some of them do ends in a sentence rather than in a collective that never does.
 
     Args:

@@ -258,8 +258,8 @@ def _metric_states(module: nn.Module, splits: bool) -> Iterator[tuple[str, dict[
 
 def _parts_per_batch(trainer: Trainer) -> int:
     """In how many parts a batch is worked off, by ranks and one after the other: so often a step runs for it."""
-    assignment = getattr(trainer.strategy, "assignment", None)
-    return 1 if assignment is None or assignment.batch == "per_device" else assignment.plan.data_ranks * assignment.plan.micro_batches
+    run_plan = getattr(trainer.strategy, "assignment", None)
+    return 1 if run_plan is None or run_plan.batch == "per_device" else run_plan.plan.data_ranks * run_plan.plan.micro_batches
 
 
 def _restore_metric_states(module: nn.Module, saved: dict[str, Any], *, rank: int, parts: float) -> None:

@@ -11,8 +11,8 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Report
 from lightning_autopar.report.run_history import RunHistory
 from lightning_autopar.sharing.leases import Leases
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.run_plan import RunPlan
 
 
 class RunHost(Protocol):
@@ -29,7 +29,7 @@ class RunHost(Protocol):
     def cluster_environment(self) -> Any:
         """Lightning's, of whoever started the processes."""
 
-    def make_engine(self, assignment: Assignment, *, forked: bool = True) -> EngineMixin:
+    def make_engine(self, run_plan: RunPlan, *, forked: bool = True) -> EngineMixin:
         """The Lightning strategy that executes a plan."""
 
     def inventory(self, *, fewer: bool = False, own_host_bytes: int = 0) -> tuple[Inventory, int | None]:

@@ -33,7 +33,7 @@ from lightning_autopar.planning.device_sets import one_of_each_gpu
 from lightning_autopar.strategies.calibration.devices import came_meanwhile, leased, may_be_measured
 from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.measured_rates import HOST, Calibrated, device_key, group_key
+from lightning_autopar.timing.measured_rates import HOST, MeasuredRates, device_key, group_key
 from lightning_autopar.timing.rates import Collective
 
 log = logging.getLogger(__name__)
@@ -72,10 +72,10 @@ class Measurement:
     devices: tuple[Device, ...] = ()
 
 
-def calibrated(inventory: Inventory) -> Calibrated | None:
+def calibrated(inventory: Inventory) -> MeasuredRates | None:
     """Rates as they are known of this machine; None where nothing was measured."""
     known = load_calibration(inventory)
-    return Calibrated(known, DataSheet()) if known else None
+    return MeasuredRates(known, DataSheet()) if known else None
 
 
 def is_calibrated(inventory: Inventory) -> bool:
@@ -83,7 +83,7 @@ def is_calibrated(inventory: Inventory) -> bool:
     return not measurements(inventory, load_calibration(inventory))
 
 
-def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = True) -> Calibrated:
+def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = True) -> MeasuredRates:
     """Measure what isn't known yet of the devices of this host, keep it, and say so in one line.
 
     Args:
@@ -94,7 +94,7 @@ def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = Tru
     known = load_calibration(inventory)
     before = Calibration() if again else known
     if not measurements(inventory, before):
-        return Calibrated(known, DataSheet())
+        return MeasuredRates(known, DataSheet())
     begun = time.monotonic()
 
     def wanted(there: Inventory) -> list[Device]:
@@ -114,10 +114,10 @@ def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = Tru
     if curves or failures:
         keep_calibration(inventory, found)
     if not curves:
-        return Calibrated(found, DataSheet())
+        return MeasuredRates(found, DataSheet())
     where = "kept for later runs" if cache_folder("rates") is not None else f"not kept, as {VARIABLE} is off"
     rank_zero_info(f"autopar: measured how fast {_named(inventory)} in {took:.1f} s; {where}")
-    return Calibrated(found, DataSheet())
+    return MeasuredRates(found, DataSheet())
 
 
 def _named(inventory: Inventory) -> str:
@@ -298,7 +298,7 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
     """What the trainer's loop takes, and what two ranks of an engine add."""
     from lightning_autopar.strategies.calibration.steps import TINY_BYTES, TINY_UNITS, plain_step, step_taken, tiny_plan
 
-    rates = Calibrated(known, DataSheet()).among(devices[:2], inventory)
+    rates = MeasuredRates(known, DataSheet()).among(devices[:2], inventory)
     plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS, gpus=True)
 
     def around(engine: str, ranks: int) -> tuple[float, int]:
@@ -325,7 +325,7 @@ def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration)
     from lightning_autopar.strategies.calibration.steps import TINY_BYTES, plain_step, step_taken, tiny_plan
 
     chosen = devices[:2]
-    rates = Calibrated(known, DataSheet()).among(chosen, inventory)
+    rates = MeasuredRates(known, DataSheet()).among(chosen, inventory)
     plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS, gpus=True).seconds
     sending = rates.collective_seconds("send", TINY_BYTES, chosen, inventory)
 

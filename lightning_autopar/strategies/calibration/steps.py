@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar._lightning_compat import Launcher, attach_data, run_arguments
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.plans import Plan, Schedule
-from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.ranks import torch_device, usual, waiter
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
@@ -93,8 +93,8 @@ class _Tiny(L.LightningModule):
 class _Launcher(Launcher):
     """Runs a given plan in forked workers without planning, and forgets what they leave."""
 
-    def __init__(self, assignment: Assignment) -> None:
-        self.assignment = assignment
+    def __init__(self, run_plan: RunPlan) -> None:
+        self.run_plan = run_plan
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -109,7 +109,7 @@ class _Launcher(Launcher):
         assert trainer is not None
         attach_data(trainer, run_arguments(function, args, kwargs))
         with run_folder(1 << 20) as folder:
-            outcome = run_generation(make_job(self.assignment, trainer, function, args, kwargs, folder))
+            outcome = run_generation(make_job(self.run_plan, trainer, function, args, kwargs, folder))
         if outcome.error is not None:
             raise outcome.error
 
@@ -132,7 +132,7 @@ def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
     if plan.engine == "pipeline":
         batch, blocks = [torch.zeros(2, _WIDTH)], [f"layers.{index}" for index in range(_LAYERS)]
         staging = Staging(hooks={"training_step": record(_Tiny(), None, "training_step", batch, blocks, rows=2)})
-    launcher = _Launcher(Assignment(plan=plan, devices=tuple(devices), finding=staging))
+    launcher = _Launcher(RunPlan(plan=plan, devices=tuple(devices), finding=staging))
     strategy = _Calibrating(launcher)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = L.Trainer(

@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Question, Rank, recomputed
-from lightning_autopar.memory.allocator.device import Machine
-from lightning_autopar.memory.allocator.play import Buckets, Whole
-from lightning_autopar.memory.allocator.tape_parts import Script
+from lightning_autopar.memory.allocator.device import PlayedDevice
+from lightning_autopar.memory.allocator.play import DDPPlayer, Player
+from lightning_autopar.memory.allocator.tape_parts import TapeParts
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.candidates import build_plan
@@ -50,9 +50,9 @@ class Single(Engine):
         """Nothing is communicated."""
         return Step(footprint, plan, inventory, precision, rates)
 
-    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole:
+    def player(self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Player:
         """A rank that holds everything."""
-        return Whole(machine, script, footprint, rows, recomputed(footprint, plan))
+        return Player(machine, script, footprint, rows, recomputed(footprint, plan))
 
     def strategy(self, run: Any, *, forked: bool) -> Any:
         """Lightning's ``SingleDeviceStrategy`` with the mixin."""
@@ -86,9 +86,9 @@ class DDP(Engine):
         """Buckets behind backward."""
         return DDPStep(footprint, plan, inventory, precision, rates, self.wire)
 
-    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole:
+    def player(self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Player:
         """A rank that holds everything, with its buckets."""
-        return Buckets(machine, script, footprint, rows, recomputed(footprint, plan))
+        return DDPPlayer(machine, script, footprint, rows, recomputed(footprint, plan))
 
     def strategy(self, run: Any, *, forked: bool) -> Any:
         """Lightning's ``DDPStrategy`` with the mixin."""

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autopar._temporary import without_noise
 from lightning_autopar.exact.step.own_backward import average
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.mixin import EngineMixin, SplitMixin
 from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.base.run_plan import RunPlan
 
 #: Buffers that depend on the batch (BatchNorm's) are synchronised where they are computed; copying rank 0's at each step would only
 #: cost time. torch 2.13 renamed the argument.
@@ -43,16 +43,16 @@ class DDPEngine(SplitMixin, DDPStrategy):
     _trained: frozenset[int] = frozenset()
     _reduced = False
 
-    def __init__(self, assignment: Assignment, *, forked: bool) -> None:
+    def __init__(self, run_plan: RunPlan, *, forked: bool) -> None:
         super().__init__(
-            parallel_devices=assignment.torch_devices,
+            parallel_devices=run_plan.torch_devices,
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
             # Forked workers hold the very pages of the parent's module: equal already, and a broadcast would copy every page of them.
             init_sync=not forked,
             **_NO_BUFFER_BROADCAST,
         )
-        self.attach(assignment)
+        self.attach(run_plan)
 
     def _configure_launcher(self) -> None:
         """The processes are there already."""
@@ -145,6 +145,6 @@ class DDPEngine(SplitMixin, DDPStrategy):
 class SingleEngine(EngineMixin, SingleDeviceStrategy):
     """Executes a plan of one device."""
 
-    def __init__(self, assignment: Assignment) -> None:
-        super().__init__(device=assignment.torch_devices[0])
-        self.attach(assignment)
+    def __init__(self, run_plan: RunPlan) -> None:
+        super().__init__(device=run_plan.torch_devices[0])
+        self.attach(run_plan)

@@ -22,18 +22,18 @@ from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.failure import WorkerFailed, out_of_memory
-from lightning_autopar.strategies.base.gpu_limit import after_shortage
-from lightning_autopar.strategies.elastic.preemption import Courtesy
+from lightning_autopar.strategies.base.gpu_limit import limit_after_out_of_memory
+from lightning_autopar.strategies.elastic.preemption import Preemption
 from lightning_autopar.strategies.elastic.promises import ParkedPlace, Promises
-from lightning_autopar.strategies.elastic.run_state import Standing
-from lightning_autopar.strategies.elastic.running import Running
-from lightning_autopar.strategies.elastic.saver import Moving, Saver
-from lightning_autopar.strategies.elastic.snapshot_store import Shelf
-from lightning_autopar.strategies.elastic.watcher import Watcher, Wish
+from lightning_autopar.strategies.elastic.run_state import RunState
+from lightning_autopar.strategies.elastic.running import RunningGeneration
+from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
+from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
+from lightning_autopar.strategies.elastic.watcher import MoveRequest, Watcher
 from lightning_autopar.strategies.preparation.learning import learn_shortage
 from lightning_autopar.strategies.processes.generation import Generation, Outcome
-from lightning_autopar.strategies.processes.protocol import Elastic, Gate
-from lightning_autopar.strategies.processes.worker import Job
+from lightning_autopar.strategies.processes.protocol import GenerationFiles, SnapshotRendezvous
+from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -48,20 +48,20 @@ def with_more(decision: Decision, promises: Promises) -> Decision | None:
         decision: under which memory ran out.
         promises: of the run, of which nothing runs now.
     """
-    assignment = decision.assignment
-    wants = after_shortage(assignment)
+    run_plan = decision.run_plan
+    wants = limit_after_out_of_memory(run_plan)
     if not wants or not promises.held_bytes or promises.take(wants, None) is not None:
         return None
     most = max(wants, key=lambda device: wants[device])
     rank_zero_info(f"autopar: the plan is given more memory: {format_bytes(wants[most])} of {most}, as it ran out of what it had")
-    return replace(decision, assignment=replace(assignment, at_least=wants))
+    return replace(decision, run_plan=replace(run_plan, at_least=wants))
 
 
 def is_still_there(decision: Decision, inventory: Inventory) -> bool:
     """Whether a plan's devices are there with room for it."""
     there = {device.id: device.free_bytes for device in usable(inventory).devices}
-    needed = decision.assignment.reserved_bytes
-    return all(device in there and needed.get(device, 0) <= there[device] for device in decision.assignment.plan.devices)
+    needed = decision.run_plan.reserved_bytes
+    return all(device in there and needed.get(device, 0) <= there[device] for device in decision.run_plan.plan.devices)
 
 
 #: A parked run looks so often whether it fits, where nobody watches.
@@ -74,58 +74,58 @@ _READY_SECONDS = 300.0
 _LEAVE_SECONDS = 25.0
 
 
-class Asked(Protocol):
+class RequestHandler(Protocol):
     """What others ask of a run, answered before any watcher; called in the main process at every round."""
 
-    def look(self, agent: Agent) -> Wish | None:
+    def look(self, agent: Agent) -> MoveRequest | None:
         """What to do now, if anything."""
 
     def show(self, agent: Agent) -> None:
         """Show how the run is."""
 
 
-class Agent(Standing):
+class Agent(RunState):
     """Runs a call of ``fit`` through as many generations as it takes.
 
     Args:
         make_job: what a generation's workers are to do, by decision and folder.
         decision: the first one.
         moving: see there.
-        watchers: asked in their order; the first wish counts.
-        door: what others ask goes first.
-        shelf: for the snapshots.
+        watchers: asked in their order; the first request counts.
+        handler: what others ask goes first.
+        snapshots: for the snapshots.
         folder: the run's, for what passes between workers and agent.
-        inventory: see :class:`.standing.Standing`; the same for ``replan``, ``state_bytes``, ``promises`` and ``courtesy``.
+        inventory: see :class:`.standing.RunState`; the same for ``replan``, ``state_bytes``, ``promises`` and ``preempt``.
         on_change: told of each new decision.
     """
 
     def __init__(
         self,
         *,
-        make_job: Callable[[Decision, Path], Job],
+        make_job: Callable[[Decision, Path], WorkerJob],
         decision: Decision,
-        moving: Moving,
+        moving: SnapshotSettings,
         watchers: Sequence[Watcher],
-        door: Asked | None = None,
-        shelf: Shelf,
+        handler: RequestHandler | None = None,
+        snapshots: SnapshotStore,
         folder: Path,
-        inventory: Callable[[Running | None], Inventory],
+        inventory: Callable[[RunningGeneration | None], Inventory],
         replan: Callable[[Inventory], Decision],
         state_bytes: int,
         on_change: Callable[[Decision], None],
         promises: Promises,
-        courtesy: Courtesy,
+        preempt: Preemption,
     ) -> None:
         super().__init__(
             decision=decision,
             inventory=inventory,
             replan=replan,
             state_bytes=state_bytes,
-            saver=Saver(shelf, moving, state_bytes),
+            saver=Saver(snapshots, moving, state_bytes),
             promises=promises,
-            courtesy=courtesy,
+            preempt=preempt,
         )
-        self._make_job, self._moving, self._watchers, self._door = make_job, moving, list(watchers), door
+        self._make_job, self._moving, self._watchers, self._handler = make_job, moving, list(watchers), handler
         self._folder, self._on_change = folder, on_change
         self._generations = 0
         self._began = time.monotonic()
@@ -136,7 +136,7 @@ class Agent(Standing):
 
     # -- the run -----------------------------------------------------------------------------------------------------------------------
 
-    def run(self, noted: list[type[BaseException]]) -> tuple[Outcome, Job]:
+    def run(self, noted: list[type[BaseException]]) -> tuple[Outcome, WorkerJob]:
         """Keep the run going until it is over.
 
         Args:
@@ -173,14 +173,14 @@ class Agent(Standing):
                         return self._interrupted(noted[0]), running.job
                     continue
                 self._watch_over(running)
-                if not self._saver.waits and not noted and (wish := self._wish()) is not None:
-                    self._follow(wish, running, noted)
+                if not self._saver.waits and not noted and (move := self._move()) is not None:
+                    self._follow(move, running, noted)
                     if self._run is None and not self._wait_parked(noted):
                         return self._interrupted(noted[0]), running.job
         finally:
             if self._run is not None:
                 self._run.generation.end()
-            self.diary.close()
+            self.recorder.close()
 
     def save_soon(self) -> None:
         """Write a snapshot at the next boundary."""
@@ -188,37 +188,37 @@ class Agent(Standing):
 
     # -- generations -------------------------------------------------------------------------------------------------------------------
 
-    def _fork(self, decision: Decision) -> Running:
+    def _fork(self, decision: Decision) -> RunningGeneration:
         self._generations += 1
         folder = self._folder / f"g{self._generations}"
         folder.mkdir()
         job = self._make_job(decision, folder)
-        gate = Gate(decision.assignment.plan.world_size)
-        elastic = Elastic(gate=gate, begin=get_context("fork").Event(), folder=folder)
+        rendezvous = SnapshotRendezvous(decision.run_plan.plan.world_size)
+        elastic = GenerationFiles(rendezvous=rendezvous, begin=get_context("fork").Event(), folder=folder)
         job = replace(job, elastic=elastic)
-        gate.final = self._failures_in_a_row() >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
-        return Running(generation=Generation(job), elastic=elastic, job=job, decision=decision)
+        rendezvous.final = self._failures_in_a_row() >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
+        return RunningGeneration(generation=Generation(job), elastic=elastic, job=job, decision=decision)
 
-    def _begin(self, decision: Decision, reason: str, running: Running | None = None) -> Running:
+    def _begin(self, decision: Decision, reason: str, running: RunningGeneration | None = None) -> RunningGeneration:
         """Make a decision the one that runs; its workers may have been forked before."""
         running = running or self._fork(decision)
-        self.diary.begin(decision, reason)
+        self.recorder.begin(decision, reason)
         self._run, self.decision, self.parked = running, decision, False
         self._saver.begin()
         self._on_change(decision)
         return running
 
-    def _watch_over(self, running: Running) -> None:
+    def _watch_over(self, running: RunningGeneration) -> None:
         """Take in what the generation did, have it save when it is time, and end it when it hangs."""
-        gate = running.elastic.gate
-        pace = gate.pace()
+        rendezvous = running.elastic.rendezvous
+        pace = rendezvous.progress()
         if pace.boundaries >= 1 and self._left_at is not None and pace.at is not None:
             pause = pace.at - self._left_at
             self._left_at = None
             self._pauses.append(pause)
-            self.diary.paused(pause)
-        if gate.final and pace.boundaries >= 1 and pace.step > max(self._failures, default=-1):
-            gate.final = False  # it is past where it failed, and there is something to go on from
+            self.recorder.paused(pause)
+        if rendezvous.final and pace.boundaries >= 1 and pace.step > max(self._failures, default=-1):
+            rendezvous.final = False  # it is past where it failed, and there is something to go on from
             self._failures.clear()
         self._saver.watch(running)
         self._note(running)
@@ -229,7 +229,7 @@ class Agent(Standing):
             )
             running.generation.end()
 
-    def _expect(self, running: Running) -> None:
+    def _expect(self, running: RunningGeneration) -> None:
         """Tell those who wait when the devices will be given back."""
         now = time.monotonic()
         if running.step_seconds is not None and now - self._expected_at > _EXPECT_SECONDS:
@@ -237,54 +237,54 @@ class Agent(Standing):
             self._seconds_left = self.remaining_steps * running.step_seconds
             self._promises.expect(self._seconds_left)
 
-    def _note(self, running: Running | None) -> None:
+    def _note(self, running: RunningGeneration | None) -> None:
         """Write down what is on the devices, now and then."""
-        if self.diary.is_due():
-            predicted = {} if running is None else self.decision.assignment.reserved_bytes
-            loss = None if running is None else running.elastic.gate.loss()
-            self.diary.sample(self._probe(running), {**predicted, **self.measured_bytes}, loss)
+        if self.recorder.is_due():
+            predicted = {} if running is None else self.decision.run_plan.reserved_bytes
+            loss = None if running is None else running.elastic.rendezvous.loss()
+            self.recorder.sample(self._probe(running), {**predicted, **self.measured_bytes}, loss)
 
     # -- moves -------------------------------------------------------------------------------------------------------------------------
 
-    def _wish(self) -> Wish | None:
+    def _move(self) -> MoveRequest | None:
         """What some watcher wants, each asked as often as it likes."""
         now = time.monotonic()
-        if self._door is not None and (wish := self._door.look(self)) is not None:
-            return wish
-        if self._run is not None and (wish := self._make_room()) is not None:
-            return wish
-        for watcher in [] if self.held else self._watchers:
+        if self._handler is not None and (move := self._handler.look(self)) is not None:
+            return move
+        if self._run is not None and (move := self._make_room()) is not None:
+            return move
+        for watcher in [] if self.paused_by_user else self._watchers:
             if now - self._looked.get(id(watcher), self._began) >= watcher.interval_seconds:
                 self._looked[id(watcher)] = now
-                wish = watcher.look(self)
-                if wish is not None:
-                    return wish
+                move = watcher.look(self)
+                if move is not None:
+                    return move
         return None
 
-    def _make_room(self) -> Wish | None:
+    def _make_room(self) -> MoveRequest | None:
         """What a more important run that waits asks for."""
         since = self._began if self.moved_at is None else self.moved_at
-        return self._courtesy.look(since=since, plan=self.replan, seen=self._allowed, decision=self.decision)
+        return self._preempt.look(since=since, plan=self.replan, seen=self._allowed, decision=self.decision)
 
-    def _follow(self, wish: Wish, running: Running, noted: list[type[BaseException]]) -> None:
+    def _follow(self, move: MoveRequest, running: RunningGeneration, noted: list[type[BaseException]]) -> None:
         """Move or park. What comes in between (a failure, the end of training) is for the caller to see."""
-        if wish.action == "park":
-            rank_zero_info(f"autopar: the run is parked: {wish.reason}")
+        if move.action == "park":
+            rank_zero_info(f"autopar: the run is parked: {move.reason}")
             if self._saver.pause(running, noted, on_disk=True, within_seconds=self._moving.hang_seconds):
-                self._left_at = running.elastic.gate.pace().at
-                self._park(wish.reason)
+                self._left_at = running.elastic.rendezvous.progress().at
+                self._park(move.reason)
                 running.bury()
             return
-        assert wish.decision is not None
-        if (why := self._promises.prepare(wish.decision.assignment.needed_bytes, running)) is not None:
-            rank_zero_info(f"autopar: the run doesn't move to {wish.decision.assignment.plan.title()}: {why}")
+        assert move.decision is not None
+        if (why := self._promises.prepare(move.decision.run_plan.needed_bytes, running)) is not None:
+            rank_zero_info(f"autopar: the run doesn't move to {move.decision.run_plan.plan.title()}: {why}")
             return
-        rank_zero_info(f"autopar: the run moves to {wish.decision.assignment.plan.title()}: {wish.reason}")
+        rank_zero_info(f"autopar: the run moves to {move.decision.run_plan.plan.title()}: {move.reason}")
         self.moving = True
-        if self._door is not None:
-            self._door.show(self)
-        following = self._fork(wish.decision)
-        self._saver.provide(running.decision.assignment.plan.world_size)
+        if self._handler is not None:
+            self._handler.show(self)
+        following = self._fork(move.decision)
+        self._saver.provide(running.decision.run_plan.plan.world_size)
         until = time.monotonic() + _READY_SECONDS
         try:
             while not following.generation.ready and not following.generation.failed and not running.generation.gone:
@@ -299,9 +299,9 @@ class Agent(Standing):
             if running.generation.gone or not self._saver.pause(running, noted, within_seconds=self._moving.hang_seconds):
                 return
             assert self._saver.latest is not None, "it was just made"
-            self._left_at, self.moved_at = running.elastic.gate.pace().at, time.monotonic()
-            following.elastic.let_begin(self._saver.latest.path, self._changes_to(wish.decision, wish.reason))
-            self._begin(wish.decision, wish.reason, following)
+            self._left_at, self.moved_at = running.elastic.rendezvous.progress().at, time.monotonic()
+            following.elastic.let_begin(self._saver.latest.path, self._changes_to(move.decision, move.reason))
+            self._begin(move.decision, move.reason, following)
             self._promises.settle()
             running.bury()
         finally:
@@ -312,7 +312,7 @@ class Agent(Standing):
 
     def _park(self, reason: str) -> None:
         """Nothing runs; the devices are free."""
-        self.diary.park(reason)
+        self.recorder.park(reason)
         self._promises.release()
         self._run, self.parked, self.moved_at = None, True, time.monotonic()
 
@@ -321,11 +321,11 @@ class Agent(Standing):
         console = Console(stderr=True)
         if not console.is_terminal:
             return self._wait_until_it_fits(noted)
-        with console.status(f"parked at step {self.step}: {self.diary.spans[-1].reason}; waiting for room"):
+        with console.status(f"parked at step {self.step}: {self.recorder.spans[-1].reason}; waiting for room"):
             return self._wait_until_it_fits(noted)
 
     def _wait_until_it_fits(self, noted: list[type[BaseException]]) -> bool:
-        place = ParkedPlace(self._promises, self._courtesy, self._seconds_left)
+        place = ParkedPlace(self._promises, self._preempt, self._seconds_left)
         try:
             return self._wait_in_turn(noted, place)
         finally:
@@ -335,21 +335,21 @@ class Agent(Standing):
         looked = 0.0
         while not noted:
             self._note(None)
-            if self.held:
+            if self.paused_by_user:
                 place.leave()  # its owner wants it to stay parked
             else:
                 place.look(self._allowed, self.replan)
-            wish = self._wish()
-            if wish is None and not self._watchers and not self.held and time.monotonic() - looked > _PARKED_LOOK_SECONDS:
+            move = self._move()
+            if move is None and not self._watchers and not self.paused_by_user and time.monotonic() - looked > _PARKED_LOOK_SECONDS:
                 looked = time.monotonic()
                 try:
-                    wish = Wish(action="move", decision=self.replan(self.inventory()), reason="it fits again")
+                    move = MoveRequest(action="move", decision=self.replan(self.inventory()), reason="it fits again")
                 except NothingFits:
-                    wish = None
-            if wish is not None and wish.decision is not None and self._why_not_promised(wish.decision) is None:
-                rank_zero_info(f"autopar: the parked run goes on under {wish.decision.assignment.plan.title()}: {wish.reason}")
+                    move = None
+            if move is not None and move.decision is not None and self._why_not_promised(move.decision) is None:
+                rank_zero_info(f"autopar: the parked run goes on under {move.decision.run_plan.plan.title()}: {move.reason}")
                 self.moved_at = time.monotonic()
-                self._resume(wish.decision, wish.reason)
+                self._resume(move.decision, move.reason)
                 return True
             time.sleep(0.05)  # what is waited for comes as files, and as memory that others let go of
         return False
@@ -362,9 +362,9 @@ class Agent(Standing):
 
     def _why_not_promised(self, decision: Decision) -> str | None:
         """Have what a decision needs promised, while nothing runs; why not, in words."""
-        return self._promises.take(decision.assignment.needed_bytes, None)
+        return self._promises.take(decision.run_plan.needed_bytes, None)
 
-    def _leave(self, running: Running) -> Outcome:
+    def _leave(self, running: RunningGeneration) -> Outcome:
         """The machine is to be left: save on disk and end, within the time that one is given."""
         if self._saver.pause(running, [], on_disk=True, within_seconds=_LEAVE_SECONDS):
             assert self._saver.latest is not None, "it was just made"
@@ -378,7 +378,7 @@ class Agent(Standing):
 
     # -- what wasn't planned -----------------------------------------------------------------------------------------------------------
 
-    def _fitting(self, running: Running) -> Decision | None:
+    def _fitting(self, running: RunningGeneration) -> Decision | None:
         """A decision that the devices have room for as they are now, the one that ran if it can be; None where nothing fits."""
         inventory = self.inventory()
         if is_still_there(running.decision, inventory):
@@ -391,15 +391,15 @@ class Agent(Standing):
     def _failures_in_a_row(self) -> int:
         return max(self._failures.values(), default=0)
 
-    def _recover(self, running: Running, outcome: Outcome) -> Outcome | None:
+    def _recover(self, running: RunningGeneration, outcome: Outcome) -> Outcome | None:
         """Go on after a failure; the outcome, where the run is over."""
-        error, pace = outcome.error, running.elastic.gate.pace()
+        error, pace = outcome.error, running.elastic.rendezvous.progress()
         assert error is not None, "else it is finished"
         self._saver.give_up(running)
         short = out_of_memory(error)
         theirs = not isinstance(error, WorkerFailed) and not short
-        step = running.elastic.gate.furthest_step()
-        if theirs and (running.elastic.gate.final or pace.boundaries == 0):
+        step = running.elastic.rendezvous.furthest_step()
+        if theirs and (running.elastic.rendezvous.final or pace.boundaries == 0):
             return outcome
         self._failures = {step: self._failures.get(step, 0) + 1}
         if self._failures[step] >= self._moving.failures:
@@ -407,14 +407,14 @@ class Agent(Standing):
         snapshot = self._saver.look_back()
         where = "from the beginning" if snapshot is None else f"from the snapshot of step {snapshot.step}"
         rank_zero_warn(f"autopar: a failure at step {step}, the run goes on {where}: {type(error).__name__}: {error}")
-        self.diary.failed(f"{type(error).__name__} at step {step}: {error}")
+        self.recorder.failed(f"{type(error).__name__} at step {step}: {error}")
         self._left_at = pace.at
         learn_shortage(running.decision.report, error)
         if short and (grown := with_more(running.decision, self._promises)) is not None:
             self._resume(grown, f"{type(error).__name__} at step {step}, and more memory was promised")
             return None
         if short:
-            self._avoided.lower(running.decision.assignment.reserved_bytes)
+            self._avoided.lower(running.decision.run_plan.reserved_bytes)
         decision = self._fitting(running)
         if decision is None:
             # What the run denies itself nobody else can give back: the run would be parked for ever.

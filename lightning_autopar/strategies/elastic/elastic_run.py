@@ -21,22 +21,22 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run_arguments
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.sharing.runs.display import Showing
+from lightning_autopar.sharing.runs.display import RunDisplay
 from lightning_autopar.sharing.runs.status import Request
 from lightning_autopar.state.snapshot import is_snapshot
-from lightning_autopar.strategies.base.assignment import BatchRule
+from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.elastic.agent import Agent
-from lightning_autopar.strategies.elastic.preemption import Courtesy
+from lightning_autopar.strategies.elastic.preemption import Preemption
 from lightning_autopar.strategies.elastic.promises import Promises
-from lightning_autopar.strategies.elastic.running import Running, own_bytes
-from lightning_autopar.strategies.elastic.saver import Moving
-from lightning_autopar.strategies.elastic.snapshot_store import Shelf, run_key
-from lightning_autopar.strategies.elastic.watcher import Watcher, Wish
+from lightning_autopar.strategies.elastic.running import RunningGeneration, own_bytes
+from lightning_autopar.strategies.elastic.saver import SnapshotSettings
+from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
+from lightning_autopar.strategies.elastic.watcher import MoveRequest, Watcher
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.processes.generation import Outcome, noted_interrupts, run_folder
 from lightning_autopar.strategies.processes.handover import results as handover
-from lightning_autopar.strategies.processes.worker import Job
+from lightning_autopar.strategies.processes.worker import WorkerJob
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -52,14 +52,14 @@ _DOOR_SECONDS = 0.1
 _runs = 0
 
 
-def asked_for(trainer: Trainer) -> Moving | None:
+def asked_for(trainer: Trainer) -> SnapshotSettings | None:
     """How the user wants the run to be saved and moved; None where no callback says so."""
     callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     found = (getattr(callback, "autopar_moving", None) for callback in callbacks)
-    return next((how for how in found if isinstance(how, Moving)), None)
+    return next((how for how in found if isinstance(how, SnapshotSettings)), None)
 
 
-def moving(trainer: Trainer, batch: BatchRule) -> Moving | None:
+def snapshot_settings(trainer: Trainer, batch: BatchRule) -> SnapshotSettings | None:
     """How the run is to be saved and moved; None where no callback asks for it, or nothing is trained.
 
     Args:
@@ -77,7 +77,7 @@ def moving(trainer: Trainer, batch: BatchRule) -> Moving | None:
             "batch='per_device' gives each device batches of its own, so that a run on other devices would be another run; use "
             "batch='global', or leave out CheckpointMigrate and ElasticReplan"
         )
-    return asked or Moving()
+    return asked or SnapshotSettings()
 
 
 def watchers(trainer: Trainer) -> list[Watcher]:
@@ -111,8 +111,8 @@ class ElasticRun:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        how: Moving,
-        shown: Showing,
+        how: SnapshotSettings,
+        shown: RunDisplay,
     ) -> None:
         global _runs
         _runs += 1
@@ -124,10 +124,10 @@ class ElasticRun:
         self.state_bytes = footprint.parameter_bytes + footprint.optimizer_bytes
         self.agent: Agent | None = None
 
-    def run(self, restore: Callable[[Outcome, Job], Any]) -> Any:
+    def run(self, restore: Callable[[Outcome, WorkerJob], Any]) -> Any:
         """Train; returns what ``restore`` makes of the outcome, while the results' files are there."""
         keep = False
-        shelf = Shelf(self.key(), self._how.home(self._trainer.default_root_dir), self.state_bytes)
+        snapshots = SnapshotStore(self.key(), self._how.home(self._trainer.default_root_dir), self.state_bytes)
         try:
             with run_folder(self.state_bytes) as folder, noted_interrupts() as noted, _told_to_move() as told:
                 self.agent = Agent(
@@ -135,15 +135,15 @@ class ElasticRun:
                     decision=self._decision,
                     moving=self._how,
                     watchers=watchers(self._trainer),
-                    door=Door(self._shown, told, self._trainer),
-                    shelf=shelf,
+                    handler=Requests(self._shown, told, self._trainer),
+                    snapshots=snapshots,
                     folder=folder,
                     inventory=self._inventory,
                     replan=self._replan,
                     state_bytes=self.state_bytes,
                     on_change=self._changed,
                     promises=Promises(self._strategy.leases, self._devices_now),
-                    courtesy=Courtesy(self._strategy.leases),
+                    preempt=Preemption(self._strategy.leases),
                 )
                 try:
                     ended = self.agent.run(noted)
@@ -155,7 +155,7 @@ class ElasticRun:
             keep = True
             raise
         finally:
-            shelf.close(keep=keep)
+            snapshots.close(keep=keep)
 
     def key(self) -> str:
         """What the run is known by at the next start of the same script."""
@@ -166,11 +166,11 @@ class ElasticRun:
         where = os.getcwd(), trainer.default_root_dir
         return run_key(sys.argv, where, self.number, type(module).__qualname__, shapes, limits, str(path), str(trainer.precision))
 
-    def _job(self, decision: Decision, folder: Path) -> Job:
+    def _job(self, decision: Decision, folder: Path) -> WorkerJob:
         resumed = self.agent is not None and self.agent.has_snapshot
         path = run_arguments(self._function, self._args, self._kwargs).get("ckpt_path")
-        return Job(
-            assignment=replace(decision.assignment, from_snapshot=resumed or is_snapshot(path), elastic=True),
+        return WorkerJob(
+            run_plan=replace(decision.run_plan, from_snapshot=resumed or is_snapshot(path), elastic=True),
             make_engine=self._strategy.make_engine,
             trainer=self._trainer,
             function=self._function,
@@ -180,12 +180,12 @@ class ElasticRun:
             before=self.before,
         )
 
-    def _inventory(self, running: Running | None) -> Inventory:
+    def _inventory(self, running: RunningGeneration | None) -> Inventory:
         host_bytes = 0 if running is None else host_bytes_of(running.generation.pids())
         found, _ = self._strategy.inventory(fewer=True, own_host_bytes=host_bytes)
         return _with_own(found, running)
 
-    def _devices_now(self, running: Running | None) -> Inventory:
+    def _devices_now(self, running: RunningGeneration | None) -> Inventory:
         host_bytes = 0 if running is None else host_bytes_of(running.generation.pids())
         return _with_own(self._strategy.devices_now(own_host_bytes=host_bytes), running)
 
@@ -193,10 +193,10 @@ class ElasticRun:
         return decide_again(self._trainer, self._decision, inventory)
 
     def _changed(self, decision: Decision) -> None:
-        self._strategy.report, self._strategy.plan = decision.report, decision.assignment.plan
+        self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
 
 
-def _with_own(found: Inventory, running: Running | None) -> Inventory:
+def _with_own(found: Inventory, running: RunningGeneration | None) -> Inventory:
     """With what the run itself holds counted as free."""
     devices = tuple(replace(device, free_bytes=device.free_bytes + own_bytes(running, device)) for device in found.devices)
     return replace(found, devices=devices)
@@ -212,7 +212,7 @@ def host_bytes_of(pids: Sequence[int]) -> int:
     return held_bytes
 
 
-class Door:
+class Requests:
     """Where a run is asked for something by others on its host, and shows how it is.
 
     Args:
@@ -221,11 +221,11 @@ class Door:
         trainer: for the number of steps.
     """
 
-    def __init__(self, shown: Showing, told: list[int], trainer: Trainer) -> None:
+    def __init__(self, shown: RunDisplay, told: list[int], trainer: Trainer) -> None:
         self._shown, self._told, self._trainer = shown, told, trainer
         self._looked = 0.0
 
-    def look(self, agent: Agent) -> Wish | None:
+    def look(self, agent: Agent) -> MoveRequest | None:
         """Show the run's status, take what was asked, and return what follows from it."""
         now = time.monotonic()
         if now - self._looked < _DOOR_SECONDS:
@@ -236,32 +236,32 @@ class Door:
         while self._told:
             self._told.pop()
             requests.append(Request(ask="yield", device=None, at=time.time(), by="SIGUSR1"))
-        wish: Wish | None = None
+        move: MoveRequest | None = None
         for request in requests:
             made, words = self._answer(agent, request)
             rank_zero_info(f"autopar: asked by {request.by} to {request.ask}: {words}")
             self._shown.answer(request, words)
-            if made is not None and (wish is None or wish.action != "park"):  # who parks leaves every device
-                wish = made
-        return wish
+            if made is not None and (move is None or move.action != "park"):  # who parks leaves every device
+                move = made
+        return move
 
-    def _answer(self, agent: Agent, request: Request) -> tuple[Wish | None, str]:
+    def _answer(self, agent: Agent, request: Request) -> tuple[MoveRequest | None, str]:
         if request.ask == "snapshot":
             agent.save_soon()
             return None, "a snapshot is written at the next boundary"
         if request.ask == "resume":
-            was_held = agent.held
+            was_held = agent.paused_by_user
             agent.allow_again()
             if agent.parked:
                 return None, "it goes on as soon as there is room for it"
             return None, "it doesn't park" if was_held else "the run isn't paused; it uses any device again"
         if request.ask == "park":
-            agent.held = True
+            agent.paused_by_user = True
             if agent.parked:
                 return None, "it is parked already, and stays so until it is resumed"
             words = "it parks at its next boundary, with a snapshot, and gives its devices back; it stays so until it is resumed"
-            return Wish(action="park", decision=None, reason=f"{request.by} asked for it", urgent=True), words
-        held = agent.decision.assignment.plan.devices
+            return MoveRequest(action="park", decision=None, reason=f"{request.by} asked for it", urgent=True), words
+        held = agent.decision.run_plan.plan.devices
         leaves = held if request.device is None else tuple(device for device in held if device == request.device)
         agent.leave(held if request.device is None else (request.device,), YIELD_SECONDS)
         if agent.parked or not leaves:
@@ -270,24 +270,24 @@ class Door:
         try:
             decision = agent.replan(agent.inventory())
         except NothingFits:
-            return Wish(
+            return MoveRequest(
                 action="park", decision=None, reason=f"{reason}, and nothing else fits", urgent=True
             ), "it parks, as nothing else fits"
-        return Wish(action="move", decision=decision, reason=reason, urgent=True), f"it moves to {decision.assignment.plan.title()}"
+        return MoveRequest(action="move", decision=decision, reason=reason, urgent=True), f"it moves to {decision.run_plan.plan.title()}"
 
     def show(self, agent: Agent) -> None:
         """Show the run's status."""
-        plan, accumulated = agent.decision.assignment.plan, self._trainer.accumulate_grad_batches
-        spans = agent.diary.spans
+        plan, accumulated = agent.decision.run_plan.plan, self._trainer.accumulate_grad_batches
+        spans = agent.recorder.spans
         span = spans[-1] if spans else None
         left, step, batch_seconds = agent.remaining_steps, agent.step, agent.step_seconds
         known = left < float("inf")
-        since = {} if span is None else {"since": time.time() - (agent.diary.seconds() - span.begun)}
+        since = {} if span is None else {"since": time.time() - (agent.recorder.seconds() - span.begun)}
         self._shown.show(
             state="parked" if agent.parked else "moving" if agent.moving else "running",
             plan="" if agent.parked else plan.title(),
             devices=() if agent.parked else plan.devices,
-            predicted_bytes={} if agent.parked else agent.decision.assignment.reserved_bytes,
+            predicted_bytes={} if agent.parked else agent.decision.run_plan.reserved_bytes,
             used_bytes=agent.measured_bytes,
             step=step,
             steps=None if not known or step is None else step + -(-int(left) // accumulated),

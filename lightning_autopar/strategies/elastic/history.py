@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lightning_autopar.report.run_history import DeviceBytes, LossPoint, Mark, MemorySample, PlanSpan, RunHistory
+from lightning_autopar.report.run_history import LossPoint, MemorySample, MemoryUse, PlanSpan, RunHistory, RunMark
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
@@ -19,7 +19,7 @@ _SAMPLE_SECONDS, _MOST_SAMPLES = 0.5, 4000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class PlanPeriod:
     """One generation, or a time without one.
 
     Args:
@@ -40,20 +40,20 @@ class Span:
     predicted_bytes: Mapping[str, int]
 
 
-class Diary:
+class HistoryRecorder:
     """Kept by one agent, in its process."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._spans: list[Span] = []
-        self._marks: list[Mark] = []
+        self._spans: list[PlanPeriod] = []
+        self._marks: list[RunMark] = []
         self._memory: list[MemorySample] = []
         self._losses: list[LossPoint] = []
         self._sampled = float("-inf")
         self._every_seconds = _SAMPLE_SECONDS
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[PlanPeriod, ...]:
         """What ran, in order."""
         return tuple(self._spans)
 
@@ -63,19 +63,21 @@ class Diary:
 
     def begin(self, decision: Decision, reason: str) -> None:
         """A generation begins, or goes on."""
-        plan, predicted = decision.assignment.plan, decision.assignment.reserved_bytes
+        plan, predicted = decision.run_plan.plan, decision.run_plan.reserved_bytes
         kind = "begin" if not self._spans else "resume" if self._spans[-1].plan == PARKED else "move"
-        self._enter(Span(begun=self.seconds(), plan=plan.title(), devices=plan.devices, reason=reason, predicted_bytes=predicted), kind)
+        self._enter(
+            PlanPeriod(begun=self.seconds(), plan=plan.title(), devices=plan.devices, reason=reason, predicted_bytes=predicted), kind
+        )
 
     def park(self, reason: str) -> None:
         """Nothing runs from here on."""
-        self._enter(Span(begun=self.seconds(), plan=PARKED, devices=(), reason=reason, predicted_bytes={}), "park")
+        self._enter(PlanPeriod(begun=self.seconds(), plan=PARKED, devices=(), reason=reason, predicted_bytes={}), "park")
 
-    def _enter(self, span: Span, kind: str) -> None:
+    def _enter(self, span: PlanPeriod, kind: str) -> None:
         self.close(span.begun)
         self._spans.append(span)
         if kind != "begin":
-            self._marks.append(Mark(at_seconds=span.begun, kind=kind, words=span.reason))
+            self._marks.append(RunMark(at_seconds=span.begun, kind=kind, words=span.reason))
 
     def close(self, at: float | None = None) -> None:
         """The latest span is over, now or at a time."""
@@ -88,7 +90,7 @@ class Diary:
 
     def failed(self, words: str) -> None:
         """Something went wrong."""
-        self._marks.append(Mark(at_seconds=self.seconds(), kind="failure", words=words))
+        self._marks.append(RunMark(at_seconds=self.seconds(), kind="failure", words=words))
 
     def is_due(self) -> bool:
         """Whether it is time to sample."""
@@ -104,7 +106,7 @@ class Diary:
         """
         self._sampled = now = self.seconds()
         devices = {
-            device.id: DeviceBytes(ours.get(device.id, 0), max(0, device.total_bytes - device.free_bytes), device.total_bytes)
+            device.id: MemoryUse(ours.get(device.id, 0), max(0, device.total_bytes - device.free_bytes), device.total_bytes)
             for device in inventory.devices
         }
         self._memory.append(MemorySample(at_seconds=now, devices=devices))

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from lightning_autopar.planning.moves import fits
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.sharing.reservation import Asking, Need, Reservation, ahead, left_behind, quantum_seconds, reserve
+from lightning_autopar.sharing.reservation import Asking, Need, Reservation, ahead, left_for_later, quantum_seconds, reserve
 from lightning_autopar.sharing.runs.folders import user_name
-from lightning_autopar.strategies.elastic.watcher import Wish
+from lightning_autopar.strategies.elastic.watcher import MoveRequest
 from lightning_autopar.text import format_bytes, printable
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ YIELD_VARIABLE = "AUTOPAR_YIELD_TO"
 _LOOK_SECONDS = 0.25
 
 
-class Courtesy:
+class Preemption:
     """An elastic run's manners.
 
     Args:
@@ -51,7 +51,7 @@ class Courtesy:
 
     def look(
         self, *, since: float, plan: Callable[[Inventory], Decision], seen: Callable[[], Inventory], decision: Decision
-    ) -> Wish | None:
+    ) -> MoveRequest | None:
         """What to do for those that ask for room; None to go on.
 
         Args:
@@ -76,8 +76,8 @@ class Courtesy:
         try:
             found = plan(left)
         except NothingFits:
-            return Wish(action="park", decision=None, reason=reason, urgent=True)
-        return Wish(action="move", decision=found, reason=reason, urgent=True)
+            return MoveRequest(action="park", decision=None, reason=reason, urgent=True)
+        return MoveRequest(action="move", decision=found, reason=reason, urgent=True)
 
     def leave_room(self, inventory: Inventory, holds: Mapping[str, int] | None) -> Inventory:
         """The devices less what those that are first in turn wait for.
@@ -91,7 +91,7 @@ class Courtesy:
         first = self._ahead(now_ns) if holds is None else self._from_priority(self._leases.priority, now_ns)
         if not first:
             return inventory
-        left = left_behind(inventory, self._leases.others(), first, now_ns)
+        left = left_for_later(inventory, self._leases.others(), first, now_ns)
         kept = {} if holds is None else holds
         devices = tuple(
             replace(device, free_bytes=min(device.free_bytes, max(kept.get(device.id, 0), there.free_bytes)))

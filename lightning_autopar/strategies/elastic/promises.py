@@ -17,13 +17,13 @@ from lightning_autopar.sharing.queue import PlaceFile
 from lightning_autopar.sharing.reservation import Need
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.elastic.running import Running
+    from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.sharing.leases import Leases, words
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
     from lightning_autopar.sharing.queue import PlaceFile
-    from lightning_autopar.strategies.elastic.preemption import Courtesy
+    from lightning_autopar.strategies.elastic.preemption import Preemption
     from lightning_autopar.strategies.preparation.decision import Decision
 
 
@@ -38,12 +38,12 @@ class ParkedPlace:
 
     Args:
         promises: of memory, whose ledger the queue is beside.
-        courtesy: says what the run waits for.
+        preempt: says what the run waits for.
         seconds: how long it still takes; None where nobody knows.
     """
 
-    def __init__(self, promises: Promises, courtesy: Courtesy, seconds: float | None) -> None:
-        self._promises, self._courtesy, self._seconds = promises, courtesy, seconds
+    def __init__(self, promises: Promises, preempt: Preemption, seconds: float | None) -> None:
+        self._promises, self._preempt, self._seconds = promises, preempt, seconds
         self._place: PlaceFile | None = None
         self._looked = self._planned = float("-inf")
         self._pause = _LEAST_SECONDS
@@ -67,7 +67,7 @@ class ParkedPlace:
             self._place.stay()
             return
         at_ns = time.monotonic_ns()
-        reserved = self._courtesy.reserve(seen(), lambda inventory: self._need(plan, inventory))
+        reserved = self._preempt.reserve(seen(), lambda inventory: self._need(plan, inventory))
         if reserved is None:
             self._place.stay()
         else:
@@ -96,7 +96,7 @@ class Promises:
         probe: the devices as the driver shows them, with what a generation of this run holds counted as free.
     """
 
-    def __init__(self, leases: Leases, probe: Callable[[Running | None], Inventory]) -> None:
+    def __init__(self, leases: Leases, probe: Callable[[RunningGeneration | None], Inventory]) -> None:
         self._leases, self._probe = leases, probe
         self._prepared: Held | None = None
 
@@ -113,12 +113,12 @@ class Promises:
         """See :meth:`Leases.queue`."""
         return self._leases.queue()
 
-    def take(self, wants: Mapping[str, int], running: Running | None) -> str | None:
+    def take(self, wants: Mapping[str, int], running: RunningGeneration | None) -> str | None:
         """Have a plan's memory promised instead of the one's before; why not, in words."""
         short = self._leases.take(wants, lambda: self._probe(running))
         return None if short is None else words(short)
 
-    def prepare(self, wants: Mapping[str, int], running: Running | None) -> str | None:
+    def prepare(self, wants: Mapping[str, int], running: RunningGeneration | None) -> str | None:
         """Have the next plan's memory promised beside the one's that runs; why not, in words."""
         assert self._prepared is None, "one move at a time"
         found = self._leases.prepare(wants, lambda: self._probe(running))

@@ -17,10 +17,10 @@ from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import devices_label
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.plan_log import PlanChange
-from lightning_autopar.strategies.elastic.history import Diary
-from lightning_autopar.strategies.elastic.preemption import Courtesy
+from lightning_autopar.strategies.elastic.history import HistoryRecorder
+from lightning_autopar.strategies.elastic.preemption import Preemption
 from lightning_autopar.strategies.elastic.promises import Promises
-from lightning_autopar.strategies.elastic.running import Running
+from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.saver import COPY_BYTES_PER_SECOND, Saver
 from lightning_autopar.text import format_bytes
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LESS = 0.95
 
 
-class Avoided:
+class AvoidedDevices:
     """Devices, and memory of devices, that no plan of this run is to use."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Avoided:
 _MOVE_SECONDS = 2.0
 
 
-class Standing:
+class RunState:
     """A run as it stands; a :class:`.watching.RunView`.
 
     Args:
@@ -88,32 +88,32 @@ class Standing:
         state_bytes: of parameters, buffers and optimizer states.
         saver: of its snapshots.
         promises: of memory, which go with the plan; those of the first decision are there.
-        courtesy: what the run does for those that wait.
+        preempt: what the run does for those that wait.
     """
 
     def __init__(
         self,
         *,
         decision: Decision,
-        inventory: Callable[[Running | None], Inventory],
+        inventory: Callable[[RunningGeneration | None], Inventory],
         replan: Callable[[Inventory], Decision],
         state_bytes: int,
         saver: Saver,
         promises: Promises,
-        courtesy: Courtesy,
+        preempt: Preemption,
     ) -> None:
         self._probe, self._plan, self._state_bytes = inventory, replan, state_bytes
-        self._saver, self._promises, self._courtesy = saver, promises, courtesy
+        self._saver, self._promises, self._preempt = saver, promises, preempt
         self.decision = decision
-        self.diary = Diary()
+        self.recorder = HistoryRecorder()
         self.parked = False
         #: Whether it stays parked until somebody asks it to go on.
-        self.held = False
+        self.paused_by_user = False
         self.moved_at: float | None = None
         #: Whether the next generation is being prepared.
         self.moving = False
-        self._run: Running | None = None
-        self._avoided = Avoided()
+        self._run: RunningGeneration | None = None
+        self._avoided = AvoidedDevices()
         self._pauses: list[float] = []
         self._left_at: float | None = None
         self._changes: list[PlanChange] = []
@@ -126,7 +126,7 @@ class Standing:
     @property
     def remaining_steps(self) -> float:
         """See :class:`RunView`."""
-        left = None if self._run is None else self._run.elastic.gate.pace().batches_left
+        left = None if self._run is None else self._run.elastic.rendezvous.progress().batches_left
         return float("inf") if left is None else float(left)
 
     @property
@@ -146,12 +146,12 @@ class Standing:
         """See :class:`RunView`."""
         if self._run is None:
             return {}
-        used = self._run.elastic.gate.used_bytes()
-        return {device: size for device, size in zip(self.decision.assignment.plan.devices, used, strict=True) if size}
+        used = self._run.elastic.rendezvous.used_bytes()
+        return {device: size for device, size in zip(self.decision.run_plan.plan.devices, used, strict=True) if size}
 
     def inventory(self) -> Inventory:
         """See :class:`RunView`; less what those wait for who are first in turn."""
-        return self._courtesy.leave_room(self._allowed(), None if self.parked else self._promises.held_bytes)
+        return self._preempt.leave_room(self._allowed(), None if self.parked else self._promises.held_bytes)
 
     def _allowed(self) -> Inventory:
         """The devices as they are now, without those that the run was asked to leave alone, and less what ran out of memory before."""
@@ -172,7 +172,7 @@ class Standing:
     @property
     def step(self) -> int | None:
         """The trainer's global step as far as is known."""
-        step = -1 if self._run is None else self._run.elastic.gate.pace().step
+        step = -1 if self._run is None else self._run.elastic.rendezvous.progress().step
         if step >= 0:
             return step
         return None if self._saver.latest is None else self._saver.latest.step
@@ -184,11 +184,11 @@ class Standing:
     def allow_again(self) -> None:
         """All devices count again, and a run that was asked to park may go on."""
         self._avoided.allow_again()
-        self.held = False
+        self.paused_by_user = False
 
     def _changes_to(self, decision: Decision, reason: str) -> tuple[PlanChange, ...]:
         """All changes of plan up to the one to this decision."""
-        before, after = self.decision.assignment, decision.assignment
+        before, after = self.decision.run_plan, decision.run_plan
         self._changes.append(
             PlanChange(
                 from_plan=before.plan.title(),

@@ -11,20 +11,20 @@ from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.sharing.processes import is_drivers
 from lightning_autopar.strategies.processes.generation import LOOK_SECONDS, Generation
-from lightning_autopar.strategies.processes.protocol import Elastic
-from lightning_autopar.strategies.processes.worker import Job
+from lightning_autopar.strategies.processes.protocol import GenerationFiles
+from lightning_autopar.strategies.processes.worker import WorkerJob
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.preparation.decision import Decision
 
 
 @dataclass(kw_only=True)
-class Running:
+class RunningGeneration:
     """A generation at work, as the agent sees it."""
 
     generation: Generation
-    elastic: Elastic
-    job: Job
+    elastic: GenerationFiles
+    job: WorkerJob
     decision: Decision
     step_seconds: float | None = None
     _boundaries: int = 0
@@ -39,7 +39,7 @@ class Running:
 
     def note(self) -> None:
         """Take in its pace: a running mean of what batches take, without the first ones."""
-        pace = self.elastic.gate.pace()
+        pace = self.elastic.rendezvous.progress()
         if pace.boundaries != self._boundaries and pace.batch_seconds is not None and pace.boundaries > 2:
             known = self.step_seconds
             self.step_seconds = pace.batch_seconds if known is None else 0.9 * known + 0.1 * pace.batch_seconds
@@ -68,16 +68,16 @@ class Running:
         return str(self.generation.outcome([]).error)
 
 
-def own_bytes(running: Running | None, device: Device) -> int:
+def own_bytes(running: RunningGeneration | None, device: Device) -> int:
     """What a run itself holds of a GPU, which others see as taken: what its allocator reserved, and the context around it.
 
     A worker says the first at its boundaries. Before it comes to one, and where it holds more, it is what the driver tells of its process.
     """
-    if running is None or device.id not in running.decision.assignment.plan.devices or device.kind != "cuda":
+    if running is None or device.id not in running.decision.run_plan.plan.devices or device.kind != "cuda":
         return 0
     pids = set(running.generation.pids())
     seen = sum(process.used_bytes or 0 for process in device.processes if process.pid in pids and is_drivers(process.pid))
-    used = running.elastic.gate.used_bytes()[running.decision.assignment.plan.devices.index(device.id)]
-    candidate = running.decision.assignment.candidate
+    used = running.elastic.rendezvous.used_bytes()[running.decision.run_plan.plan.devices.index(device.id)]
+    candidate = running.decision.run_plan.candidate
     held: Any = None if candidate is None else candidate.bytes.get(device.id)
     return max(seen, used + (held.context if held is not None and used else 0))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_autopar.strategies.elastic.running import Running
-from lightning_autopar.strategies.elastic.snapshot_store import Shelf, Snapshot
+from lightning_autopar.strategies.elastic.running import RunningGeneration
+from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
 from lightning_autopar.strategies.processes.protocol import Ask
 
 #: How a snapshot is written and read before one was measured: pickled, through shared memory.
@@ -19,7 +19,7 @@ _SAVE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moving:
+class SnapshotSettings:
     """How a run is saved and moved.
 
     Args:
@@ -50,14 +50,14 @@ class Saver:
     """Asks a generation's ranks for snapshots, one at a time, and keeps the latest.
 
     Args:
-        shelf: where they lie.
+        snapshots: where they lie.
         moving: how often.
         state_bytes: about what one takes.
     """
 
-    def __init__(self, shelf: Shelf, moving: Moving, state_bytes: int) -> None:
-        self._shelf, self._moving, self._state_bytes = shelf, moving, state_bytes
-        self.latest: Snapshot | None = shelf.latest()
+    def __init__(self, snapshots: SnapshotStore, moving: SnapshotSettings, state_bytes: int) -> None:
+        self._snapshots, self._moving, self._state_bytes = snapshots, moving, state_bytes
+        self.latest: Snapshot | None = snapshots.latest()
         self._pending: Path | None = None
         self._saved_at = time.monotonic()
         self._save_seconds: float | None = None
@@ -82,14 +82,14 @@ class Saver:
 
     def look_back(self) -> Snapshot | None:
         """The latest snapshot that is as it was written, after something went wrong."""
-        self.latest = self._shelf.latest()
+        self.latest = self._snapshots.latest()
         return self.latest
 
-    def watch(self, running: Running) -> None:
+    def watch(self, running: RunningGeneration) -> None:
         """Take in a snapshot that is made, or have one made when it is time."""
         if self._pending is not None:
             self.take_in(running)
-        elif running.elastic.gate.pace().boundaries >= 1 and self._is_due(time.monotonic()):
+        elif running.elastic.rendezvous.progress().boundaries >= 1 and self._is_due(time.monotonic()):
             self._periodic = True
             self.ask(running, "snapshot")
 
@@ -107,42 +107,42 @@ class Saver:
 
     def provide(self, ranks: int) -> None:
         """A snapshot will be asked for soon, of so many ranks."""
-        self._shelf.provide(ranks)
+        self._snapshots.provide(ranks)
 
-    def ask(self, running: Running, what: Ask, *, on_disk: bool = False) -> None:
+    def ask(self, running: RunningGeneration, what: Ask, *, on_disk: bool = False) -> None:
         """Ask the ranks for a snapshot."""
         assert self._pending is None, "one at a time"
-        self._pending = self._shelf.target(on_disk=on_disk)
+        self._pending = self._snapshots.target(on_disk=on_disk)
         running.elastic.request(self._pending)
-        running.elastic.gate.ask(what)
+        running.elastic.rendezvous.ask(what)
 
-    def take_in(self, running: Running) -> bool | None:
+    def take_in(self, running: RunningGeneration) -> bool | None:
         """Whether the snapshot that was asked for is there; None while it is being made."""
         assert self._pending is not None, "one was asked for"
-        done = running.elastic.gate.answered()
+        done = running.elastic.rendezvous.answered()
         if done is None:
             return None
         target, self._pending, self._saved_at = self._pending, None, time.monotonic()
-        pace = running.elastic.gate.pace()
+        pace = running.elastic.rendezvous.progress()
         if self._periodic:
             self._spent += pace.save_seconds or 0.0
         self._periodic = False
         if not done:
             rank_zero_warn(f"autopar: a snapshot couldn't be written to {target}: {running.elastic.refusal()}")
-            self._shelf.discard(target)
+            self._snapshots.discard(target)
             return False
         self._save_seconds = pace.save_seconds
-        self.latest = self._shelf.keep(target, pace.step)
+        self.latest = self._snapshots.keep(target, pace.step)
         return True
 
-    def give_up(self, running: Running) -> None:
+    def give_up(self, running: RunningGeneration) -> None:
         """The ranks have ended; what they hadn't finished is removed."""
-        running.elastic.gate.withdraw()
+        running.elastic.rendezvous.withdraw()
         if self._pending is not None:
-            self._shelf.discard(self._pending)
+            self._snapshots.discard(self._pending)
             self._pending = None
 
-    def pause(self, running: Running, noted: list[type[BaseException]], *, within_seconds: float, on_disk: bool = False) -> bool:
+    def pause(self, running: RunningGeneration, noted: list[type[BaseException]], *, within_seconds: float, on_disk: bool = False) -> bool:
         """Have the workers leave with a snapshot; False where they ended otherwise, or it couldn't be written anywhere."""
         until = time.monotonic() + within_seconds
         while self._pending is not None and not running.generation.gone and time.monotonic() < until:

@@ -58,7 +58,7 @@ class Snapshot:
     on_disk: bool
 
 
-class Shelf:
+class SnapshotStore:
     """The snapshots of one run, while it lasts; after the process's death they are there at its next start, after :meth:`close` not.
 
     Args:
@@ -66,7 +66,7 @@ class Shelf:
         disk: a folder on disk for what doesn't fit into memory, made if need be.
         needed_bytes: about what a snapshot takes.
         shared: whether processes of other machines write and read them: then all go to the disk, which all must have. One process of the
-            run has the shelf.
+            run has the snapshot store.
         job: of a shared one, what all starts of one job have in common, one after the other.
     """
 
@@ -77,7 +77,7 @@ class Shelf:
         self._disk_home = disk
         _remove_old(self._memory_home)
         for number in range(1000):
-            name = f"autopar-shelf-{os.getuid()}-{key}-{number}"
+            name = f"autopar-snapshots-{os.getuid()}-{key}-{number}"
             self._homes = (self._memory_home / name, disk / name)
             if (locks := self._lock(job)) is not None:
                 break
@@ -90,7 +90,7 @@ class Shelf:
         self._threads: list[threading.Thread] = []
         self._wake = threading.Event()
 
-    def __enter__(self) -> Shelf:
+    def __enter__(self) -> SnapshotStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
@@ -181,7 +181,7 @@ class Shelf:
 
     def _start(self, work: Callable[[], None]) -> None:
         """Do something that nobody waits for."""
-        thread = threading.Thread(target=work, name="autopar-shelf", daemon=True)
+        thread = threading.Thread(target=work, name="autopar-snapshots", daemon=True)
         thread.start()
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
@@ -303,7 +303,7 @@ def _flush(path: Path) -> None:
 
 def _remove_old(home: Path) -> None:
     """Remove what dead runs left long ago and nobody has taken up: in memory it would stay until the machine restarts."""
-    for folder in home.glob(f"autopar-shelf-{os.getuid()}-*"):
+    for folder in home.glob(f"autopar-snapshots-{os.getuid()}-*"):
         with suppress(OSError):
             old = time.time() - folder.stat().st_mtime > _DEAD_SECONDS
             if old and (lock := _locked(folder)) is not None:

@@ -62,7 +62,7 @@ class RunView(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class MoveRequest:
     """What the agent is asked to do.
 
     Args:
@@ -86,5 +86,5 @@ class Watcher(Protocol):
 
     interval_seconds: float
 
-    def look(self, run: RunView) -> Wish | None:
+    def look(self, run: RunView) -> MoveRequest | None:
         """What to do now, if anything."""

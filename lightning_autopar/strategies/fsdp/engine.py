@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Question, Rank, recomputed
-from lightning_autopar.memory.allocator.device import Machine
-from lightning_autopar.memory.allocator.play import Whole
-from lightning_autopar.memory.allocator.tape_parts import Script
+from lightning_autopar.memory.allocator.device import PlayedDevice
+from lightning_autopar.memory.allocator.play import Player
+from lightning_autopar.memory.allocator.tape_parts import TapeParts
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import shardable
@@ -20,7 +20,7 @@ from lightning_autopar.planning.device_sets import islands
 from lightning_autopar.planning.refusals import feature_refusal
 from lightning_autopar.plans import OFFLOADS, Offload, Plan
 from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths, offloaded_bytes, rank_bytes, sharding_of
-from lightning_autopar.strategies.fsdp.replay import Shards
+from lightning_autopar.strategies.fsdp.replay import FSDPPlayer
 from lightning_autopar.strategies.fsdp.timing import FSDPStep
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import AS_STORED, Step, Wire
@@ -134,10 +134,10 @@ class FSDP(Engine):
         """Shards of parameters and gradients, which a GPU's host locks, and the optimizer's state."""
         return offloaded_bytes(footprint, plan, on_cpu=on_cpu)
 
-    def player(self, machine: Machine, script: Script, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Whole:
+    def player(self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Player:
         """A rank that holds shards."""
         index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
-        return Shards(
+        return FSDPPlayer(
             machine,
             script,
             footprint,

@@ -29,7 +29,7 @@ import numpy as np
 
 from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
+from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
 from lightning_autopar.memory.moments import Column, Moments
 from lightning_autopar.plans import Plan
 
@@ -123,7 +123,7 @@ class Sharding:
 
 
 #: A search asks again for the same ones with each choice of devices.
-_SHARDINGS: Remembered[Sharding] = Remembered(64)
+_SHARDINGS: FootprintCache[Sharding] = FootprintCache(64)
 
 
 def sharding_of(footprint: Footprint, plan: Plan, rank: int = 0, widths: Widths = AS_TRACED) -> Sharding:
@@ -447,7 +447,7 @@ def _parameters(footprint: Footprint) -> set[tuple[int, int]]:
     )
 
 
-_ROWS: Remembered[set[tuple[int, int]]] = Remembered()
+_ROWS: FootprintCache[set[tuple[int, int]]] = FootprintCache()
 
 
 def _gathered_bytes(rows: int, row_bytes: int, shards: int, rank: int, copies: bool) -> int:
@@ -491,4 +491,4 @@ def _all_rows(footprint: Footprint) -> Counter[tuple[int, int, bool]]:
     return found or Counter([(1, footprint.gradient_bytes, True), (1, frozen, False)])
 
 
-_ROWS_BY_SIZE: Remembered[Counter[tuple[int, int, bool]]] = Remembered()
+_ROWS_BY_SIZE: FootprintCache[Counter[tuple[int, int, bool]]] = FootprintCache()

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.footprint import Conduct
-from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.fsdp.strategy import onto_shards, shard
-from lightning_autopar.strategies.fsdp.whole_parameters import Gathered, numbers_of_whole_tensors
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, numbers_of_whole_tensors
 from lightning_autopar.strategies.parity.check import PASSED, Check, failed
 from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 
@@ -162,7 +162,7 @@ def _steps(fqns: tuple[str, ...], by_plan: bool, module: LightningModule, traine
         raise ValueError(_OWN_SHARDS)
     rehearsal.build()
     onto_shards(rehearsal.optimizers, module, names)
-    gathered = Gathered(module, rehearsal.optimizers)
+    gathered = WholeParameters(module, rehearsal.optimizers)
     with losses_of_backward() as losses, _told(module):
         for index, reshard in enumerate(_RESHARD):
             for name, unit in module.named_modules():
@@ -172,7 +172,7 @@ def _steps(fqns: tuple[str, ...], by_plan: bool, module: LightningModule, traine
     return Run(losses=tuple(losses), weights=copied(whole_state_dict(module, keep=keep)), notes=tuple(rehearsal.notes))
 
 
-def _step(rehearsal: Rehearsal, gathered: Gathered, batch: Any, index: int) -> None:
+def _step(rehearsal: BareStep, gathered: WholeParameters, batch: Any, index: int) -> None:
     """One training step; what lies between forward and backward counts as inside of it."""
     step: Any = rehearsal._call
     backward = rehearsal.module.backward

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from lightning_autopar.memory.allocator.device import GATHER, REDUCE, Machine
-from lightning_autopar.memory.allocator.play import CATEGORY, Whole
-from lightning_autopar.memory.allocator.tape_parts import Change, Part, Script
+from lightning_autopar.memory.allocator.device import GATHER, REDUCE, PlayedDevice
+from lightning_autopar.memory.allocator.play import CATEGORY, Player
+from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths
 
@@ -60,7 +60,7 @@ class _Sizes:
         self.gradients = frozenset(parameter.whole_bytes for parameter in learning)
 
 
-class Shards(Whole):
+class FSDPPlayer(Player):
     """A rank of FSDP2.
 
     Args:
@@ -78,8 +78,8 @@ class Shards(Whole):
 
     def __init__(
         self,
-        machine: Machine,
-        script: Script,
+        machine: PlayedDevice,
+        script: TapeParts,
         footprint: Footprint,
         rows: Sequence[int],
         recompute: frozenset[int],
@@ -131,11 +131,11 @@ class Shards(Whole):
             if change.kind == "buffers":
                 machine.hold(change.storage, change.size_bytes, CATEGORY[change.kind])
 
-    def keeps(self, change: Change) -> bool:
+    def keeps(self, change: TapeChange) -> bool:
         """Parameters and gradients are held by unit."""
         return change.kind not in ("parameters", "gradients")
 
-    def size_of(self, change: Change, *, updating: bool) -> int:
+    def size_of(self, change: TapeChange, *, updating: bool) -> int:
         """The optimizer sees shards only."""
         if not updating or change.size_bytes <= _SCALAR_BYTES:
             return super().size_of(change, updating=updating)
@@ -145,7 +145,7 @@ class Shards(Whole):
                     return self._shard_bytes[whole_bytes] * times // by
         return -(-change.size_bytes // self.world_size)
 
-    def enter(self, part: Part) -> None:
+    def enter(self, part: TapePart) -> None:
         """Gather, reshard and reduce where the hooks do."""
         index = part.index
         if part.mark == "leave":
@@ -170,12 +170,12 @@ class Shards(Whole):
             self._reduce(index)
             self._running = ROOT
 
-    def complete(self, key: Hashable, change: Change) -> None:
+    def complete(self, key: Hashable, change: TapeChange) -> None:
         """Whole gradients wait for the end of their unit's backward."""
         self.machine.become(key, "communication")
         self._whole_gradients[self._running if change.size_bytes in self._sizes[self._running].gradients else ROOT].append(key)
 
-    def clear(self, change: Change) -> None:
+    def clear(self, change: TapeChange) -> None:
         """All shards of gradients go at once: they are views of the reduced buffers."""
         if not self._reduced:  # it is asked for each of them
             return

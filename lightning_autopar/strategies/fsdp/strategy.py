@@ -35,11 +35,11 @@ from lightning_autopar._lightning_compat import (
 from lightning_autopar.exact.step.device_draws import drawn_on, random_states, set_random_states
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
 from lightning_autopar.strategies.base.mixin import SplitMixin
 from lightning_autopar.strategies.base.process_group import join_group
-from lightning_autopar.strategies.fsdp.whole_parameters import Gathered, numbers_of_whole_tensors
+from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, numbers_of_whole_tensors
 from lightning_autopar.strategies.fsdp.written_parameters import groups_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ _TRACES = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params
 class _ShardingStrategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy without its demand that the user shards the module, and with plain checkpoints."""
 
-    assignment: Assignment
+    run_plan: RunPlan
     _gathered: Any = None
     #: Ids of the parameters that became shards, and their names: an optimizer that was made before has them.
     _names: Mapping[int, str] = {}  # replaced, never changed
@@ -96,7 +96,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        if self.assignment.plan.offload and self.root_device.type == "cuda":
+        if self.run_plan.plan.offload and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms and checkpoints of what lies in host memory
         join_group(self, self._process_group_backend)
         # One dimension has all ranks' group, and no communicator of its own; a user's configure_model may ask for the second.
@@ -114,7 +114,7 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     @property
     def _shapes_only(self) -> bool:
-        return self.assignment.large and self.global_rank != 0
+        return self.run_plan.large and self.global_rank != 0
 
     @property
     def _module(self) -> Any:
@@ -127,8 +127,8 @@ class _ShardingStrategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         numbers_of_whole_tensors()
         if not any(isinstance(module, FSDPModule) for module in self._module.modules()):
-            originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.assignment.large else {}
-            plan = self.assignment.plan
+            originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.run_plan.large else {}
+            plan = self.run_plan.plan
             self._offloads = bool(plan.offload)
             self._names = shard(
                 self._module,
@@ -138,9 +138,9 @@ class _ShardingStrategy(ModelParallelStrategy):
                 # Pinned memory is what a GPU copies from.
                 offload=CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self._offloads else None,
             )
-            if self.assignment.large and self._any_rank_has_shapes_only():
+            if self.run_plan.large and self._any_rank_has_shapes_only():
                 self._spread(originals)
-        elif (plan := self.assignment.plan).replicas > 1 or plan.offload:
+        elif (plan := self.run_plan.plan).replicas > 1 or plan.offload:
             raise ValueError(
                 f"the plan {plan.title()!r} says how the module is sharded, but its configure_model has sharded it already; "
                 "leave the sharding to the strategy, or choose a plan without replicas and offload"
@@ -158,7 +158,7 @@ class _ShardingStrategy(ModelParallelStrategy):
             optimizers_to_device(self.optimizers, self._home)
             if self._offloads and self.root_device.type != "cpu":  # a CPU device's host is itself: no reason to update otherwise there
                 self._speed_up()
-        self._gathered = Gathered(self._module, self.optimizers)
+        self._gathered = WholeParameters(self._module, self.optimizers)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """The user's, on the shards; also those that were made before there were any."""
@@ -194,7 +194,7 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     def _sharding_mesh(self) -> Any:
         """What the module is sharded over: all ranks, or those of a replica, the first dimension being the replicas."""
-        plan = self.assignment.plan
+        plan = self.run_plan.plan
         if plan.replicas == 1:
             return self.device_mesh["data_parallel"]
         return init_device_mesh(
@@ -318,14 +318,14 @@ class FSDPEngine(SplitMixin, _ShardingStrategy):
 
     def new_gradients_on_host(self) -> Iterator[Tensor]:
         """FSDP2 puts each into host memory when it is reduced."""
-        if self.assignment.plan.offload:
+        if self.run_plan.plan.offload:
             for group in chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in self.optimizers):
                 yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
 
-    def __init__(self, assignment: Assignment) -> None:
-        super().__init__(data_parallel_size=assignment.plan.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
-        self.parallel_devices = assignment.torch_devices
-        self.attach(assignment)
+    def __init__(self, run_plan: RunPlan) -> None:
+        super().__init__(data_parallel_size=run_plan.plan.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        self.parallel_devices = run_plan.torch_devices
+        self.attach(run_plan)
 
 
 def shard(

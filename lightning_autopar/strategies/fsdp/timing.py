@@ -11,8 +11,8 @@ from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.memory import sharding_of
-from lightning_autopar.timing.lanes import Played, Unit, Wires, copy_seconds, play_shards
-from lightning_autopar.timing.rank import Event, Run
+from lightning_autopar.timing.lanes import LaneSeconds, Links, UnitSeconds, copy_seconds, play_shards
+from lightning_autopar.timing.rank import LaneSpan, RankWork
 from lightning_autopar.timing.roofline import Layout
 from lightning_autopar.timing.step import PLAIN_ADAM, Step
 
@@ -46,13 +46,13 @@ class FSDPStep(Step):
         parameters = sum(len(layer.gradients) for layer in self.layout.layers)
         return fsdp_calls(parameters=parameters, units=self.units) + SHARDED_OPERATION * looped
 
-    def played(self, run: Run, events: list[Event] | None = None) -> Played:
+    def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
         """Parameters come a unit ahead of what computes with them, gradients leave behind it."""
         units, root = fsdp_units(
             self.footprint,
             self.layout,
             self.plan,
-            self.wires(),
+            self.links(),
             run.device,
             parameter_scale=self.parameter_scale,
             gradient_scale=self.gradient_scale if self.training else 0.0,
@@ -62,38 +62,38 @@ class FSDPStep(Step):
 
 
 def fsdp_units(
-    footprint: Footprint, layout: Layout, plan: Plan, wires: Wires, device: Device, *, parameter_scale: float, gradient_scale: float
-) -> tuple[list[Unit | None], Unit]:
+    footprint: Footprint, layout: Layout, plan: Plan, links: Links, device: Device, *, parameter_scale: float, gradient_scale: float
+) -> tuple[list[UnitSeconds | None], UnitSeconds]:
     """The units of a plan with their seconds: of each layer, and of the root.
 
     Args:
         footprint: of the module.
         layout: of its step.
         plan: an fsdp plan.
-        wires: between the ranks.
+        links: between the ranks.
         device: on which buffers are copied.
         parameter_scale: bytes of a parameter on the wire, beside those that it has at rest; ``gradient_scale`` of a gradient.
     """
     sharding = sharding_of(footprint, plan)
     offloaded = "parameters" in plan.offload
-    made: dict[tuple[int, int], Unit] = {}
+    made: dict[tuple[int, int], UnitSeconds] = {}
 
-    def unit(gathered: int, reduced: int) -> Unit:
+    def unit(gathered: int, reduced: int) -> UnitSeconds:
         key = gathered, reduced
         if key not in made:
             wide, back = gathered * parameter_scale, reduced * gradient_scale
             shards = sharding.shards
-            fetch = wires.rates.host_copy_seconds(device, gathered // shards) if offloaded and gathered else 0.0
+            fetch = links.rates.host_copy_seconds(device, gathered // shards) if offloaded and gathered else 0.0
             # Of one rank nothing is gathered: parameters come from the host when they are needed (torch 2.13, ``wait_for_unshard``), and
             # gradients are copied once more instead of being reduced.
-            made[key] = Unit(
-                gather=wires.over_shards("all_gather", wide),
-                unpack=copy_seconds(wires.rates, device, 2 * wide) + (fetch if shards == 1 else 0.0),
-                reduce=wires.over_shards("reduce_scatter", back)
-                + copy_seconds(wires.rates, device, 2 * back * (2 if shards == 1 else 1))
-                + wires.over_copies(back / shards),
+            made[key] = UnitSeconds(
+                gather=links.over_shards("all_gather", wide),
+                unpack=copy_seconds(links.rates, device, 2 * wide) + (fetch if shards == 1 else 0.0),
+                reduce=links.over_shards("reduce_scatter", back)
+                + copy_seconds(links.rates, device, 2 * back * (2 if shards == 1 else 1))
+                + links.over_copies(back / shards),
                 fetch=fetch if shards > 1 else 0.0,
-                store=wires.rates.host_copy_seconds(device, reduced // shards) if offloaded and reduced else 0.0,
+                store=links.rates.host_copy_seconds(device, reduced // shards) if offloaded and reduced else 0.0,
             )
         return made[key]
 

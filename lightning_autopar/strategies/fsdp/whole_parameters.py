@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.strategies.base.process_group import meet
+from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 from lightning_autopar.strategies.fsdp.written_parameters import begin_step, groups_of, keep_writes
 
 
@@ -35,7 +35,7 @@ def _whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args[0].detach().full_tensor().item()
 
 
-class Gathered:
+class WholeParameters:
     """Gathers the root's own parameters for calls from outside of a step, and puts all back into shards where none should be whole.
 
     A call from outside is one of a hook: ``self(batch)`` or ``self.decoder(latent)`` in ``on_train_epoch_end``, say, or Hugging Face's
@@ -93,7 +93,7 @@ class Gathered:
             return
         self._visits += 1
         if self._visits == 1:
-            meet(f"{type(module).__name__} was called")
+            wait_for_all_ranks(f"{type(module).__name__} was called")
             root.unshard()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

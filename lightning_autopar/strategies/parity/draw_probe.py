@@ -79,8 +79,8 @@ class _Observer(GlobalDraws):
         with self:
             return step(batch)
 
-    def choose(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
-        """As :meth:`GlobalDraws.choose`, from what the whole batch's step drew."""
+    def rows_for(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
+        """As :meth:`GlobalDraws.rows_for`, from what the whole batch's step drew."""
         shape = tuple(tensor.shape) if shape is None else shape
         if torch._C._current_graph_task_id() != -1:  # recomputation: not a draw of its own
             return self._before.get((op, shape))

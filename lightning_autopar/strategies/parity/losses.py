@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_autopar._temporary import replaced
+from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.share import BatchShare
 from lightning_autopar.exact.step.draws import Rows
 from lightning_autopar.strategies.parity.draw_probe import Observation
@@ -58,5 +58,5 @@ def recorded_backward(losses: list[Tensor], parameters: Sequence[Parameter]) -> 
                 parameter.grad.zero_()
         return result
 
-    with replaced(torch.autograd, "backward", backward):
+    with patched(torch.autograd, "backward", backward):
         yield

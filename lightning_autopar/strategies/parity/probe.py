@@ -26,18 +26,18 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
 from lightning_autopar.exact.data.rows import alike, take_rows
 from lightning_autopar.exact.data.share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.logs.log_rules import Comparison, Logged, compare_logs, recorded_logs
+from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import Evidence, Path, taken
 from lightning_autopar.exact.step.attributes import attributes, title
 from lightning_autopar.exact.step.draws import DrawPlan, Rows
 from lightning_autopar.memory.footprint import Conduct
-from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied, fresh, mapped
 from lightning_autopar.planning.candidates import SplitFinding
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe, shares_of
 from lightning_autopar.strategies.parity.losses import difference_of, groups_first_of, recorded_backward
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.undo import Deeds, drifting, same_values, undone, uneven
+from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, same_values, undone, uneven
 from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class _Probe:
         #: Parameters that a step may write to; None where that isn't known.
         self.writes = None if conduct is None else dict(conduct.written)
         self.batches = batches
-        self.rehearsal = Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
+        self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
         self.part_reason: str | None = None
         #: As the step finds them; empty until they are known.
@@ -200,11 +200,11 @@ class _Probe:
         self._prepared = False
         self.logs: list[dict[str, Logged]] = []
         self.moved: list[dict[str, Tensor]] = []
-        self.deeds: list[Deeds] = []
+        self.effects: list[StepEffects] = []
         self.uneven_calls: tuple[str, ...] = ()
         self.counted: tuple[str, ...] = ()
-        self.logged = Comparison()
-        #: The attributes that are looked at, and what each run left in them; and whether a run leaves its deeds.
+        self.logged = LogComparison()
+        #: The attributes that are looked at, and what each run left in them; and whether a run leaves its effects.
         self.watched: tuple[str, ...] = ()
         self.left: list[dict[str, Any]] = []
         self.lasting = False
@@ -259,12 +259,12 @@ class _Probe:
         return self._with_kept(SplitFinding(log_rules=found.matching, notes=found.notes), hook, step, 2)
 
     @contextmanager
-    def _harmless(self) -> Iterator[Deeds]:
+    def _harmless(self) -> Iterator[StepEffects]:
         """Around a run, which leaves the module as it was."""
-        with nullcontext(Deeds()) if self.lasting else undone(self.module, self.writes) as deeds:
-            yield deeds
+        with nullcontext(StepEffects()) if self.lasting else undone(self.module, self.writes) as effects:
+            yield effects
             self.left.append(self._watched())
-        self.deeds.append(deeds)
+        self.effects.append(effects)
 
     def _watched(self) -> dict[str, Any]:
         places = attributes(self.module)
@@ -273,7 +273,7 @@ class _Probe:
     def _with_kept(self, finding: SplitFinding, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> SplitFinding:
         """The finding, with how what the step keeps of parts of a batch makes what it would keep of the whole one."""
         places = attributes(self.module)
-        self.watched = tuple(dict.fromkeys(name for deeds in self.deeds for name in deeds.kept if name in places))
+        self.watched = tuple(dict.fromkeys(name for effects in self.effects for name in effects.kept if name in places))
         if not self.watched:
             return finding
         try:
@@ -321,13 +321,13 @@ class _Probe:
                 without[path] = f"has {format_bytes(size_bytes)} of a batch"
         return {path: rule for path, rule in rules.items() if path not in without}, without
 
-    def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> Comparison:
+    def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> LogComparison:
         """What a step logs on the whole batch beside what it logs on ``size`` parts."""
         shares = shares_of(self.batches.count, size)
         self._observed(step, shares)
         return compare_logs(hook, self.logs[0], self.logs[1:], [share.rows for share in shares], double=self.batches.double)
 
-    def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: Comparison) -> Comparison:
+    def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Double precision decides where single precision leaves several rules or none, and another division where it leaves several."""
         if not (found.ambiguous or found.notes):
             return found
@@ -338,7 +338,7 @@ class _Probe:
             _LOG.debug("the %s can't be tried in double precision", hook, exc_info=True)
             return self._narrowed(hook, step, found)
 
-    def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: Comparison) -> Comparison:
+    def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Another division decides where the first one leaves several rules."""
         if not found.ambiguous or self.batches.count < 3:
             return found
@@ -469,21 +469,21 @@ class _Probe:
         observed = self._observed(self.losses, shares, groups_first=groups_first)
         if not self.batches.double:
             self.logged = compare_logs("training_step", self.logs[0], self.logs[1:], [share.rows for share in shares])
-            self.drifting = drifting(self.moved)
+            self.drifting = changing_buffers(self.moved)
             same_shape = (name for name, value in self.moved[0].items() if name in self.buffers and value.shape == self.buffers[name].shape)
             self.counted = tuple(sorted(same_shape))
-            self.written = drifting([deeds.written for deeds in self.deeds])
-            if self.writes is None and self.deeds[0].written:  # else the trace tells
-                name = next(iter(self.deeds[0].written))
+            self.written = changing_buffers([effects.written for effects in self.effects])
+            if self.writes is None and self.effects[0].written:  # else the trace tells
+                name = next(iter(self.effects[0].written))
                 self.part_reason = f"the step writes to the parameter {name!r}, which each part of a batch would do"
-            self.uneven_calls = uneven([deeds.calls for deeds in self.deeds])
+            self.uneven_calls = uneven([effects.calls for effects in self.effects])
         return difference_of(observed, shares), observed
 
     def _kept(self, size: int, one: Observation) -> str | None:
         """Why ranks would part by what a step leaves to the next one, though ``one`` step by itself gives the whole batch's loss."""
         overruled_too = dict(self.module.named_buffers()) if "buffers" in self.overruled else ()
         ignored = {*vars(LightningModule()), "trainer", *overruled_too}
-        kept = [name for name in dict.fromkeys(name for deeds in self.deeds for name in deeds.kept) if name not in ignored]
+        kept = [name for name in dict.fromkeys(name for effects in self.effects for name in effects.kept) if name not in ignored]
         if not kept:
             return None
         shares = shares_of(self.batches.count, size)
@@ -533,7 +533,7 @@ class _Probe:
         state = rng.capture({})
 
         def observed(*, merge: bool) -> Observation:
-            for noted in (self.logs, self.moved, self.deeds, self.left):
+            for noted in (self.logs, self.moved, self.effects, self.left):
                 noted.clear()
             with self.metrics.runs(merge=merge):
                 return observe(step, self.batches.part, shares, groups_first=groups_first)

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import transfer_batch
-from lightning_autopar._temporary import replaced
+from lightning_autopar._temporary import patched
 from lightning_autopar.memory.footprint import Conduct
-from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.first_batch import copied as copied_batch
 from lightning_autopar.state.checkpoint import whole_state_dict
@@ -266,9 +266,9 @@ def _nudged_steps(module: LightningModule, trainer: Trainer | None, batch: Batch
     return _plain_steps(module, trainer, batch)
 
 
-def rehearsed(module: LightningModule, trainer: Trainer | None) -> Rehearsal:
+def rehearsed(module: LightningModule, trainer: Trainer | None) -> BareStep:
     """The module's training step, to be called as Lightning would."""
-    return Rehearsal(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
+    return BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
 
 
 def copied(state_dict: dict[str, Any]) -> dict[str, Tensor]:
@@ -286,7 +286,7 @@ def losses_of_backward() -> Iterator[list[float]]:
         losses.extend(float(tensor.detach().sum()) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors))
         return original(tensors, *args, **kwargs)
 
-    with replaced(torch.autograd, "backward", backward):
+    with patched(torch.autograd, "backward", backward):
         yield losses
 
 

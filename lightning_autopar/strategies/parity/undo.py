@@ -35,7 +35,7 @@ _NOT_THE_USERS = ("torch.", "lightning.", "lightning_autopar.", "builtins.", "fu
 
 
 @dataclass(kw_only=True)
-class Deeds:
+class StepEffects:
     """What a step did.
 
     Args:
@@ -50,7 +50,7 @@ class Deeds:
 
 
 @contextmanager
-def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator[Deeds]:
+def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator[StepEffects]:
     """Around a step: afterwards the module's parameters and the attributes of its submodules are as before, what lies in them included.
 
     Buffers keep what was written to them, but are the same tensors as before.
@@ -62,7 +62,7 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
     Raises:
         MemoryError: if the host has no room for a copy of these parameters.
     """
-    deeds = Deeds()
+    effects = StepEffects()
     parameters = {name: parameter for name, parameter in module.named_parameters() if writes is None or name in writes}
     size_bytes = sum(parameter.nbytes for parameter in parameters.values() if not is_fake(parameter))
     free_bytes = psutil.virtual_memory().available
@@ -77,7 +77,7 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
 
     def count(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            deeds.calls[name] += 1
+            effects.calls[name] += 1
 
         return hook
 
@@ -86,24 +86,24 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
             if name:
                 hooks.callback(child.register_forward_pre_hook(count(name)).remove)
         try:
-            yield deeds
+            yield effects
         finally:
             replaced = [
                 f"{name}.{attribute}".lstrip(".")
                 for (name, child), (_, values, buffers) in zip(module.named_modules(), attributes, strict=False)
                 for attribute, value in (*child.__dict__.items(), *child._buffers.items())
-                if attribute not in _TORCHS and {**values, **buffers}.get(attribute, deeds) is not value
+                if attribute not in _TORCHS and {**values, **buffers}.get(attribute, effects) is not value
             ]
             for child, values, buffers in attributes:
                 child.__dict__.clear()
                 child.__dict__.update(values)
                 child._buffers.clear()
                 child._buffers.update(buffers)
-            deeds.kept = tuple(dict.fromkeys([*replaced, *(name for name, undo in put_back if undo())]))
+            effects.kept = tuple(dict.fromkeys([*replaced, *(name for name, undo in put_back if undo())]))
             for name, copy in copies.items():
                 parameter = parameters[name]
                 if parameter.shape == copy.shape and not same_values(parameter.detach(), copy):
-                    deeds.written[name] = parameter.detach().clone()
+                    effects.written[name] = parameter.detach().clone()
                     parameter.data.copy_(copy)
 
 
@@ -162,7 +162,7 @@ def _refill(container: Any, before: Any) -> bool:
     return now != then
 
 
-def drifting(written: Sequence[Mapping[str, Tensor]]) -> tuple[float, str] | None:
+def changing_buffers(written: Sequence[Mapping[str, Tensor]]) -> tuple[float, str] | None:
     """By how much something that a step writes (a codebook's averages, say) comes out otherwise on a part of the batch, and the sentence.
 
     Args:

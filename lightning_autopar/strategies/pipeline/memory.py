@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 
 from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
+from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
-from lightning_autopar.memory.parts import Part, parts_of
+from lightning_autopar.memory.parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Plan
 from lightning_autopar.strategies.pipeline.schedules import rank_actions
 
@@ -172,7 +172,7 @@ class _Stage:
     def of(
         cls,
         footprint: Footprint,
-        parts: list[Part],
+        parts: list[StepPart],
         begin: int,
         end: int,
         share: float,
@@ -249,7 +249,7 @@ class _Stage:
 
 
 #: Plans of one search have most of their stages in common.
-_STAGES: Remembered[_Stage] = Remembered(2048)
+_STAGES: FootprintCache[_Stage] = FootprintCache(2048)
 
 
 def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, int]]:

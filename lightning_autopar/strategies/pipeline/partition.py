@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.parts import Part, parts_of
+from lightning_autopar.memory.parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Schedule
 
 Table = npt.NDArray[np.float64]
@@ -176,7 +176,7 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
     )
 
 
-def _part_bytes(parts: Sequence[Part], layers: Sequence[LayerFootprint], share: float, recompute: bool) -> tuple[Column, Column]:
+def _part_bytes(parts: Sequence[StepPart], layers: Sequence[LayerFootprint], share: float, recompute: bool) -> tuple[Column, Column]:
     """Of each part what it keeps for backward, and what it takes at its fullest moment beside what parts before it keep."""
     lent_to = np.zeros(len(parts))
     for part in parts:

@@ -28,15 +28,15 @@ from lightning_autopar.exact.step.device_draws import drawn_on
 from lightning_autopar.exact.step.draws import GlobalDraws
 from lightning_autopar.exact.step.micro_batches import PartGradients, several_loaders, uncut, whole_share
 from lightning_autopar.state.checkpoint import own_optimizer_state, own_state_dict
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.pipeline.run.agreement import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.replicas import Replicas
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
 from lightning_autopar.strategies.pipeline.run.staged_step import StagedStep
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage
-from lightning_autopar.strategies.pipeline.stages.module_state import Owned, assign, take_stages
+from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, assign, take_stages
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 from lightning_autopar.strategies.pipeline.weights.checkpoint_files import StagedState
 
@@ -50,7 +50,7 @@ T = TypeVar("T")
 class _StagedStrategy(StagedState, ParallelStrategy):
     """Lightning's side of it: processes, groups, and its steps through the stages."""
 
-    assignment: Assignment
+    run_plan: RunPlan
     _staged: StagedStep
     _share: BatchShare | None
     _samples: int | None
@@ -77,7 +77,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The ranks of a pipeline all have the same samples."""
-        plan = self.assignment.plan
+        plan = self.run_plan.plan
         return {"num_replicas": plan.data_ranks, "rank": plan.data_rank(self.global_rank)}
 
     def _configure_launcher(self) -> None:
@@ -104,7 +104,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
             yield
 
     def model_to_device(self) -> None:
-        """What is here; holes say that they are there."""
+        """What is here; absent tensors say that they are there."""
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
@@ -162,22 +162,22 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         try:
             return whole_share(batch, self._samples, several=several)
         except ValueError as error:
-            if trainer.training and self.assignment.plan.micro_batches > 1:
-                raise uncut(self.assignment.plan, error) from error
+            if trainer.training and self.run_plan.plan.micro_batches > 1:
+                raise uncut(self.run_plan.plan, error) from error
             return BatchShare(rows=1, of=1, rank=0, world_size=1)
 
 
 class PipelineEngine(EngineMixin, _StagedStrategy):
     """Executes a pipeline plan."""
 
-    def __init__(self, assignment: Assignment) -> None:
-        super().__init__(assignment.torch_devices)
-        self.attach(assignment)
+    def __init__(self, run_plan: RunPlan) -> None:
+        super().__init__(run_plan.torch_devices)
+        self.attach(run_plan)
 
     @property
     def holders(self) -> int:
         """The ranks of the first pipeline."""
-        return self.assignment.plan.devices_per_replica
+        return self.run_plan.plan.devices_per_replica
 
     def hand_over(
         self, module: Any, optimizers: list[Any], *, keep: bool, affordable: Callable[[int], bool]
@@ -186,11 +186,11 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         state = own_state_dict(module, keep=keep)
         return state, [own_optimizer_state(each, keep=keep) for each in optimizers] if affordable(self.holders) else []
 
-    def attach(self, assignment: Assignment) -> None:
+    def attach(self, run_plan: RunPlan) -> None:
         """See :class:`.engine.EngineMixin`."""
-        super().attach(assignment)
+        super().attach(run_plan)
         self.in_parts = True  # whatever their number: a step is brought together from what stages saw of it
-        self._owned: Owned | None = None
+        self._owned: StageParameters | None = None
         #: Whether a step's gradients wait for Lightning's backward.
         self._laid_aside = False
         self._users: dict[str, tuple[int, ...]] = {}
@@ -209,7 +209,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         Raises:
             ValueError: if the module's step can't be run in these stages.
         """
-        plan, staging, module = self.assignment.plan, self.assignment.finding, self.lightning_module
+        plan, staging, module = self.run_plan.plan, self.run_plan.finding, self.lightning_module
         assert module is not None
         if staging is None or staging.refusal is not None:
             reason = "nothing is known of how its step can be cut" if staging is None else staging.refusal
@@ -231,21 +231,21 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
 
     def prepare_steps(self, trainer: Trainer) -> None:
         """As every engine, for stages."""
-        plan, assignment = self.assignment.plan, self.assignment
-        assert assignment.finding is not None
+        plan, run_plan = self.run_plan.plan, self.run_plan
+        assert run_plan.finding is not None
         self._logging = GlobalLogging(
             trainer,
             self.share,
             device=self.root_device,
-            rules=assignment.log_rules,
+            rules=run_plan.log_rules,
             parts=True,
             ranks_per_replica=plan.devices_per_replica,
         )
         self._logging.install()
         self._exit.callback(self._logging.uninstall)
         draws = None
-        if assignment.draws is not None:
-            draws = self._exit.enter_context(GlobalDraws(lambda: self._stage_draws.share, assignment.draws))
+        if run_plan.draws is not None:
+            draws = self._exit.enter_context(GlobalDraws(lambda: self._stage_draws.share, run_plan.draws))
         mine = self._pipelines[plan.data_rank(self.global_rank)]
         self._stage_draws = StageDraws(
             draws,
@@ -258,7 +258,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
             plan,
             self._logging,
             self._stage_draws,
-            changing=[hook for hook, recording in assignment.finding.hooks.items() if recording.changes_batch],
+            changing=[hook for hook, recording in run_plan.finding.hooks.items() if recording.changes_batch],
             contexts=self._precision_context,
             around=self._replicas.step,
             scale=self._scaled,
@@ -269,7 +269,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
 
     def _setup_model(self, model: Module) -> Module:
         """The stages, as soon as what is here is on the device."""
-        plan, staging = self.assignment.plan, self.assignment.finding
+        plan, staging = self.run_plan.plan, self.run_plan.finding
         assert staging is not None
         modules = {index: StageModule(model, staging, plan.cuts, index, partial(self._staged.call, index)) for index in self.stages_here}
         for index, module in modules.items():
@@ -298,13 +298,13 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
     @property
     def stages_here(self) -> list[int]:
         """This rank's stages."""
-        plan = self.assignment.plan
+        plan = self.run_plan.plan
         return list(range(self.global_rank % plan.devices_per_replica, plan.stages, plan.devices_per_replica))
 
     @property
     def _pipelines(self) -> list[list[int]]:
         """Every replica's ranks, in the order of its pipeline."""
-        plan = self.assignment.plan
+        plan = self.run_plan.plan
         each = plan.devices_per_replica
         return [list(range(replica * each, (replica + 1) * each)) for replica in range(plan.replicas)]
 

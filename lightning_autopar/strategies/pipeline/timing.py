@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_autopar.plans import Schedule
 from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
-from lightning_autopar.timing.rank import Event, Run, run_of
+from lightning_autopar.timing.rank import LaneSpan, RankWork, work_of
 from lightning_autopar.timing.step import Seconds, Step
 
 #: Actions beyond which a schedule is played for fewer micro-batches and carried on at the pace that it has reached by then.
@@ -191,7 +191,7 @@ class PipelineStep(Step):
         starts = [0, *(places[fqn] for fqn in self.plan.cuts), len(self.layout.layers)]
         return [range(begin, end) for begin, end in pairwise(starts)]
 
-    def stage_runs(self) -> list[Run]:
+    def stage_runs(self) -> list[RankWork]:
         """Each stage on the slowest of the devices that run it in some replica."""
         plan = self.plan
         count = plan.devices_per_replica
@@ -200,12 +200,12 @@ class PipelineStep(Step):
         runs = []
         for stage, layers in enumerate(self.stage_layers()):
             own = sum(sum(self.layout.layers[number].gradients) for number in layers)
-            found: dict[tuple[Hashable, ...], Run] = {}
+            found: dict[tuple[Hashable, ...], RankWork] = {}
             for rank in range(stage % count, plan.world_size, count):
                 device = self.devices[rank]
                 key = self.rates.device_class(device), device.utilization, self.rows[rank]
                 if key not in found:
-                    found[key] = run_of(
+                    found[key] = work_of(
                         self.footprint,
                         self.layout,
                         plan,
@@ -219,7 +219,7 @@ class PipelineStep(Step):
             runs.append(max(found.values(), key=lambda run: run.alone))
         return runs
 
-    def sends(self, runs: Sequence[Run]) -> tuple[float, ...]:
+    def sends(self, runs: Sequence[RankWork]) -> tuple[float, ...]:
         """Seconds from each stage to the next, of what enters the next one's first block."""
         out = []
         for run, following, layers in zip(runs, runs[1:], self.stage_layers()[1:], strict=False):
@@ -229,7 +229,7 @@ class PipelineStep(Step):
             out.append(0.0 if same else self.rates.collective_seconds("send", size, (run.device, following.device), self.inventory))
         return tuple(out)
 
-    def stages(self, runs: Sequence[Run]) -> Stages:
+    def stages(self, runs: Sequence[RankWork]) -> Stages:
         """The schedule with its seconds."""
         plan = self.plan
         assert plan.schedule is not None
@@ -247,12 +247,12 @@ class PipelineStep(Step):
             held,
         )
 
-    def action(self, run: Run) -> float:
+    def action(self, run: RankWork) -> float:
         """What a stage's forward or backward of a micro-batch takes beside its operations."""
         assert self.plan.schedule is not None
         return self.rates.action_seconds(run.device) * _INTERPRETED.get(self.plan.schedule, 1.0)
 
-    def synced(self, position: int, runs: Sequence[Run]) -> float:
+    def synced(self, position: int, runs: Sequence[RankWork]) -> float:
         """What a rank's gradients take beyond its last backward: among replicas, and of a parameter that another stage uses, too.
 
         Nothing of it is hidden by the rank's own work. The later a stage, the earlier it is done, and has averaged its gradients when the
@@ -319,39 +319,39 @@ class PipelineStep(Step):
         return (sum(stages.forward) + sum(stages.sends),) * stages.ranks
 
     @staticmethod
-    def _overhead(own: Sequence[Run], busy: float) -> float:
+    def _overhead(own: Sequence[RankWork], busy: float) -> float:
         """What the host of a rank adds, which issues the work of all its stages and runs one loop."""
-        loop = max(run.beside for run in own)
+        loop = max(run.host_seconds for run in own)
         if own[0].device.kind == "cpu":
             return loop
         return max(0.0, sum(run.issued + run.issued_update for run in own) + loop - busy)
 
-    def events(self, ranks: int) -> list[list[Event]]:
+    def events(self, ranks: int) -> list[list[LaneSpan]]:
         """Each rank's actions; those of the replicas are alike."""
         plan = self.plan
         count = plan.devices_per_replica
         runs = self.stage_runs()
         stages = self.stages(runs)
-        events: list[list[Event]] = [[] for _ in range(count)]
+        events: list[list[LaneSpan]] = [[] for _ in range(count)]
         for rank, action, start, end in play(stages):
             label = f"stage {action.stage}, micro-batch {action.micro_batch}"
             again = runs[action.stage].again
             if action.work == "forward":
-                events[rank].append(Event("compute", start, end, "forward", label))
+                events[rank].append(LaneSpan("compute", start, end, "forward", label))
                 if action.stage + 1 < plan.stages and (sent := stages.sends[action.stage]):
-                    events[rank].append(Event("communication", end, end + sent, "communication", f"send {label}"))
+                    events[rank].append(LaneSpan("communication", end, end + sent, "communication", f"send {label}"))
                 continue
             second = min(sum(again), end - start)
             if second:
-                events[rank].append(Event("compute", start, start + second, "recompute", label))
-            events[rank].append(Event("compute", start + second, end, "backward", label))
+                events[rank].append(LaneSpan("compute", start, start + second, "recompute", label))
+            events[rank].append(LaneSpan("compute", start + second, end, "backward", label))
             if action.stage and (sent := stages.sends[action.stage - 1]):
-                events[rank].append(Event("communication", end, end + sent, "communication", f"send gradients of {label}"))
+                events[rank].append(LaneSpan("communication", end, end + sent, "communication", f"send gradients of {label}"))
         for position, found in enumerate(events):
             clock = max(event.end for event in found if event.lane == "compute")
             if (talk := self.synced(position, runs)) > 0:
-                found.append(Event("communication", clock, clock + talk, "communication", "gradients"))
+                found.append(LaneSpan("communication", clock, clock + talk, "communication", "gradients"))
                 clock += talk
             if (update := sum(run.update for run in runs[position::count])) > 0:
-                found.append(Event("compute", clock, clock + update, "optimizer", "update"))
+                found.append(LaneSpan("compute", clock, clock + update, "optimizer", "update"))
         return [events[rank % count] for rank in range(ranks)]

@@ -21,7 +21,7 @@ from lightning_autopar.exact.data.share import Dealing
 from lightning_autopar.exact.step.attributes import title
 from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.learned.cache_files import cache_folder
-from lightning_autopar.memory.learned.corrections import Residuals
+from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.memory.learned.records import load_residuals
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.candidates import Constraints
@@ -32,17 +32,17 @@ from lightning_autopar.report.report import Report
 from lightning_autopar.sharing.turn import Turn
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot import is_snapshot
-from lightning_autopar.strategies.base.assignment import BatchRule
+from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated
 from lightning_autopar.strategies.fsdp.rehearsal import unshardable
-from lightning_autopar.strategies.preparation.decision import Decision, Look
+from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
 from lightning_autopar.strategies.preparation.prospect import Prospect
 from lightning_autopar.strategies.preparation.trainer_options import exclusions
 from lightning_autopar.strategies.processes.script import NO_WORKERS, runs_script
 from lightning_autopar.strategies.zero.disk import disk_folder, no_disk
 from lightning_autopar.strategies.zero.refusals import unseen_gradients
-from lightning_autopar.timing.measured_rates import Calibrated
+from lightning_autopar.timing.measured_rates import MeasuredRates
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -78,16 +78,16 @@ def decide(
     world_size: int | None = None,
     elastic: bool = False,
 ) -> Decision:
-    """The best plan for what the trainer is about to do. Arguments as :func:`consider`'s.
+    """The best plan for what the trainer is about to do. Arguments as :func:`find_prospect`'s.
 
     Raises:
         NothingFits: if no plan fits.
-        ValueError: as :func:`consider`, or if a pinned plan can't be run here.
+        ValueError: as :func:`find_prospect`, or if a pinned plan can't be run here.
     """
-    return consider(trainer, settings, bound, arguments=arguments, world_size=world_size, elastic=elastic).decision()
+    return find_prospect(trainer, settings, bound, arguments=arguments, world_size=world_size, elastic=elastic).decision()
 
 
-def consider(
+def find_prospect(
     trainer: Trainer,
     settings: Settings,
     bound: tuple[Inventory, int | None],
@@ -141,14 +141,14 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
     look = replace(decision.look, inventory=inventory)
     if plan is not None:
         look = replace(look, constraints=replace(look.constraints, pinned=plan))
-    before = decision.assignment
+    before = decision.run_plan
     again = Prospect(
         trainer, look, batch=before.batch, from_snapshot=before.from_snapshot, weights_only=before.weights_only, elastic=elastic
     )
     return again.decision()
 
 
-def survey(
+def plan_only(
     trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], *, world_size: int | None = None
 ) -> tuple[Report, Findings]:
     """Every plan for what the trainer is about to do, also on devices that can only be planned for. Arguments as :func:`decide`'s.
@@ -169,7 +169,7 @@ def _look(
     *,
     elastic: bool = False,
     alone: str | None = None,
-) -> Look:
+) -> PlanningInputs:
     """What is found out, and what it comes to for planning; ``alone`` says why this process can have no others beside it."""
     inventory, max_devices = bound
     several = alone is None and (_several(inventory, max_devices) or (elastic and max_devices != 1))
@@ -257,7 +257,7 @@ def _look(
     rates = _rates(trainer, settings, inventory, max_devices, fits)
     if training:
         constraints = replace(constraints, residuals=_residuals(trainer, inventory, rates))
-    return Look(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
+    return PlanningInputs(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
 
 
 def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) -> str | None:
@@ -283,7 +283,7 @@ def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) ->
     )
 
 
-def _residuals(trainer: Trainer, inventory: Inventory, rates: Calibrated | None) -> Residuals:
+def _residuals(trainer: Trainer, inventory: Inventory, rates: MeasuredRates | None) -> Corrections:
     """What earlier runs of the module took here."""
     by = {} if rates is None else {"rates": rates.identity}
     return load_residuals(trainer.lightning_module, str(trainer.precision), inventory, **by)
@@ -291,7 +291,7 @@ def _residuals(trainer: Trainer, inventory: Inventory, rates: Calibrated | None)
 
 def _rates(
     trainer: Trainer, settings: Settings, inventory: Inventory, max_devices: int | None, fits: Callable[[], bool] = lambda: True
-) -> Calibrated | None:
+) -> MeasuredRates | None:
     """What this machine was measured to reach; None for data sheets.
 
     Measuring takes seconds, once: worth it where plans of several devices are to be compared, by a run that will take longer than that.

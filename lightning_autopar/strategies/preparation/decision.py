@@ -16,19 +16,19 @@ from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.sharing.reservation import Need
-from lightning_autopar.strategies.base.assignment import Assignment, BatchRule
+from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.preparation.findings import Findings
-from lightning_autopar.timing.measured_rates import Calibrated
+from lightning_autopar.timing.measured_rates import MeasuredRates
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class PlanningInputs:
     """All that a report is made of."""
 
     findings: Findings
     inventory: Inventory
     constraints: Constraints
-    rates: Calibrated | None
+    rates: MeasuredRates | None
 
     @cached_property
     def report(self) -> Report:
@@ -43,19 +43,19 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The report, and the assignment of its best plan.
+    """The report, and the run plan of its best plan.
 
     Args:
         report: of all plans.
-        assignment: of the best one.
+        run_plan: of the best one.
         look: what the report was made of, for :func:`.decide.decide_again`; it stays in the process that planned.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         memory_margin: the share of what is free that the plan had to leave.
     """
 
     report: Report
-    assignment: Assignment
-    look: Look | None = None
+    run_plan: RunPlan
+    look: PlanningInputs | None = None
     batches: int | None = None
     memory_margin: float = 0.0
 
@@ -74,7 +74,7 @@ class Decision:
     @property
     def need(self) -> Need:
         """What must be free for the plan, and how long it trains."""
-        return need_of(self.candidate, self.batches, self.assignment.batch, self.memory_margin)
+        return need_of(self.candidate, self.batches, self.run_plan.batch, self.memory_margin)
 
     def announce(self) -> None:
         """Log the table and the notes of the chosen candidate, once, on rank 0."""

@@ -22,7 +22,7 @@ from lightning_autopar.constraints import SPLIT_TOLERANCE
 from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.share import Dealing
-from lightning_autopar.exact.logs.log_rules import Comparison
+from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.exact.step.draws import DrawPlan
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_operators import draws_apart
@@ -91,7 +91,7 @@ class Findings:
         footprint: of its step.
         split: what a split batch changes; None where no candidate splits it.
         draws: the step's random draws; None where it draws nothing.
-        data_draws: where making a batch draws, see :class:`.assignment.Assignment`.
+        data_draws: where making a batch draws, see :class:`.assignment.RunPlan`.
         sharded: whether FSDP2 runs it right.
         unpartitionable: why DeepSpeed can't, by what the module and its optimizer are; None where that isn't known.
         ungathered: why it can't gather parameters module by module, at stage 3; None where it can.
@@ -320,18 +320,18 @@ def _on_others(
         other, others_draws = split_one(batch)
         draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
         split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
-        split = _with_logs(split, Comparison(matching=other.log_rules))
+        split = _with_logs(split, LogComparison(matching=other.log_rules))
         if not other.splittable or (other.probed and not other.difference <= max(split.difference, SPLIT_TOLERANCE)):
             reason = f"{other.reason}, in another batch than the first, of {batch.batch_size} samples"
             split = replace(split, splittable=other.splittable, difference=other.difference, reason=reason)
     return split, draws
 
 
-def _with_logs(split: SplitFinding, other: Comparison) -> SplitFinding:
+def _with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
     """The finding, with the rules for logged values that another batch bears out, and a sentence for each value left without one."""
-    together = Comparison(matching=split.log_rules).narrowed(other).matching
+    together = LogComparison(matching=split.log_rules).narrowed(other).matching
     lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != ()}
-    return replace(split, log_rules=together, notes=(*split.notes, *Comparison(matching=lost).notes))
+    return replace(split, log_rules=together, notes=(*split.notes, *LogComparison(matching=lost).notes))
 
 
 def _split(
@@ -523,8 +523,8 @@ def _with_evaluation(
     try:
         found: SplitFinding = run_forked(probe_evaluation, module, trainer, batches[0], hook)
         for batch in batches[1:]:
-            if Comparison(matching=found.log_rules).ambiguous:
-                found = _with_logs(found, Comparison(matching=run_forked(probe_evaluation, module, trainer, batch, hook).log_rules))
+            if LogComparison(matching=found.log_rules).ambiguous:
+                found = _with_logs(found, LogComparison(matching=run_forked(probe_evaluation, module, trainer, batch, hook).log_rules))
     except ChildFailed as error:
         return replace(
             split,

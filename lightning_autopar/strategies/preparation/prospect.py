@@ -16,7 +16,7 @@ from lightning_autopar._clean import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.exact.logs.log_rules import Comparison
+from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.trace import first_batch
@@ -24,10 +24,10 @@ from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.plans import Plan
 from lightning_autopar.sharing.reservation import Need
-from lightning_autopar.strategies.base.assignment import Assignment, BatchRule
+from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.parity.check import Check, not_made
 from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding, confirm_stages, precision_of, refused
-from lightning_autopar.strategies.preparation.decision import Decision, Look, need_of
+from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
 from lightning_autopar.strategies.preparation.findings import stage_of, validation_batch
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _CONFIRM_SECONDS = 180.0
 
 
-def after_trial(trainer: Trainer, look: Look, plan: Plan) -> Constraints:
+def after_trial(trainer: Trainer, look: PlanningInputs, plan: Plan) -> Constraints:
     """The constraints, with what a trial of the plan found out; only what tracing didn't try is tried."""
     constraints, findings = look.constraints, look.findings
     engine, refusal = engines.of(plan), None
@@ -128,13 +128,13 @@ class Prospect:
         trainer: with module and data attached.
         look: what was found out.
         batch: what a batch is to several devices.
-        from_snapshot: see :class:`.assignment.Assignment`.
+        from_snapshot: see :class:`.assignment.RunPlan`.
         weights_only: see there.
         elastic: see :func:`.decide.consider`.
     """
 
     def __init__(
-        self, trainer: Trainer, look: Look, *, batch: BatchRule, from_snapshot: bool, weights_only: bool | None, elastic: bool
+        self, trainer: Trainer, look: PlanningInputs, *, batch: BatchRule, from_snapshot: bool, weights_only: bool | None, elastic: bool
     ) -> None:
         self._trainer, self._look, self._batch = trainer, look, batch
         self._from_snapshot, self._weights_only, self._elastic = from_snapshot, weights_only, elastic
@@ -159,14 +159,14 @@ class Prospect:
             look=look,
             batches=findings.batches,
             memory_margin=look.constraints.memory_margin,
-            assignment=Assignment(
+            run_plan=RunPlan(
                 plan=plan,
                 devices=tuple(look.inventory.device(device) for device in plan.devices),
                 batch=self._batch,
                 draws=findings.draws,
                 data_draws=findings.data_draws,
                 loadings=findings.loadings,
-                log_rules={} if findings.split is None else Comparison(matching=findings.split.log_rules).rules,
+                log_rules={} if findings.split is None else LogComparison(matching=findings.split.log_rules).rules,
                 kept_rules={} if findings.split is None else findings.split.kept_rules,
                 from_snapshot=self._from_snapshot,
                 weights_only=self._weights_only,

@@ -18,12 +18,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_autopar._fork import ChildFailed, run_forked, unforkable
 from lightning_autopar.report.report import Candidate
-from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.calibration import be_silent
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.processes.generation import run_folder, run_generation
 from lightning_autopar.strategies.processes.handover import results as handover
-from lightning_autopar.strategies.processes.worker import Job
+from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.text import format_seconds
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Outcome:
 
 
 #: Runs a plan for so many steps.
-Run = Callable[[Assignment, int, float], Outcome]
+Run = Callable[[RunPlan, int, float], Outcome]
 
 
 def tried(decision: Decision, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Decision:
@@ -73,9 +73,9 @@ def tried(decision: Decision, trainer: Trainer, function: Callable[..., Any], ar
         rank_zero_warn(f"autopar: no plan is tried, as {reason} and none can be run beside it; set calibrate='auto'")
         return decision
 
-    def run(assignment: Assignment, steps: int, timeout_seconds: float) -> Outcome:
+    def run(run_plan: RunPlan, steps: int, timeout_seconds: float) -> Outcome:
         try:
-            seconds = run_forked(_run, assignment, trainer, function, arguments, steps, timeout_seconds=timeout_seconds, gpus=True)
+            seconds = run_forked(_run, run_plan, trainer, function, arguments, steps, timeout_seconds=timeout_seconds, gpus=True)
         except ChildFailed as error:
             log.debug("a plan's trial failed", exc_info=True)
             return Outcome(step_seconds=None, reason=error.reason)
@@ -124,13 +124,13 @@ def choose(decision: Decision, run: Run, *, clock: Callable[[], float] = time.mo
     chosen = replace(candidates[best], plan=replace(plan, reasons=(*plan.reasons, reason + format_seconds(took))))
     ordered = (chosen, *(candidate for index, candidate in enumerate(candidates) if index != best))
     changed = replace(decision, report=replace(report, candidates=ordered, best_index=0))
-    return replace(changed, assignment=assigned(changed, chosen))
+    return replace(changed, run_plan=assigned(changed, chosen))
 
 
-def assigned(decision: Decision, candidate: Candidate) -> Assignment:
+def assigned(decision: Decision, candidate: Candidate) -> RunPlan:
     """The decision's assignment with another plan."""
     devices = tuple(decision.report.inventory.device(device) for device in candidate.plan.devices)
-    return replace(decision.assignment, plan=candidate.plan, devices=devices, candidate=candidate)
+    return replace(decision.run_plan, plan=candidate.plan, devices=devices, candidate=candidate)
 
 
 def _finalists(candidates: Sequence[Candidate]) -> list[int]:
@@ -151,7 +151,7 @@ def _steps(candidate: Candidate) -> int:
 # -- in a forked child -----------------------------------------------------------------------------------------------------------------
 
 
-def _run(assignment: Assignment, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any], steps: int) -> float | None:
+def _run(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any], steps: int) -> float | None:
     """Seconds of a step under a plan; the trainer is this process's own copy, and nothing that it is told goes anywhere."""
     be_silent()
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -162,8 +162,8 @@ def _run(assignment: Assignment, trainer: Trainer, function: Callable[..., Any],
     loop.max_epochs, loop.min_epochs, loop.epoch_loop.min_steps = -1, 0, None
     loop.epoch_loop.max_steps = steps * trainer.accumulate_grad_batches
     with run_folder(1 << 20) as folder:
-        job = Job(
-            assignment=replace(assignment, from_snapshot=False),
+        job = WorkerJob(
+            run_plan=replace(run_plan, from_snapshot=False),
             make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
             trainer=trainer,
             function=function,

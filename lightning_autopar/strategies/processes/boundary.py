@@ -26,9 +26,9 @@ from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_h
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
 from lightning_autopar.state.snapshot import save_snapshot
-from lightning_autopar.strategies.processes.handover.carry import carry, take_over
+from lightning_autopar.strategies.processes.handover.carry import read_objects, write_objects
 from lightning_autopar.strategies.processes.handover.loggers import carry_loggers_in
-from lightning_autopar.strategies.processes.protocol import _BEGIN, Elastic
+from lightning_autopar.strategies.processes.protocol import _BEGIN, GenerationFiles
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _SUFFIX = ".since"
 
 
-class Journal:
+class CheckpointJournal:
     """The files written since one snapshot.
 
     Args:
@@ -95,7 +95,7 @@ class Boundary:
         rank: this rank.
     """
 
-    def __init__(self, trainer: Trainer, elastic: Elastic | None, before: Before, rank: int) -> None:
+    def __init__(self, trainer: Trainer, elastic: GenerationFiles | None, before: Before, rank: int) -> None:
         self._trainer, self._before, self._rank = trainer, before, rank
         if elastic is not None:
             self._elastic = elastic
@@ -104,7 +104,7 @@ class Boundary:
         self._advance: Callable[[Any], None] = self._epoch_loop.advance
         vars(self._epoch_loop)["advance"] = self._meet_and_advance
         #: Of rank 0, which writes checkpoints; None before the run goes on or begins anew.
-        self._journal: Journal | None = None
+        self._journal: CheckpointJournal | None = None
         if rank == 0:
             self._note_checkpoints()
 
@@ -123,7 +123,7 @@ class Boundary:
     def _go_on_after(self, beside: Path) -> None:
         """The run goes on from here: what it wrote afterwards, before it was lost, is no part of it."""
         if self._rank == 0:
-            self._journal = Journal(beside)
+            self._journal = CheckpointJournal(beside)
             self._journal.undo(self._trainer.strategy.remove_checkpoint)
 
     def take_up(self, snapshot: Path) -> None:
@@ -136,7 +136,7 @@ class Boundary:
         log_again = no_hyperparameters(trainer)
 
         def go_on() -> None:
-            take_over(trainer, self._before, snapshot)
+            read_objects(trainer, self._before, snapshot)
             log_again()
             unmute()
             say_again()
@@ -149,20 +149,20 @@ class Boundary:
 
     def _meet_and_advance(self, data_fetcher: Any) -> None:
         """``_TrainingEpochLoop.advance`` behind a boundary."""
-        gate, trainer = self._elastic.gate, self._trainer
+        rendezvous, trainer = self._elastic.rendezvous, self._trainer
         if self._journal is None:
             self._go_on_after(self._elastic.folder.parent / _BEGIN)
-        gate.tell_bytes(self._rank, self._used_bytes())
+        rendezvous.tell_bytes(self._rank, self._used_bytes())
         self._tell_loss()
-        ask = gate.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)
+        ask = rendezvous.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)
         if ask is not None:
             trainer.strategy.meter.pause(trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step
             started = time.monotonic()
             saved = self._save(target := self._elastic.target())
             if saved and self._rank == 0:
-                self._journal = Journal(target)
+                self._journal = CheckpointJournal(target)
                 self._journal.clear()
-            gate.answer(self._rank, done=saved, save_seconds=time.monotonic() - started)
+            rendezvous.answer(self._rank, done=saved, save_seconds=time.monotonic() - started)
             if saved and ask == "pause":
                 raise Paused
         self._advance(data_fetcher)
@@ -179,7 +179,7 @@ class Boundary:
         self._told = time.monotonic()
         for name, value in latest_metrics(self._trainer).items():
             if "loss" in name and not name.startswith("val"):
-                self._elastic.gate.tell_loss(0, self._trainer.global_step, float(value))
+                self._elastic.rendezvous.tell_loss(0, self._trainer.global_step, float(value))
                 return
 
     def _used_bytes(self) -> int:
@@ -194,7 +194,7 @@ class Boundary:
 
         def bring() -> None:
             target.mkdir(parents=True, exist_ok=True)
-            carry(trainer, self._before, target, self._rank)
+            write_objects(trainer, self._before, target, self._rank)
 
         def save() -> None:
             engine.at_boundary = True  # type: ignore[attr-defined]  # of EngineMixin
@@ -214,7 +214,7 @@ class Boundary:
         except (Exception, CheckpointException) as error:  # a full disk, a stranger's object: training goes on, and the agent is told
             failure = error
             self._refuse(error)
-        if self._trainer.strategy.assignment.plan.world_size == 1:  # type: ignore[attr-defined]  # of EngineMixin
+        if self._trainer.strategy.run_plan.plan.world_size == 1:  # type: ignore[attr-defined]  # of EngineMixin
             return failure is None
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, failure is None)

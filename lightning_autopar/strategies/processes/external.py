@@ -32,8 +32,8 @@ from lightning_autopar._lightning_compat import find_free_network_port
 from lightning_autopar.devices.host import host_cores, host_memory
 from lightning_autopar.devices.inventory import Device, Inventory, Link
 from lightning_autopar.devices.nvml import NvmlUnavailable, read_links
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.process_group import meet_at
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.processes.peer_watch import watch
 from lightning_autopar.strategies.processes.script import rerun_command
 from lightning_autopar.strategies.processes.worker import die_with
@@ -92,18 +92,18 @@ class Peers:
         return bool(self.children) or PARENT in os.environ
 
     @contextmanager
-    def run(self, assignment: Assignment, engine: EngineMixin) -> Iterator[None]:
+    def run(self, run_plan: RunPlan, engine: EngineMixin) -> Iterator[None]:
         """Around a run that takes all ranks: a rerun that fails, a rank here that is stopped, or GPUs that hang end this process meanwhile.
 
         Args:
-            assignment: the plan on the ranks' devices.
+            run_plan: the plan on the ranks' devices.
             engine: this rank's.
         """
         self.running.set()
         self.runs += 1
         try:
-            own_device = assignment.torch_devices[self.rank]
-            with watch(self.store, self.rank, assignment.plan.devices, self.runs, own_device=own_device, engine=engine):
+            own_device = run_plan.torch_devices[self.rank]
+            with watch(self.store, self.rank, run_plan.plan.devices, self.runs, own_device=own_device, engine=engine):
                 yield
         finally:
             self.running.clear()
@@ -190,10 +190,10 @@ class Peers:
                 return int(os.environ[variable])
         return self.world_size
 
-    def local_devices(self, assignment: Assignment) -> list[torch.device]:
+    def local_devices(self, run_plan: RunPlan) -> list[torch.device]:
         """The torch devices of this node's ranks, as Lightning's strategies want them."""
-        devices = zip(assignment.devices, assignment.torch_devices, strict=True)
-        return [torch_device for device, torch_device in devices if device.node == assignment.devices[self.rank].node]
+        devices = zip(run_plan.devices, run_plan.torch_devices, strict=True)
+        return [torch_device for device, torch_device in devices if device.node == run_plan.devices[self.rank].node]
 
 
 def _links_to(device: Device) -> tuple[Link, ...]:

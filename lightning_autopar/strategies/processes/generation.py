@@ -31,10 +31,10 @@ from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.state import placed
 from lightning_autopar.strategies.base.failure import Failure, WorkerFailed
 from lightning_autopar.strategies.processes.handover import results as handover
-from lightning_autopar.strategies.processes.protocol import Brake
+from lightning_autopar.strategies.processes.protocol import StopRendezvous
 from lightning_autopar.strategies.processes.stalls import Stalls
 from lightning_autopar.strategies.processes.whereabouts import raised_at
-from lightning_autopar.strategies.processes.worker import Job, work
+from lightning_autopar.strategies.processes.worker import WorkerJob, work
 
 #: How long workers may take to leave once one has failed or the run was interrupted.
 GRACE_SECONDS = 3.5
@@ -173,7 +173,7 @@ class _Worker:
         return self.gone and not self.words and not self.ended_by_us
 
 
-def run_generation(job: Job, look: Callable[[], None] | None = None) -> Outcome:
+def run_generation(job: WorkerJob, look: Callable[[], None] | None = None) -> Outcome:
     """Fork one worker per rank, wait until all are gone, and return what they left, with the exception that ended the run, if one did.
 
     That is the exception which a worker raised first, with that worker's traceback as its cause; :class:`WorkerFailed` if a worker died
@@ -202,19 +202,19 @@ class Generation:
         job: what each worker is to do.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self.job = job
-        self._brake = Brake(job.assignment.plan.world_size)
+        self._stop_rendezvous = StopRendezvous(job.run_plan.plan.world_size)
         self._workers: list[_Worker] = []
         self._deadline = self._hooks_deadline = float("inf")
-        self._stalls = Stalls(folder=job.folder, devices=job.assignment.plan.devices)
+        self._stalls = Stalls(folder=job.folder, devices=job.run_plan.plan.devices)
         self._stalled = ""
         self._asked = False
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         try:
-            for rank in range(job.assignment.plan.world_size):
-                self._workers.append(_start(rank, job, self._brake))
+            for rank in range(job.run_plan.plan.world_size):
+                self._workers.append(_start(rank, job, self._stop_rendezvous))
         except BaseException:
             self.end()
             raise
@@ -247,7 +247,7 @@ class Generation:
     @property
     def progress(self) -> int:
         """How many batches have begun, of all ranks and loops."""
-        return sum(self._brake.begun)
+        return sum(self._stop_rendezvous.begun)
 
     def pid(self, rank: int) -> int:
         """A worker's process id."""
@@ -277,9 +277,9 @@ class Generation:
             time.sleep(1e-3)  # they are on their last steps
         self._look_for_stalls()
         now = time.monotonic()
-        if noted and not self._brake.pulled:
-            self._brake.pull(noted[0])
-            self._deadline = min(self._deadline, now + GRACE_SECONDS + 2 * self._brake.longest_seconds)
+        if noted and not self._stop_rendezvous.stopping:
+            self._stop_rendezvous.stop(noted[0])
+            self._deadline = min(self._deadline, now + GRACE_SECONDS + 2 * self._stop_rendezvous.longest_seconds)
         if self.failed or all(worker.gone or worker.words for worker in workers):
             self._deadline = min(self._deadline, now + GRACE_SECONDS)
         if self._deadline < float("inf"):
@@ -296,7 +296,7 @@ class Generation:
                 self._asked = True
                 self._stalls.ask({rank: pid for rank, pid in self._living().items() if not self._workers[rank].words})
             return
-        stall = self._stalls.look(self._living(), self._brake.begun)
+        stall = self._stalls.look(self._living(), self._stop_rendezvous.begun)
         if stall is not None:
             self._stalled, self._asked = stall.sentence, True
             for rank in stall.ranks:
@@ -360,10 +360,10 @@ class Generation:
         return failure
 
 
-def _start(rank: int, job: Job, brake: Brake) -> _Worker:
+def _start(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous) -> _Worker:
     context = get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(rank, job, brake, theirs, os.getpid()), name=f"autopar-rank-{rank}")
+    process = context.Process(target=work, args=(rank, job, stop_rendezvous, theirs, os.getpid()), name=f"autopar-rank-{rank}")
     with warnings.catch_warnings():
         # Python 3.12 warns of threads at every fork; the fresh thread in the worker is the answer to that. Workers inherit the filter.
         warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
@@ -375,7 +375,7 @@ def _start(rank: int, job: Job, brake: Brake) -> _Worker:
     return _Worker(rank=rank, process=process, pipe=ours)
 
 
-def _results(job: Job, workers: list[_Worker]) -> list[handover.Results]:
+def _results(job: WorkerJob, workers: list[_Worker]) -> list[handover.Results]:
     """The results of those workers that left any."""
     paths = [job.folder / f"rank{worker.rank}.pkl" for worker in workers if {"done", "tuner", "left"} & set(worker.words)]
     return [placed.loads(path.read_bytes(), torch.device("cpu")) for path in paths]

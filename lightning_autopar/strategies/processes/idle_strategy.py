@@ -8,22 +8,22 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_autopar import engines
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.processes.external import is_alone
 
 
 class IdleStrategy(ParallelStrategy):
     """One process, before and after a run."""
 
-    def make_engine(self, assignment: Assignment, *, forked: bool = True) -> EngineMixin:
+    def make_engine(self, run_plan: RunPlan, *, forked: bool = True) -> EngineMixin:
         """The Lightning strategy that executes a plan, called in each process that trains; a subclass may make another one.
 
         Args:
-            assignment: the plan, and the devices it is for.
+            run_plan: the plan, and the devices it is for.
             forked: whether this process is a worker, forked for the plan; else a launcher or the user has started it.
         """
-        engine: EngineMixin = engines.of(assignment.plan).strategy(assignment, forked=forked)
+        engine: EngineMixin = engines.of(run_plan.plan).strategy(run_plan, forked=forked)
         return engine
 
     @property

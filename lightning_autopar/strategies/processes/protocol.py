@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Ask = Literal["snapshot", "pause"]
 _ASKS: tuple[Ask, ...] = ("snapshot", "pause")
 _INTERRUPTS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SIGTERMException)
-#: Numbers of all ranks together, and of each rank: first those of any meeting, then the gate's or the brake's.
+#: Numbers of all ranks together, and of each rank: first those of any rendezvous, then those of its kind.
 _HOLD, _STOP_AT, _ASK, _NUMBER, _FINAL, _WORDS = range(6)
 _COUNT, _BATCH_NS, _AT_NS, _DONE, _STEP, _LEFT, _SAVE_NS, _BYTES, _LOSS, _LOSS_STEP, _CELLS = range(11)
 #: Longer than a store takes to become visible to another core, by orders of magnitude.
@@ -39,7 +39,7 @@ _UNKNOWN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class GenerationProgress:
     """How a generation comes along, as its rank 0 sees it.
 
     Args:
@@ -59,7 +59,7 @@ class Pace:
     at: float | None
 
 
-class _Meeting:
+class _Rendezvous:
     """Counts each rank's boundaries in memory that parent and workers share, and holds all ranks at the same one.
 
     To stop, the parent first raises *hold*: from then on a rank that comes to a boundary waits there. A rank whose count was ``n`` when the
@@ -103,7 +103,7 @@ class _Meeting:
         self._cells[_STOP_AT] = max(self._everyones(_COUNT)) + 1
 
 
-class Brake(_Meeting):
+class StopRendezvous(_Rendezvous):
     """Has all ranks leave at the same batch, of whatever loop.
 
     Lightning's own way (``received_sigterm``) is a flag in each process, read at places that ranks reach at different times: one
@@ -133,13 +133,13 @@ class Brake(_Meeting):
 
     # -- in the parent -----------------------------------------------------------------------------------------------------------------
 
-    def pull(self, reason: type[BaseException]) -> None:
+    def stop(self, reason: type[BaseException]) -> None:
         """Ask all ranks to leave at the same boundary, by an exception of this class."""
         self._cells[_ASK] = _INTERRUPTS.index(reason)
         self._hold()
 
     @property
-    def pulled(self) -> bool:
+    def stopping(self) -> bool:
         """Whether the ranks have been asked to leave."""
         return bool(self._cells[_HOLD])
 
@@ -154,7 +154,7 @@ class Brake(_Meeting):
         return max(0, *self._everyones(_BATCH_NS)) * 1e-9
 
 
-class Gate(_Meeting):
+class SnapshotRendezvous(_Rendezvous):
     """Has all ranks of an elastic generation write a snapshot at the same boundary between two batches of training."""
 
     # -- in a worker -------------------------------------------------------------------------------------------------------------------
@@ -227,13 +227,13 @@ class Gate(_Meeting):
         """The latest request is void: its ranks have ended."""
         self._cells[_HOLD] = 0
 
-    def pace(self) -> Pace:
+    def progress(self) -> GenerationProgress:
         """How the generation comes along."""
 
         def value(cell: int) -> int:
             return int(self._cells[self._place(0, cell)])
 
-        return Pace(
+        return GenerationProgress(
             boundaries=min(self._everyones(_COUNT)),
             step=value(_STEP),
             batches_left=None if value(_LEFT) == _UNKNOWN else value(_LEFT),
@@ -260,7 +260,7 @@ _START, _REQUEST, _REFUSAL, _BEGIN = "start.pkl", "request", "refusal", "begin"
 
 
 @dataclass(kw_only=True)
-class Elastic:
+class GenerationFiles:
     """What a worker of an elastic run has besides its job.
 
     Args:
@@ -270,7 +270,7 @@ class Elastic:
         changes: how the run came to this generation's plan; known in a worker once it begins.
     """
 
-    gate: Gate
+    rendezvous: SnapshotRendezvous
     begin: Event
     folder: Path
     changes: PlanChanges = field(default_factory=PlanChanges)
@@ -283,7 +283,7 @@ class Elastic:
         self.begin.set()
 
     def request(self, target: Path) -> None:
-        """Where the next snapshot goes; to be said before the gate asks."""
+        """Where the next snapshot goes; to be said before the rendezvous asks."""
         (self.folder / _REQUEST).write_text(str(target), encoding="utf-8")
 
     def refusal(self) -> str:
@@ -301,7 +301,7 @@ class Elastic:
         return None if snapshot is None else Path(snapshot)
 
     def target(self) -> Path:
-        """Where the snapshot goes that the gate asks for."""
+        """Where the snapshot goes that the rendezvous asks for."""
         return Path((self.folder / _REQUEST).read_text(encoding="utf-8"))
 
     def refuse(self, error: BaseException) -> None:

@@ -37,17 +37,17 @@ from lightning_autopar._lightning_compat import (
     without_word_of_signals,
 )
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.sharing.runs.progress import Progress
+from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.state import placed
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.failure import Failure
-from lightning_autopar.strategies.base.gpu_limit import growth_for
+from lightning_autopar.strategies.base.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.processes import jupyter
 from lightning_autopar.strategies.processes.boundary import Boundary, Paused
 from lightning_autopar.strategies.processes.handover import results as handover
-from lightning_autopar.strategies.processes.protocol import Brake, Elastic
+from lightning_autopar.strategies.processes.protocol import GenerationFiles, StopRendezvous
 from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
 
 if TYPE_CHECKING:
@@ -60,25 +60,25 @@ _LONGEST_SOCKET_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
 
 @dataclass(kw_only=True)
-class Job:
+class WorkerJob:
     """What each worker is to do."""
 
-    assignment: Assignment
-    make_engine: Callable[[Assignment], EngineMixin]
+    run_plan: RunPlan
+    make_engine: Callable[[RunPlan], EngineMixin]
     trainer: Trainer
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     folder: Path
     before: handover.Before
-    elastic: Elastic | None = None
-    progress: Progress | None = None
+    elastic: GenerationFiles | None = None
+    progress: RunProgress | None = None
 
 
-def make_job(assignment: Assignment, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path) -> Job:
+def make_job(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path) -> WorkerJob:
     """What workers are told to run the trainer's function by."""
-    return Job(
-        assignment=assignment,
+    return WorkerJob(
+        run_plan=run_plan,
         make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
         trainer=trainer,
         function=function,
@@ -89,7 +89,7 @@ def make_job(assignment: Assignment, trainer: Trainer, function: Callable[..., A
     )
 
 
-def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_pid: int) -> None:
+def work(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection, parent_pid: int) -> None:
     """The main thread of a worker: environment and signals here, the run in a thread of its own.
 
     Why in a thread of its own, see :mod:`lightning_autopar._fork`.
@@ -103,10 +103,10 @@ def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_
     for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # a process group of its own must not be stopped by the terminal
     _make_scratch(job.folder)
-    device = job.assignment.devices[rank]
+    device = job.run_plan.devices[rank]
     jupyter.speak_through_kernel()
     rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning hangs it on the function
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(job.assignment.plan.world_size), MASTER_ADDR="127.0.0.1")
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(job.run_plan.plan.world_size), MASTER_ADDR="127.0.0.1")
     os.environ[RENDEZVOUS_FILE] = str(job.folder / "rendezvous")
     if device.kind == "cpu" and device.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(device.threads)
@@ -117,12 +117,12 @@ def work(rank: int, job: Job, brake: Brake, pipe: connection.Connection, parent_
     def body() -> None:
         if default_device.type != "cpu":  # torch keeps it per thread
             torch.set_default_device(default_device)
-        _run(rank, job, brake, pipe)
+        _run(rank, job, stop_rendezvous, pipe)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(body,), name="autopar-body")
     thread.start()
     assert thread.ident is not None, "it was started"
-    tell_when_asked(job.folder, rank, thread.ident, job.assignment.torch_devices[rank])
+    tell_when_asked(job.folder, rank, thread.ident, job.run_plan.torch_devices[rank])
     thread.join()
     _end()
 
@@ -155,23 +155,23 @@ def _leave_it_to_the_parent(number: int, frame: Any) -> None:
     """The parent says when to stop. No SIG_IGN: a program that the user's code starts would inherit that."""
 
 
-def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None:
+def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection) -> None:
     """Install the engine, run the trainer's function, leave the results."""
-    trainer, device = job.trainer, job.assignment.devices[rank]
+    trainer, device = job.trainer, job.run_plan.devices[rank]
     if device.kind == "cpu" and device.threads is not None:
         torch.set_num_threads(device.threads)
     elif device.kind == "cuda":
-        share_cores(job.assignment.plan.world_size)
+        share_cores(job.run_plan.plan.world_size)
     module = trainer.lightning_module
     rng.restore(job.before.random, {})
     job.before.survey.begin()
     try:
-        engine = job.make_engine(job.assignment)
-        brake.watch(engine, rank)
+        engine = job.make_engine(job.run_plan)
+        stop_rendezvous.watch(engine, rank)
         if job.progress is not None:
             job.progress.watch(engine, trainer, rank)
-        with installed(trainer, engine, module, job.assignment.torch_devices, keep_sampler=job.assignment.batch == "per_device"):
-            engine.growth = growth_for(job.assignment, rank)
+        with installed(trainer, engine, module, job.run_plan.torch_devices, keep_sampler=job.run_plan.batch == "per_device"):
+            engine.gpu_limit = gpu_limit_for(job.run_plan, rank)
             word, value = "done", None
             args, kwargs, boundary = job.args, job.kwargs, None
             try:
@@ -189,7 +189,7 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
                 _end()  # at once: the next generation waits for the memory, and to take shards apart takes a second
             except BaseException as error:
                 engine.explain(error)
-                _leave(error, rank, job, brake, pipe)
+                _leave(error, rank, job, stop_rendezvous, pipe)
                 return
             left = handover.collect(trainer, value, job.before, job.folder, rank)
         (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
@@ -199,7 +199,9 @@ def _run(rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None
         _report(error, rank, job, pipe)
 
 
-def _begin(job: Job, elastic: Elastic, engine: EngineMixin, boundary: Boundary, pipe: connection.Connection) -> tuple[Any, dict[str, Any]]:
+def _begin(
+    job: WorkerJob, elastic: GenerationFiles, engine: EngineMixin, boundary: Boundary, pipe: connection.Connection
+) -> tuple[Any, dict[str, Any]]:
     """Get ready, wait for the word, and take up where the generation before left; the arguments to call the trainer's function with."""
     engine.prepare()
     pipe.send("ready")
@@ -211,17 +213,17 @@ def _begin(job: Job, elastic: Elastic, engine: EngineMixin, boundary: Boundary, 
     return (), arguments_from(snapshot, job.function, job.args, job.kwargs)
 
 
-def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connection.Connection) -> None:
+def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection) -> None:
     """The run ends by an exception: tell the parent, run the trainer's hooks, and leave the state as it is, where it can be had."""
     trainer = job.trainer
     if (
         job.elastic is not None
-        and not job.elastic.gate.final
-        and not (brake.pulled and type(error) in (KeyboardInterrupt, SIGTERMException))
+        and not job.elastic.rendezvous.final
+        and not (stop_rendezvous.stopping and type(error) in (KeyboardInterrupt, SIGTERMException))
     ):
         _report(error, rank, job, pipe)  # the agent goes on from a snapshot, as if nothing had happened: no hook is to see it
         return
-    if brake.pulled and type(error) in (KeyboardInterrupt, SIGTERMException):
+    if stop_rendezvous.stopping and type(error) in (KeyboardInterrupt, SIGTERMException):
         pipe.send("stopped")  # all ranks are here, so that hooks may use collectives
     else:
         _report(error, rank, job, pipe)
@@ -232,7 +234,7 @@ def _leave(error: BaseException, rank: int, job: Job, brake: Brake, pipe: connec
     with suppress(Exception):  # sharded weights can't be gathered when ranks have failed; the parent says so
         left = handover.collect(trainer, None, job.before, job.folder, rank, apart=True)
         (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
-        if brake.pulled and dist.is_initialized():
+        if stop_rendezvous.stopping and dist.is_initialized():
             trainer.strategy.wait_for_peers()  # type: ignore[attr-defined]  # of EngineMixin
         pipe.send("left")
     with suppress(Exception):  # as Lightning does, for a checkpoint that is still being written in the background
@@ -250,7 +252,7 @@ def _abort_group() -> bool:
     return not thread.is_alive()
 
 
-def _report(error: BaseException, rank: int, job: Job, pipe: connection.Connection) -> None:
+def _report(error: BaseException, rank: int, job: WorkerJob, pipe: connection.Connection) -> None:
     """Say what happened; as a file, since a pipe takes long words piece by piece, and a worker may be killed in between."""
     with suppress(OSError):  # the parent may be gone
         (job.folder / f"error{rank}.pkl").write_bytes(pickle.dumps(Failure.of(error)))

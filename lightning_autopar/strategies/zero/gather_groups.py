@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Remembered
+from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
 from lightning_autopar.memory.parts import parts_of
 
 
 @dataclass(frozen=True)
-class Layer:
+class GatherGroup:
     """Elements of a part's parameters.
 
     Args:
@@ -40,7 +40,7 @@ class Layer:
     arrivals: tuple[int, ...] = ()
 
 
-def layers_of(footprint: Footprint, persistence: int) -> list[Layer]:
+def layers_of(footprint: Footprint, persistence: int) -> list[GatherGroup]:
     """The parts of the module, in running order; the module as a whole where it wasn't traced.
 
     Args:
@@ -50,15 +50,15 @@ def layers_of(footprint: Footprint, persistence: int) -> list[Layer]:
     return _LAYERS.get(footprint, persistence, lambda: _layers(footprint, persistence))
 
 
-def _layers(footprint: Footprint, persistence: int) -> list[Layer]:
+def _layers(footprint: Footprint, persistence: int) -> list[GatherGroup]:
     whole, trained = footprint.parameters, footprint.trainable_parameters
     if not footprint.outer:
-        return [Layer(whole, whole, 0, (trained,), leaf=whole, several=whole, around=0, again=(whole,), arrivals=(0,))]
+        return [GatherGroup(whole, whole, 0, (trained,), leaf=whole, several=whole, around=0, again=(whole,), arrivals=(0,))]
     order: list[LayerFootprint] = [footprint.outer[0]]
     for block, after in zip(footprint.blocks, footprint.outer[1:], strict=True):
         order += [block, after]
     element = max(1, footprint.parameter_bytes // max(1, footprint.parameters))
-    found: dict[tuple[object, ...], Layer] = {}  # blocks that are alike differ in the numbers of their modules
+    found: dict[tuple[object, ...], GatherGroup] = {}  # blocks that are alike differ in the numbers of their modules
     layers = []
     for layer in order:
         modules = layer.parameter_modules or ((0, False),) * len(layer.parameter_rows)
@@ -70,7 +70,7 @@ def _layers(footprint: Footprint, persistence: int) -> list[Layer]:
     return layers
 
 
-def _layer(layer: LayerFootprint, modules: tuple[tuple[int, bool], ...], element: int, persistence: int) -> Layer:
+def _layer(layer: LayerFootprint, modules: tuple[tuple[int, bool], ...], element: int, persistence: int) -> GatherGroup:
     sizes = [(rows * row_bytes // element, trained) for rows, row_bytes, trained in layer.parameter_rows]
     elements = sum(size for size, _ in sizes)
     leaves: dict[int, list[int]] = {}
@@ -86,7 +86,7 @@ def _layer(layer: LayerFootprint, modules: tuple[tuple[int, bool], ...], element
     # Modules are taken to run in the order in which they were made.
     there = {number: sum(sum(leaf) for other, leaf in leaves.items() if other <= number) for number, _ in modules}
     numbers = [number for (_, trained), (number, _) in zip(sizes, modules, strict=True) if trained]
-    return Layer(
+    return GatherGroup(
         elements,
         passing,
         elements - passing,
@@ -100,7 +100,7 @@ def _layer(layer: LayerFootprint, modules: tuple[tuple[int, bool], ...], element
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class StepPhase:
     """A part in a phase.
 
     Args:
@@ -121,7 +121,7 @@ class Leg:
 
 
 #: All parts of a step, in order.
-Course = list[Leg]
+Course = list[StepPhase]
 
 
 def course_of(
@@ -143,11 +143,11 @@ def course_of(
 
 def _course(
     footprint: Footprint, share: float, recomputed: frozenset[int], fixed: float, shrink: float, random_bytes: int
-) -> Iterator[Leg]:
+) -> Iterator[StepPhase]:
     if footprint.tape is None or not footprint.outer:
         most = round((footprint.activation_bytes + footprint.temporary_bytes) * share)
         numbers = range(2 * len(footprint.blocks) + 1 if footprint.outer else 1)
-        yield from (Leg("backward", number, most, most, most, 0) for number in reversed(numbers))
+        yield from (StepPhase("backward", number, most, most, most, 0) for number in reversed(numbers))
         return
     parts = parts_of(footprint.tape, len(footprint.blocks))
 
@@ -167,7 +167,7 @@ def _course(
             kept = round(footprint.blocks[number // 2].input_extra_bytes * share) + random_bytes
         inner.append(kept)
         held += kept
-        yield Leg("forward", number, begin, most, most, held)
+        yield StepPhase("forward", number, begin, most, most, held)
     given = 0
     for number in reversed(range(len(parts))):
         part = parts[number]
@@ -182,11 +182,11 @@ def _course(
         if number in recomputed:
             again = held + until[number] + inner[number] + random_bytes + given
             again += max(at(size.scaled, size.fixed) for size in part.again.sizes)
-            yield Leg("again", number, begin, again, again, begin)
+            yield StepPhase("again", number, begin, again, again, begin)
             most += inner[number]
             without += inner[number]
         given = round(part.returns.scaled * share)
-        yield Leg("backward", number, begin, held + most, held + without, held + given)
+        yield StepPhase("backward", number, begin, held + most, held + without, held + given)
 
 
 def _making(footprint: Footprint, number: int) -> int:
@@ -196,5 +196,5 @@ def _making(footprint: Footprint, number: int) -> int:
 
 
 #: A search asks for every stage and offload of one module.
-_LAYERS: Remembered[list[Layer]] = Remembered()
-_COURSES: Remembered[Course] = Remembered()
+_LAYERS: FootprintCache[list[GatherGroup]] = FootprintCache()
+_COURSES: FootprintCache[Course] = FootprintCache()

@@ -225,15 +225,15 @@ class _Zero:
         size = self.bucket * (2 if self.settings.overlap_comm else 1) if self.stage < 3 else 0
         random_bytes = RNG_STATE_BYTES if self.on_cpu else 0
         course = course_of(self.footprint, share, self.recomputed, casts=self.casts, shrink=self.shrink, random_bytes=random_bytes)
-        for leg in course:
-            number, phase = leg.number, leg.phase
+        for step_phase in course:
+            number, phase = step_phase.number, step_phase.phase
             gathered = self.gathered(phase, number)
             if self.passing_casts and phase != "backward":
                 gathered += self.layers[number].leaf * _CAST_BYTES
             if phase != "forward" and self.settings.converts:
                 buckets = size
             gradients = kept + self._own(flushed) + (waiting + beside) * self.element
-            for level, more in ((leg.begin, self._gathering(number)), (leg.most, gathered)):
+            for level, more in ((step_phase.begin, self._gathering(number)), (step_phase.most, gathered)):
                 if gradients + level + buckets + more > most:
                     most = gradients + level + buckets + more
                     fullest = _Moment(
@@ -254,7 +254,10 @@ class _Zero:
                     moment = _Moment(
                         gradients=kept + self._own(flushed) + (waiting + beside) * self.element,
                         # What has just arrived still lies where backward made it.
-                        temporary=min(leg.most, round(leg.without * (1 - progress) + leg.end * progress) + elements * self.element),
+                        temporary=min(
+                            step_phase.most,
+                            round(step_phase.without * (1 - progress) + step_phase.end * progress) + elements * self.element,
+                        ),
                         communication=buckets + self.gathered(phase, number, position) + self._flat(filled, several),
                     )
                     if _total(moment) > most:

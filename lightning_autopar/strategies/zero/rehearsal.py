@@ -20,7 +20,7 @@ from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.parity.check import Check
 from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 from lightning_autopar.strategies.zero import deepspeed as doorway
@@ -79,7 +79,7 @@ class _Rehearsed(ZeroEngine):
 
     def __init__(self, plan: Plan, module: LightningModule) -> None:
         devices = parse_spec(f"{plan.world_size}x{_DEVICE}").devices
-        super().__init__(Assignment(plan=plan, devices=devices))
+        super().__init__(RunPlan(plan=plan, devices=devices))
         environment = LightningEnvironment()
         environment.set_world_size(plan.world_size)
         environment.set_global_rank(dist.get_rank())

@@ -29,17 +29,17 @@ from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, updat
 from lightning_autopar.exact.step.device_draws import drawn_on
 from lightning_autopar.memory.trace.parameter_use import GradientLooks
 from lightning_autopar.state.scratch_files import hand_back_freed
-from lightning_autopar.strategies.base.assignment import Assignment
 from lightning_autopar.strategies.base.host_optimizers import on_host
 from lightning_autopar.strategies.base.measure import optimizer_states
 from lightning_autopar.strategies.base.mixin import SplitMixin
 from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.zero import deepspeed as doorway
 from lightning_autopar.strategies.zero.disk import DiskStates, disk_folder
 from lightning_autopar.strategies.zero.gradient_reduction import Clipping, Reduction
 from lightning_autopar.strategies.zero.partitions.checkpoint_files import ZeroFiles
 from lightning_autopar.strategies.zero.partitions.module import held_by_zero, host_held_by_zero
-from lightning_autopar.strategies.zero.partitions.pieces import Edits, Piece, Relay
+from lightning_autopar.strategies.zero.partitions.pieces import Edits, OptimizerBridge, ParameterPart
 from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ def plugin(precision: str, device_type: str) -> Precision:
 class _ZeroStrategy(DeepSpeedStrategy):
     """Lightning's DeepSpeedStrategy without what it leaves out of a plain run, on CPU devices as well, and with plain checkpoints."""
 
-    assignment: Assignment
-    _relay: Relay | None = None
+    run_plan: RunPlan
+    _relay: OptimizerBridge | None = None
     _reduction: Reduction
     _clipping: Clipping
     _forked: bool
@@ -182,7 +182,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
     @property
     def zero_stage_3(self) -> bool:
         """Whether parameters are partitioned."""
-        return self.assignment.plan.zero_stage == 3
+        return self.run_plan.plan.zero_stage == 3
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -216,7 +216,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
 
     def init_deepspeed(self) -> None:
         """Partition the module and its optimizer; a collective."""
-        module, plan = self._module, self.assignment.plan
+        module, plan = self._module, self.run_plan.plan
         trainer = module.trainer
         parameters = list(module.parameters())
         if any(isinstance(parameter, DTensor) for parameter in parameters):
@@ -235,7 +235,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
         users = bare_optimizer(self.optimizers[0]) if self.optimizers else None
         if users is not None and "optimizer" in plan.offload and self.root_device.type != "cpu":
             on_host(users)  # a CPU device's host is itself: there the update stays the one that the plan without offload has
-        relay = self._relay = None if users is None else Relay(users)
+        relay = self._relay = None if users is None else OptimizerBridge(users)
         device = self.root_device
         self.model = doorway.initialize(module, relay, self.config, device_type=device.type, device_rank=device.index or 0)
         update_properties(module, device=device)
@@ -301,7 +301,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
     # -- pieces ------------------------------------------------------------------------------------------------------------------------
 
     @property
-    def pieces(self) -> list[list[Piece]]:
+    def pieces(self) -> list[list[ParameterPart]]:
         """This rank's parts of the trained parameters, by group of the user's optimizer."""
         return [] if self._relay is None else self._relay.pieces
 
@@ -324,15 +324,15 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
     """Executes a ZeRO plan: each rank a part of the optimizer's state, from stage 2 on of the gradients, at stage 3 of the parameters.
 
     Args:
-        assignment: with a plan of engine ``"zero"``.
+        run_plan: with a plan of engine ``"zero"``.
         forked: whether the ranks were forked off one process, so that they hold the same weights.
     """
 
-    def __init__(self, assignment: Assignment, *, forked: bool = True) -> None:
-        doorway.import_deepspeed(assignment.devices[0].kind)  # before Lightning does, and has it look for devices
-        super().__init__(config={}, parallel_devices=assignment.torch_devices, logging_level=logging.ERROR)
+    def __init__(self, run_plan: RunPlan, *, forked: bool = True) -> None:
+        doorway.import_deepspeed(run_plan.devices[0].kind)  # before Lightning does, and has it look for devices
+        super().__init__(config={}, parallel_devices=run_plan.torch_devices, logging_level=logging.ERROR)
         self._forked = forked
-        self.attach(assignment)
+        self.attach(run_plan)
 
     @property
     def _partitioned(self) -> bool:
@@ -360,7 +360,7 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
             yield from super().held_on_host()
             return
         yield from host_held_by_zero(self.model, self._module)
-        if "optimizer" in self.assignment.plan.offload:
+        if "optimizer" in self.run_plan.plan.offload:
             yield from optimizer_states(self)
 
     def hand_over(
@@ -368,7 +368,7 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Made whole on rank 0; DeepSpeed is taken off the module."""
         state = self.lightning_module_state_dict()
-        wanted = affordable(self.assignment.plan.world_size)
+        wanted = affordable(self.run_plan.plan.world_size)
         states = [self.optimizer_state(optimizer) for optimizer in optimizers] if wanted else []
         self.let_go()
         return state, states

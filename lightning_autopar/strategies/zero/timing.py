@@ -15,8 +15,8 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.zero.settings import ZeroSettings, settings_of
-from lightning_autopar.timing.lanes import Played, Unit, Wires, copy_seconds, note, note_computing, play_replicas, play_shards
-from lightning_autopar.timing.rank import Event, Run
+from lightning_autopar.timing.lanes import LaneSeconds, Links, UnitSeconds, copy_seconds, note, note_computing, play_replicas, play_shards
+from lightning_autopar.timing.rank import LaneSpan, RankWork
 from lightning_autopar.timing.rates import Collective, Rates
 from lightning_autopar.timing.roofline import Layout
 from lightning_autopar.timing.step import Step
@@ -82,17 +82,17 @@ class ZeroStep(Step):
         modules = len(layers) + modules_with_parameters(self.footprint)
         return zero_calls(self.plan, parameters=parameters, modules=modules, buckets=buckets)
 
-    def played(self, run: Run, events: list[Event] | None = None) -> Played:
+    def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
         """Stage 3 gathers parameters as FSDP2 does; the others reduce gradients by the bucket."""
         plan = self.plan
         if plan.zero_stage == 3:
-            units, root = zero_units(self.footprint, self.layout, plan, self.wires(), run.device, width=self.width, settings=self.zero)
+            units, root = zero_units(self.footprint, self.layout, plan, self.links(), run.device, width=self.width, settings=self.zero)
             return play_shards(self.layout, run, units, root, again=True, training=self.training, events=events)
         if plan.world_size == 1:
-            return play_replicas(self.layout, run, self.wires(), 0.0, events)
+            return play_replicas(self.layout, run, self.links(), 0.0, events)
         collective: Collective = "all_reduce" if self.ours else "reduce_scatter"
         bucket = self.zero.reduce_bucket_elements
-        return play_partitions(self.layout, run, self.wires(), self.width, events, bucket=bucket, collective=collective)
+        return play_partitions(self.layout, run, self.links(), self.width, events, bucket=bucket, collective=collective)
 
     def width(self, size_bytes: int) -> float:
         """Bytes on the wire under DeepSpeed, which may have converted the model to the precision's dtype, also of a mixed one."""
@@ -107,14 +107,14 @@ class ZeroStep(Step):
         """
         if not self.training:
             return 0.0
-        wires, width = self.wires(), self.width
-        asked = wires.over_shards("all_reduce", sum(len(layer.gradients) for layer in self.layout.layers)) if self.ours else 0.0
+        links, width = self.links(), self.width
+        asked = links.over_shards("all_reduce", sum(len(layer.gradients) for layer in self.layout.layers)) if self.ours else 0.0
         if self.plan.zero_stage == 3:
             staying = persistent_bytes(self.footprint, self.zero.persistence_elements)
-            return asked + wires.over_shards("all_gather", width(staying))
-        return asked + wires.over_shards("all_gather", width(self.footprint.parameter_bytes))
+            return asked + links.over_shards("all_gather", width(staying))
+        return asked + links.over_shards("all_gather", width(self.footprint.parameter_bytes))
 
-    def offload(self, run: Run) -> float:
+    def offload(self, run: RankWork) -> float:
         """Besides the update: gradients down, parameters up, and the optimizer's state from disk and back where it lies there."""
         plan, rates = self.plan, self.rates
         if "optimizer" not in plan.offload or not self.training:
@@ -180,70 +180,70 @@ def zero_units(
     footprint: Footprint,
     layout: Layout,
     plan: Plan,
-    wires: Wires,
+    links: Links,
     device: Device,
     *,
     width: Callable[[int], float],
     settings: ZeroSettings,
-) -> tuple[list[Unit | None], Unit]:
+) -> tuple[list[UnitSeconds | None], UnitSeconds]:
     """ZeRO-3: every module's parameters are gathered by themselves, but for small ones that stay so; gradients are reduced by the bucket.
 
     Args:
         footprint: of the module.
         layout: of the step.
         plan: a zero plan.
-        wires: between the ranks.
+        links: between the ranks.
         device: on which buffers are copied.
         width: bytes that so many bytes at rest have as they are computed with and sent.
         settings: DeepSpeed's.
     """
-    offloaded, rates = "parameters" in plan.offload, wires.rates
-    ranks = len(wires.shards)
+    offloaded, rates = "parameters" in plan.offload, links.rates
+    ranks = len(links.shards)
     element = footprint.parameter_bytes / max(1, footprint.parameters)
     bucket = width(round(min(settings.reduce_bucket_elements, max(1, footprint.trainable_parameters)) * element))
-    reduced = wires.over_shards("reduce_scatter", bucket)
-    known: dict[object, Unit | None] = {}
+    reduced = links.over_shards("reduce_scatter", bucket)
+    known: dict[object, UnitSeconds | None] = {}
 
-    def unit(modules: tuple[int, ...], gradients: int) -> Unit | None:
+    def unit(modules: tuple[int, ...], gradients: int) -> UnitSeconds | None:
         wide, back = width(sum(modules)), width(gradients)
         if not wide and not back:
             return None
         fetch = rates.host_copy_seconds(device, round(wide / ranks)) if offloaded and wide else 0.0
         if offloaded and device.kind == "cpu":
             fetch = copy_seconds(rates, device, 2 * wide / ranks)
-        return Unit(
-            gather=sum(wires.over_shards("all_gather", width(size)) for size in modules),
+        return UnitSeconds(
+            gather=sum(links.over_shards("all_gather", width(size)) for size in modules),
             unpack=0.0,
             # Into the bucket, divided, and out of it.
             reduce=reduced * back / bucket + 3 * copy_seconds(rates, device, 2 * back),
             fetch=fetch,
         )
 
-    units: list[Unit | None] = []
+    units: list[UnitSeconds | None] = []
     for layer, modules in zip(layout.layers, gathered_modules(footprint, layout, settings.persistence_elements), strict=True):
         key = modules, sum(layer.gradients)
         if key not in known:
             known[key] = unit(*key)
         units.append(known[key])
-    return units, Unit(0.0, 0.0, 0.0)
+    return units, UnitSeconds(0.0, 0.0, 0.0)
 
 
 def play_partitions(
     layout: Layout,
-    run: Run,
-    wires: Wires,
+    run: RankWork,
+    links: Links,
     width: Callable[[int], float],
-    events: list[Event] | None = None,
+    events: list[LaneSpan] | None = None,
     *,
     bucket: int,
     collective: Collective,
-) -> Played:
+) -> LaneSeconds:
     """ZeRO-1 and 2: gradients are reduced in large buckets as they come, and every rank's part of the parameters is gathered at the end.
 
     Args:
         layout: of the step.
         run: the rank's own work.
-        wires: between the ranks.
+        links: between the ranks.
         width: bytes that so many bytes at rest have as they are sent.
         events: where what happens is written down.
         bucket: its elements.
@@ -259,14 +259,14 @@ def play_partitions(
     for index, number in enumerate(range(last, -1, -1)):
         size += width(sum(layout.layers[number].gradients))
         if size and (size >= most or number == 0):
-            seconds = wires.over_shards(collective, size)
+            seconds = links.over_shards(collective, size)
             if run.device.kind == "cpu":  # into the bucket, divided, and laid flat; a GPU does so beside computing
-                seconds += 3 * copy_seconds(wires.rates, run.device, 2 * size)
+                seconds += 3 * copy_seconds(links.rates, run.device, 2 * size)
             link = note(events, max(link, before + done[index]), seconds, "communication", collective.replace("_", "-"), "communication")
             carried, size = carried + seconds, 0.0
     if events is not None:
         note_computing(layout, run, events)
-    return Played(max(link, before + done[-1] if done else before), carried)
+    return LaneSeconds(max(link, before + done[-1] if done else before), carried)
 
 
 def zero_calls(plan: Plan, *, parameters: int, modules: int, buckets: int) -> int:

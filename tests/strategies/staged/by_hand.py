@@ -1,4 +1,4 @@
-"""A module in stages without anything that runs it: each rank keeps some parameters, the rest are holes."""
+"""A module in stages without anything that runs it: each rank keeps some parameters, the rest are absent tensors."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def net(seed: int = 0) -> Net:
 
 
 def hollow(module: nn.Module, kept: Sequence[str], *, device: torch.device | None = None) -> None:
-    """Make holes of all parameters and buffers that aren't under these names; they say that they are on ``device``."""
-    holes: dict[int, Tensor] = {}
+    """Make absent tensors of all parameters and buffers that aren't under these names; they say that they are on ``device``."""
+    absent_tensors: dict[int, Tensor] = {}
     for path, child in module.named_modules():
         for slots in (child._parameters, child._buffers):
             for key, tensor in slots.items():
                 name = f"{path}.{key}".lstrip(".")
                 if tensor is None or any(name == each or name.startswith(f"{each}.") for each in kept):
                     continue
-                if id(tensor) not in holes:
-                    holes[id(tensor)] = hole_parameter(tensor, f"{name!r}", device=device)
-                slots[key] = holes[id(tensor)]  # type: ignore[assignment]
+                if id(tensor) not in absent_tensors:
+                    absent_tensors[id(tensor)] = hole_parameter(tensor, f"{name!r}", device=device)
+                slots[key] = absent_tensors[id(tensor)]  # type: ignore[assignment]
 
 
 def pipeline() -> Pipeline:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_autopar.memory.trace.blocks import find_blocks
-from lightning_autopar.strategies.pipeline.stages.module_state import Owned, take_stages
+from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
@@ -76,7 +76,7 @@ class Stage:
     """One stage's copy."""
 
     module: Any
-    owned: Owned
+    owned: StageParameters
     replay: StageModule
 
 

@@ -1,4 +1,4 @@
-"""Holes tell shapes, types and devices, and never a value."""
+"""absent tensors tell shapes, types and devices, and never a value."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autopar.exact.absent.rules import hollowing, set_strict
-from lightning_autopar.exact.absent.tensor import AsHoles, MissingValue, fill, hole_like, hole_of, hole_parameter, is_hole
+from lightning_autopar.exact.absent.rules import recording_absence, set_strict
+from lightning_autopar.exact.absent.tensor import AbsentMode, MissingValue, absent_like, hole_of, hole_parameter, is_absent, provide
 
 CPU = torch.device("cpu")
 
 
-def hole(*shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def absent(*shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     return hole_of(shape, dtype, CPU, "the tensor", **options)
 
 
@@ -40,13 +40,13 @@ def hole(*shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any
     ],
 )
 def test_operations_give_holes_of_the_shape_and_type_that_they_would_have(function: Callable[[Tensor], Tensor]) -> None:
-    result, real = function(hole(3, 4)), function(torch.ones(3, 4))
-    assert is_hole(result)
+    result, real = function(absent(3, 4)), function(torch.ones(3, 4))
+    assert is_absent(result)
     assert (result.shape, result.dtype, result.device) == (real.shape, real.dtype, real.device)
 
 
 def test_autocast_and_the_need_of_gradients_are_as_for_real_tensors() -> None:
-    x, layer = hole(3, 4, requires_grad=True), nn.Linear(4, 5)
+    x, layer = absent(3, 4, requires_grad=True), nn.Linear(4, 5)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     assert layer(x).requires_grad
@@ -54,7 +54,7 @@ def test_autocast_and_the_need_of_gradients_are_as_for_real_tensors() -> None:
     assert not x.detach().requires_grad
     with torch.no_grad():
         assert not layer(x).requires_grad
-    assert layer(hole(3, 4)).requires_grad
+    assert layer(absent(3, 4)).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,21 @@ def test_autocast_and_the_need_of_gradients_are_as_for_real_tensors() -> None:
 )
 def test_reading_a_value_raises_and_says_which_is_missing(read: Callable[[Tensor], Any]) -> None:
     with pytest.raises((MissingValue, RuntimeError), match=r"the tensor|does not require grad"):
-        read(hole())
+        read(absent())
 
 
 def test_shapes_that_depend_on_values_raise() -> None:
     with pytest.raises(MissingValue, match="needs values that aren't here"):
-        hole(3, 4)[hole(3, 4) > 0]
+        absent(3, 4)[absent(3, 4) > 0]
     with pytest.raises(MissingValue, match="nonzero"):
-        hole(3).nonzero()
+        absent(3).nonzero()
 
 
 def test_a_hole_describes_itself() -> None:
-    x = hole(3, 4)
+    x = absent(3, 4)
     assert repr(x) == str(x) == "Hole((3, 4), torch.float32, 'cpu': the tensor)"
     assert (len(x), x.ndim, x.numel(), x.size(1), x.stride(), x.is_contiguous(), x.element_size()) == (3, 2, 12, 4, (4, 1), True, 4)
-    assert hole_like(torch.ones(2, 3).t(), "it").stride() == (1, 3)
+    assert absent_like(torch.ones(2, 3).t(), "it").stride() == (1, 3)
 
 
 @contextmanager
@@ -105,9 +105,9 @@ def strictly() -> Iterator[None]:
 
 
 def test_a_filled_hole_stands_for_its_tensor() -> None:
-    x, value = hole(3), torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    fill(x, value)
-    assert not is_hole(x)
+    x, value = absent(3), torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    provide(x, value)
+    assert not is_absent(x)
     assert x.tolist() == [1, 2, 3]
     result = (x * torch.ones(3)).sum() + torch.stack([x, x])[0, 1]
     assert type(result) is Tensor
@@ -121,10 +121,10 @@ def test_a_filled_hole_stands_for_its_tensor() -> None:
 
 def test_where_code_is_a_stages_own_holes_may_be_described_but_not_computed_with() -> None:
     with strictly():
-        assert hole(3).shape == (3,)
+        assert absent(3).shape == (3,)
         with pytest.raises(MissingValue, match="'mul' needs the values of the tensor"):
-            hole(3) * 2
-    assert is_hole(hole(3) * 2)
+            absent(3) * 2
+    assert is_absent(absent(3) * 2)
 
 
 def test_a_parameter_that_is_a_hole_is_one_to_modules_and_optimizers() -> None:
@@ -136,7 +136,7 @@ def test_a_parameter_that_is_a_hole_is_one_to_modules_and_optimizers() -> None:
     assert layer.weight.is_leaf
     assert layer.weight.grad is None
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
-    assert is_hole(layer(torch.ones(2, 4)))
+    assert is_absent(layer(torch.ones(2, 4)))
     optimizer = torch.optim.AdamW(layer.parameters(), weight_decay=0.1, foreach=True)
     before = layer.bias.detach().clone()
     layer.bias.grad = torch.ones(5)
@@ -149,15 +149,15 @@ def test_a_parameter_that_is_a_hole_is_one_to_modules_and_optimizers() -> None:
     assert layer.weight is weight
     assert weight.dtype == torch.bfloat16
     assert not weight.requires_grad
-    assert is_hole(layer.state_dict()["weight"])
+    assert is_absent(layer.state_dict()["weight"])
     layer.load_state_dict({"weight": torch.ones(5, 4), "bias": torch.ones(5)})
-    assert is_hole(layer.weight)
+    assert is_absent(layer.weight)
     assert layer.bias.tolist() == [1] * 5
 
 
 def test_gradients_may_be_holes() -> None:
     weight = hole_parameter(torch.ones(3, requires_grad=True), "a")
-    weight.grad = hole_like(weight, "the gradient of 'a'").detach()
+    weight.grad = absent_like(weight, "the gradient of 'a'").detach()
     with pytest.raises(MissingValue, match="the gradient of 'a'"):
         float(weight.grad.norm())
     weight.grad = None
@@ -170,7 +170,7 @@ def test_copies_are_holes_and_tied_ones_stay_tied() -> None:
     for child in module:
         child.register_parameter("weight", weight)  # type: ignore[arg-type]
     copied = copy.deepcopy(module)
-    assert is_hole(copied[0].weight)
+    assert is_absent(copied[0].weight)
     assert copied[0].weight is copied[1].weight
     assert copied[0].weight is not weight
     assert isinstance(copied[0].weight, nn.Parameter)
@@ -178,13 +178,13 @@ def test_copies_are_holes_and_tied_ones_stay_tied() -> None:
 
 
 def test_writes_in_place() -> None:
-    x = hole(3)
+    x = absent(3)
     assert x.add_(1) is x
     assert x.copy_(torch.ones(3)) is x
-    assert is_hole(x)
+    assert is_absent(x)
     x += 1
     x[0] = 5
-    assert is_hole(x)
+    assert is_absent(x)
     real = torch.zeros(3)
     with pytest.raises(MissingValue, match="is written to with the tensor"):
         real.add_(x)
@@ -196,37 +196,37 @@ def test_writes_in_place() -> None:
 def test_in_a_replay_a_real_tensor_that_is_written_to_becomes_a_hole() -> None:
     table, whole, kept = torch.zeros(3, 4), torch.zeros(2, 3), torch.zeros(3)
     row = whole[0]
-    with hollowing(lambda: frozenset({id(kept)})):
-        table[:, 1:] = hole(3, 3)
-        row.copy_(hole(3))
-        kept.add_(hole(3))
+    with recording_absence(lambda: frozenset({id(kept)})):
+        table[:, 1:] = absent(3, 3)
+        row.copy_(absent(3))
+        kept.add_(absent(3))
     for tensor in (table, whole, row):
-        assert is_hole(tensor)
-        assert is_hole(tensor + 1)
-        assert is_hole(tensor[0])
+        assert is_absent(tensor)
+        assert is_absent(tensor + 1)
+        assert is_absent(tensor[0])
     assert kept.tolist() == [0, 0, 0]
-    assert not is_hole(kept)
+    assert not is_absent(kept)
     assert table.add_(1) is table
-    fill(table, torch.ones(3, 4))
+    provide(table, torch.ones(3, 4))
     assert float(table.sum()) == 12
 
 
 def test_real_tensors_are_neither_read_nor_written_nor_random_numbers_drawn_as_holes() -> None:
     weight, state = torch.ones(3, requires_grad=True), torch.get_rng_state()
-    with AsHoles():
+    with AbsentMode():
         results = [weight * 2, torch.rand(3), F.dropout(torch.ones(3))]
-    assert all(map(is_hole, results))
+    assert all(map(is_absent, results))
     assert results[0].requires_grad
     assert torch.equal(torch.get_rng_state(), state)
-    with AsHoles(simulated=True):
+    with AbsentMode(simulated=True):
         ones = torch.ones(3).add_(weight.detach())
         weight.detach().add_(1)
-    assert is_hole(ones)
+    assert is_absent(ones)
     assert weight.tolist() == [1, 1, 1]
 
 
 def test_a_filled_hole_that_would_lose_its_gradient_raises() -> None:
-    x = hole(3)
-    fill(x, torch.ones(3, requires_grad=True))
+    x = absent(3)
+    provide(x, torch.ones(3, requires_grad=True))
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(MissingValue, match="its gradient would be lost"):
         x * 2

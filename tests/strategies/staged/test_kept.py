@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_autopar.exact.absent.tensor import hole_like
-from lightning_autopar.strategies.pipeline.rehearsal.difference import kept_apart
+from lightning_autopar.exact.absent.tensor import absent_like
+from lightning_autopar.strategies.pipeline.rehearsal.difference import leftovers_apart
 
 
 class Keeps(pl.LightningModule):
@@ -41,7 +41,7 @@ def apart(change: Callable[[Any], None], *, also: Callable[[Any], None] | None =
     (also or change)(last)
     if also is not None:
         change(first)
-    return kept_apart(before, whole, [first, last])
+    return leftovers_apart(before, whole, [first, last])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_the_last_stage_alone_has(change: Callable[[Any], None], name: str)
 
 def test_holes_are_not_what_the_whole_module_has() -> None:
     value = torch.ones(1)
-    found = apart(lambda module: module.outputs.append(value), also=lambda module: module.outputs.append(hole_like(value, "a value")))
+    found = apart(lambda module: module.outputs.append(value), also=lambda module: module.outputs.append(absent_like(value, "a value")))
     assert found is not None
     assert "'outputs'" in found
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from lightning_autopar.exact.absent.tensor import MissingValue, is_hole
+from lightning_autopar.exact.absent.tensor import MissingValue, is_absent
 from lightning_autopar.strategies.pipeline.weights.gradient_norms import StageGradients
 from tests.ranks import run_ranks
 from tests.strategies.staged.by_hand import KEPT, hollow, net, pipeline
@@ -28,14 +28,14 @@ def staged(rank: int, scale: float = 1.0, optimizer: Any = None) -> tuple[Any, S
     hollow(module, KEPT[rank])
     gradients = StageGradients(module, pipeline(), [] if optimizer is None else [optimizer(module)])
     for (_, parameter), (_, other) in zip(module.named_parameters(), whole.named_parameters(), strict=True):
-        if not is_hole(parameter):
+        if not is_absent(parameter):
             parameter.grad = other.grad
     gradients.show()
     return module, gradients
 
 
 def own(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: each.grad for name, each in module.named_parameters() if not is_hole(each) and each.grad is not None}
+    return {name: each.grad for name, each in module.named_parameters() if not is_absent(each) and each.grad is not None}
 
 
 WAYS: dict[str, Any] = {
@@ -120,21 +120,21 @@ def stepped(rank: int, world_size: int, closure: bool) -> list[bool]:
 
     module, gradients = staged(rank, optimizer=optimizer_of)
     optimizer = made[0]
-    holes = [each for each in module.parameters() if is_hole(each) and each.requires_grad]
-    seen = [all(is_hole(each.grad) for each in holes)]
+    absent_tensors = [each for each in module.parameters() if is_absent(each) and each.requires_grad]
+    seen = [all(is_absent(each.grad) for each in absent_tensors)]
     if closure:
 
         def clip() -> float:
-            seen.append(all(is_hole(each.grad) for each in holes))
+            seen.append(all(is_absent(each.grad) for each in absent_tensors))
             return float(clip_grad_norm_(module.parameters(), 0.1))
 
         assert optimizer.step(clip) > 0.1
     else:
         clip_grad_norm_(module.parameters(), 0.1)
         optimizer.step()
-    seen.append(all(is_hole(each.grad) for each in holes))
+    seen.append(all(is_absent(each.grad) for each in absent_tensors))
     with gradients.hidden():
-        seen.append(all(each.grad is None for each in holes))
+        seen.append(all(each.grad is None for each in absent_tensors))
     optimizer.zero_grad()
     seen.append(all(each.grad is None for each in module.parameters()))
     whole = net()
@@ -142,7 +142,7 @@ def stepped(rank: int, world_size: int, closure: bool) -> list[bool]:
     clip_grad_norm_(whole.parameters(), 0.1)
     torch.optim.SGD(whole.parameters(), 0.1, momentum=0.9).step()
     for name, parameter in module.named_parameters():
-        if not is_hole(parameter):
+        if not is_absent(parameter):
             assert torch.equal(parameter, whole.get_parameter(name)), name
     gradients.close()
     return seen
@@ -162,7 +162,7 @@ def scaled(rank: int, world_size: int) -> str:
 
     module, gradients = staged(rank, optimizer=optimizer_of)
     factor = module.blocks[1][0].weight.grad.norm() * module.blocks[2][0].weight.grad.norm()
-    assert is_hole(factor)
+    assert is_absent(factor)
     before = module.scale.detach().clone()
 
     def scale_and_step() -> None:

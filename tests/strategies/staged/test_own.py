@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.strategies.pipeline.stages.module_state import assign, take_stages
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from tests.strategies.staged.chained import CPU, Block, Chained, Stacked, numbers, recorded
@@ -62,7 +62,7 @@ def test_stages_keep_what_they_use_and_everything_is_somewhere(staged: tuple[Mod
     assert set.union(*(set(each.names) for each in owned)) == names == set(owned[0].primary)
     for part, each, parameters in zip(parts, owned, before, strict=True):
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers()):
-            assert is_hole(tensor) != (name in each.names), name
+            assert is_absent(tensor) != (name in each.names), name
         for name, parameter in part.named_parameters():
             assert isinstance(parameter, nn.Parameter)
             assert parameter is parameters[name] or name not in each.names
@@ -96,10 +96,10 @@ def test_meta_parameters_make_way_for_holes_and_the_own_ones_stay_meta(staged: t
     with torch.device("meta"):
         part = Model()
     take_stages(part, staging, CUTS, [1], CPU)
-    assert is_hole(part.head.weight)
+    assert is_absent(part.head.weight)
     assert part.head.weight.device == CPU
     assert part.blocks[1].layer.weight.is_meta
-    assert not is_hole(part.blocks[1].layer.weight)
+    assert not is_absent(part.blocks[1].layer.weight)
 
 
 def test_buffers_in_blocks_count_once_a_micro_batch_where_they_are(staged: tuple[Model, Staging]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.exact.absent.tensor import MissingValue, is_hole
+from lightning_autopar.exact.absent.tensor import MissingValue, is_absent
 from lightning_autopar.strategies.pipeline.stages.module_state import take_stages
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
@@ -489,9 +489,9 @@ def test_two_stages_of_one_rank_share_a_module() -> None:
         stages.append(StageModule(rank, staging, cuts, index, lambda hook, chunk, rank=rank: rank.training_step(numbers(), 0)))
     for index, rank in enumerate(ranks):
         owned = take_stages(rank, staging, cuts, [index, index + 2], CPU)
-        assert not is_hole(rank.get_parameter(f"blocks.{index}.layer.weight"))
+        assert not is_absent(rank.get_parameter(f"blocks.{index}.layer.weight"))
         assert f"blocks.{index + 2}.layer.bias" in owned.names
-        assert is_hole(rank.get_parameter(f"blocks.{1 - index}.layer.weight"))
+        assert is_absent(rank.get_parameter(f"blocks.{1 - index}.layer.weight"))
     value: Any = ()
     for stage in stages:
         value = stage(*(value if isinstance(value, tuple) else (value,)))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.strategies.pipeline.weights.gradient_norms import SharedParameters
 from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline
 from tests.ranks import run_ranks
@@ -72,7 +72,7 @@ def in_stages(rank: int, world_size: int, batches: list[int], steps: int, thread
     for step in range(steps):
         optimizer.zero_grad()
         for batch in batches:
-            earlier = {each: each.grad for each in module.parameters() if not is_hole(each)}
+            earlier = {each: each.grad for each in module.parameters() if not is_absent(each)}
             for each in earlier:
                 each.grad = None
             module.use(stage, batch + 7 * step).backward()
@@ -83,7 +83,7 @@ def in_stages(rank: int, world_size: int, batches: list[int], steps: int, thread
                 each.grad = now if before is None else before if now is None else before + now
         optimizer.step()
     shared.close()
-    return {name: each.detach() for name, each in module.named_parameters() if not is_hole(each)}
+    return {name: each.detach() for name, each in module.named_parameters() if not is_absent(each)}
 
 
 @pytest.mark.parametrize(("world_size", "batches", "threads"), [(3, [1, 2, 3], 1), (6, [1], 0)])

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state import scratch_files as scratch
-from lightning_autopar.state.scratch_files import Scratch
+from lightning_autopar.state.scratch_files import ScratchFile
 from lightning_autopar.strategies.pipeline.weights import building
 from lightning_autopar.strategies.pipeline.weights import gathered as weights
 from tests.ranks import run_ranks
@@ -71,12 +71,12 @@ def assert_equal(one: Any, other: Any, path: str = "") -> None:
 
 def gathered(rank: int, world_size: int, kind: str) -> Any:
     module, optimizer = in_stages(rank, kind)
-    with Scratch() as room:
+    with ScratchFile() as room:
         state = weights.whole_state_dict(module, pipeline(), keep=True, scratch=room)
         states = weights.whole_optimizer_state(optimizer, pipeline(), keep=True, scratch=room)
     if rank:
         assert list(state) == list(module.state_dict())
-        return sum(is_hole(value) for value in state.values()), sorted(states["state"])
+        return sum(is_absent(value) for value in state.values()), sorted(states["state"])
     whole, expected = trained(kind)
     assert_equal(dict(state), dict(whole.state_dict()))
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
@@ -95,14 +95,14 @@ def test_what_three_ranks_have_is_gathered_as_one_has_it(kind: str, monkeypatch:
 
 
 def _elsewhere(rank: int) -> tuple[int, list[int]]:
-    """How many entries of the state dict are holes on a rank, and which positions it has optimizer states of."""
+    """How many entries of the state dict are absent tensors on a rank, and which positions it has optimizer states of."""
     module = net()
     hollow(module, KEPT[rank])
     parameters = [each for group in optimizer_of(module, "adamw").param_groups for each in group["params"]]
     stepping = list(trained()[1].state_dict()["state"])
     return (
-        sum(is_hole(value) for value in module.state_dict().values()),
-        [position for position in stepping if not is_hole(parameters[position])],
+        sum(is_absent(value) for value in module.state_dict().values()),
+        [position for position in stepping if not is_absent(parameters[position])],
     )
 
 
@@ -116,7 +116,7 @@ def loaded(rank: int, world_size: int, path: str) -> Any:
     for wrong, words in (({"embed.weight": torch.zeros(2, 2)}, "size mismatch"), ({"more": torch.zeros(2)}, "Unexpected key")):
         with pytest.raises(RuntimeError, match=words):
             weights.load_whole_state_dict(module, {**saved["state_dict"], **wrong}, strict=True)
-    with Scratch() as room:
+    with ScratchFile() as room:
         state = weights.whole_state_dict(module, pipeline(), keep=True, scratch=room)
         states = weights.whole_optimizer_state(optimizer, pipeline(), keep=True, scratch=room)
     if rank == 0:
@@ -164,7 +164,7 @@ def test_shards_are_made_whole_again_on_every_rank() -> None:
 def spread(rank: int, world_size: int) -> float:
     torch.manual_seed(0)
     if rank == 0:
-        with Scratch() as room, scratch.parameters_in(room):
+        with ScratchFile() as room, scratch.parameters_in(room):
             module = net()
     else:
         torch.manual_seed(rank)

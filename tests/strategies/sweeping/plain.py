@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_autopar.sharing.sweep.children import Children, noted_signals
 from lightning_autopar.sharing.sweep.controller import Controller, prospects
-from lightning_autopar.sharing.sweep.dry_runs import Looked
+from lightning_autopar.sharing.sweep.dry_runs import DryRunResult
 from lightning_autopar.sharing.sweep.folder import sweep_folder
 from lightning_autopar.sharing.sweep.runs_file import ListedSweep
 
@@ -46,7 +46,7 @@ def swept(
     """
     if not isinstance(reports, Mapping):
         reports = {run.name: report(each) for run, each in zip(sweep.runs, reports, strict=True)}
-    looked = {name: Looked(report=each, seconds=0.1) for name, each in reports.items()}
+    looked = {name: DryRunResult(report=each, seconds=0.1) for name, each in reports.items()}
     with sweep_folder(sweep, parent) as folder, noted_signals() as signals, Children(orphan_seconds=0.5) as children:
         runs, devices = prospects(sweep, looked, folder)
         tell = print if told is None else told.append

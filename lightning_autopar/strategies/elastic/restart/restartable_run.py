@@ -24,17 +24,17 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar._lightning_compat import TrainerFn, TunerExit, arguments_from
-from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, asked_for, moving, watchers
+from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, asked_for, snapshot_settings, watchers
 from lightning_autopar.strategies.elastic.restart.signals import Signals
-from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreGate, Word
-from lightning_autopar.strategies.elastic.saver import Moving, save_seconds
-from lightning_autopar.strategies.elastic.snapshot_store import Shelf, Snapshot
-from lightning_autopar.strategies.processes.boundary import Boundary, Journal
+from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreRendezvous, Word
+from lightning_autopar.strategies.elastic.saver import SnapshotSettings, save_seconds
+from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
+from lightning_autopar.strategies.processes.boundary import Boundary, CheckpointJournal
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_autopar.strategies.base.assignment import BatchRule
+    from lightning_autopar.strategies.base.run_plan import BatchRule
     from lightning_autopar.strategies.elastic.restart.store_rendezvous import Stop
     from lightning_autopar.strategies.processes.external import Peers
 
@@ -53,7 +53,7 @@ _DONE_SECONDS = 60.0
 _SUMS_SECONDS = 3.0
 
 
-def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> Moving | None:
+def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> SnapshotSettings | None:
     """How a run in processes of a launcher is saved; None where ``CheckpointMigrate`` doesn't ask for it, or nothing is trained.
 
     Args:
@@ -67,7 +67,7 @@ def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> Moving | None:
     asked = asked_for(trainer) is not None
     if trainer.state.fn != TrainerFn.FITTING or not (asked or watchers(trainer)):
         return None
-    how = moving(trainer, batch) if asked else None
+    how = snapshot_settings(trainer, batch) if asked else None
     if watchers(trainer) and peers.rank == 0:
         what = (
             "it leaves with a snapshot when it is told to, and goes on from there in the number of processes that it is started with next"
@@ -96,11 +96,11 @@ class RestartableRun:
     """
 
     def __init__(
-        self, peers: Peers, how: Moving, run: ElasticRun, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
+        self, peers: Peers, how: SnapshotSettings, run: ElasticRun, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
     ) -> None:
         self._peers, self._how, self._run, self._trainer = peers, how, run, trainer
         self._function, self._args, self._kwargs = function, args, kwargs
-        self._shelf: Shelf | None = None
+        self._snapshots: SnapshotStore | None = None
         self.snapshot: Path | None = None
 
     def find(self) -> None:
@@ -112,13 +112,13 @@ class RestartableRun:
         peers, home = self._peers, self._how.home(self._trainer.default_root_dir).absolute()
         if peers.rank == 0:
             try:
-                self._shelf = Shelf(self._run.key(), home, self._run.state_bytes, shared=True, job=_job())
-                latest = self._shelf.latest()
+                self._snapshots = SnapshotStore(self._run.key(), home, self._run.state_bytes, shared=True, job=_job())
+                latest = self._snapshots.latest()
             except BaseException as error:
                 peers.tell(error)
                 raise
-            peers.tell((self._shelf.home, latest))
-            found: tuple[Path, Snapshot | None] = self._shelf.home, latest
+            peers.tell((self._snapshots.home, latest))
+            found: tuple[Path, Snapshot | None] = self._snapshots.home, latest
         else:
             found = peers.hear()
         if not _is_there(found[0]):
@@ -147,13 +147,13 @@ class RestartableRun:
                     boundary.take_up(self.snapshot)
                     yield (), arguments_from(self.snapshot, self._function, self._args, self._kwargs)
             except BaseException as error:  # a rank that is gone ends the others by an exception as well
-                if self._shelf is not None:
-                    self._shelf.close(keep=not isinstance(error, TunerExit), within_seconds=_SUMS_SECONDS)
+                if self._snapshots is not None:
+                    self._snapshots.close(keep=not isinstance(error, TunerExit), within_seconds=_SUMS_SECONDS)
                 raise
             finally:
                 boundary.close()
-            if self._shelf is not None:  # who was told to leave while it ended may be started anew
-                self._shelf.close(keep=signals.told("leave"))
+            if self._snapshots is not None:  # who was told to leave while it ended may be started anew
+                self._snapshots.close(keep=signals.told("leave"))
 
 
 class StoreBoundary(Boundary):
@@ -167,8 +167,8 @@ class StoreBoundary(Boundary):
 
     def __init__(self, run: RestartableRun, signals: Signals, *, requeues: bool) -> None:
         self._run, self._signals, self._requeues = run, signals, requeues
-        self._peers, self._shelf = run._peers, run._shelf
-        self._gate = StoreGate(self._peers.store, self._peers.rank, self._peers.world_size, str(run._run.number))
+        self._peers, self._snapshots = run._peers, run._snapshots
+        self._rendezvous = StoreRendezvous(self._peers.store, self._peers.rank, self._peers.world_size, str(run._run.number))
         self._saved_at, self._save_seconds, self._refusal = time.monotonic(), None, ""
         self._events: list[Any] = []
         self._terminated = self._asked = self._requeue = False
@@ -191,18 +191,18 @@ class StoreBoundary(Boundary):
         if self._journal is None and self._rank == 0:
             self._go_on_after(self._run._home / "s000000")
         self._wait_for_device()
-        stop = self._gate.arrived(in_window=self._in_window)
+        stop = self._rendezvous.arrived(in_window=self._in_window)
         if self._rank != 0:
             for word in self._signals.words():
-                self._gate.tell(word)
-        elif stop is None and not self._gate.waits:
+                self._rendezvous.request(word)
+        elif stop is None and not self._rendezvous.waits:
             self._call()
         if stop is not None:
             self._stop(stop)
         self._advance(data_fetcher)
 
     def _wait_for_device(self) -> None:
-        """Wait until the batch before the last one is computed: on a GPU the host runs ahead of it, past what the gate counts on."""
+        """Wait until the batch before the last one is computed: on a GPU the host runs ahead of it, past what the rendezvous counts on."""
         if self._trainer.strategy.root_device.type != "cuda":
             return
         event = torch.cuda.Event()
@@ -213,14 +213,14 @@ class StoreBoundary(Boundary):
 
     def _call(self) -> None:
         """Rank 0: have all ranks stop soon, if a process was told to leave, somebody wants a snapshot, or it is time for one."""
-        words: set[Word] = {*self._signals.words(), *self._gate.told()}
+        words: set[Word] = {*self._signals.words(), *self._rendezvous.requests()}
         if not words and time.monotonic() - self._saved_at <= self._interval():
             return
-        assert self._shelf is not None, "rank 0 has it"
+        assert self._snapshots is not None, "rank 0 has it"
         self._terminated, self._asked = "leave" in words, "save" in words
         self._requeue = self._asked and self._requeues
         leave = self._terminated or self._requeue
-        self._gate.call(accumulation=self._trainer.accumulate_grad_batches, leave=leave, target=str(self._shelf.target()))
+        self._rendezvous.call(accumulation=self._trainer.accumulate_grad_batches, leave=leave, target=str(self._snapshots.target()))
 
     def _interval(self) -> float:
         """Seconds from one snapshot to the next."""
@@ -234,7 +234,7 @@ class StoreBoundary(Boundary):
         self._trainer.strategy.meter.pause(self._trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step
         started = time.monotonic()
         target = Path(stop.target)
-        here = self._gate.gather(stop, _LEAVE_SECONDS if stop.leave else _MEET_SECONDS)
+        here = self._rendezvous.gather(stop, _LEAVE_SECONDS if stop.leave else _MEET_SECONDS)
         if not here:
             self._refusal = "not all ranks came to the same boundary"
         self._signals.hold()
@@ -251,13 +251,13 @@ class StoreBoundary(Boundary):
 
     def _keep(self, stop: Stop, target: Path, saved: bool) -> None:
         """Rank 0: the snapshot counts from here on."""
-        assert self._shelf is not None, "rank 0 has it"
+        assert self._snapshots is not None, "rank 0 has it"
         if saved:
-            self._journal = Journal(target)
-            self._shelf.keep(target, self._trainer.global_step)
+            self._journal = CheckpointJournal(target)
+            self._snapshots.keep(target, self._trainer.global_step)
             self._journal.clear()
         else:
-            self._shelf.discard(target)
+            self._snapshots.discard(target)
             rank_zero_warn(f"autopar: a snapshot couldn't be written to {target}: {self._refusal or 'another rank says why'}")
 
     # -- leaving -----------------------------------------------------------------------------------------------------------------------
@@ -266,19 +266,19 @@ class StoreBoundary(Boundary):
         """End this process as its launcher expects, unless Slurm was to start the job anew, and can't."""
         if self._rank == 0:
             leaves = (self._requeue and requeue()) or self._terminated
-            self._gate.say_done(stop, leaves)
+            self._rendezvous.say_done(stop, leaves)
             if leaves:
-                assert self._shelf is not None, "rank 0 has it"
-                self._shelf.close(keep=True, within_seconds=_SUMS_SECONDS)
+                assert self._snapshots is not None, "rank 0 has it"
+                self._snapshots.close(keep=True, within_seconds=_SUMS_SECONDS)
                 which = "here" if saved else "its latest snapshot, if there is one"
                 rank_zero_info(f"autopar: the run leaves at step {self._trainer.global_step}; its next start goes on from {which}")
         else:
-            leaves = self._gate.hear_done(stop, _DONE_SECONDS) is not False
+            leaves = self._rendezvous.hear_done(stop, _DONE_SECONDS) is not False
         if not leaves:
             return
         self._signals.wait_for_leave(_REQUEUED_SECONDS if self._requeues and not self._signals.told("leave") else _GRACE_SECONDS)
         self.close_bars()
-        self._gate.leave(stop, _GRACE_SECONDS + 1)
+        self._rendezvous.leave(stop, _GRACE_SECONDS + 1)
         _end()
 
 

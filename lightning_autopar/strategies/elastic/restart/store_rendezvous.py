@@ -34,8 +34,8 @@ class Stop:
     target: str
 
 
-class StoreGate:
-    """One rank's side of the gate.
+class StoreRendezvous:
+    """One rank's side of the rendezvous.
 
     Rank 0 writes at its boundary ``c``, before it goes on, that all stop at ``c + 2 × accumulation``. No rank can have passed that boundary
     by then: the optimizer's steps before it wait for rank 0's gradients of batch ``c`` and later ones. So each rank finds the word there
@@ -62,11 +62,11 @@ class StoreGate:
     def _key(self, *parts: object) -> str:
         return "/".join(["elastic", self._name, *map(str, parts)])
 
-    def tell(self, word: Word) -> None:
+    def request(self, word: Word) -> None:
         """Let rank 0 know."""
         self._store.set(self._key(word), _SAID)
 
-    def told(self) -> list[Word]:
+    def requests(self) -> list[Word]:
         """Rank 0: what any rank has told; a request for a snapshot is heard once."""
         values = self._store.multi_get([self._key(word) for word in _WORDS])
         words = [word for word, value in zip(_WORDS, values, strict=True) if value.decode() == _SAID]

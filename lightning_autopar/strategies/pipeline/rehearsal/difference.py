@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.logs.log_rules import Logged
 from lightning_autopar.memory.trace.blocks import find_blocks
 
@@ -193,7 +193,7 @@ _DEEP = 4
 _EQUAL = 1e-5
 
 
-def kept_apart(before: LightningModule, whole: LightningModule, stages: Sequence[LightningModule]) -> str | None:
+def leftovers_apart(before: LightningModule, whole: LightningModule, stages: Sequence[LightningModule]) -> str | None:
     """Why the stages' modules aren't alike after a step in what a later hook may read; None where they are, or where there is no such hook.
 
     Args:
@@ -247,7 +247,7 @@ def _alike(one: Any, other: Any, depth: int) -> bool:
 
 
 def _tensors_alike(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or is_hole(one) or is_hole(other) or one.shape != other.shape:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or is_absent(one) or is_absent(other) or one.shape != other.shape:
         return False
     return torch.allclose(one.detach().double(), other.detach().double(), rtol=_EQUAL, atol=_EQUAL, equal_nan=True)
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.absent.tensor import hole_like, is_hole
+from lightning_autopar.exact.absent.tensor import absent_like, is_absent
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
 from lightning_autopar.memory.fakes.fakes import fake_copy
-from lightning_autopar.memory.trace.bare_step import Rehearsal, default_dtype
+from lightning_autopar.memory.trace.bare_step import BareStep, default_dtype
 from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, python_states
-from lightning_autopar.strategies.pipeline.stages.module_state import Owned, take_stages
+from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
@@ -36,16 +36,16 @@ class Stage:
     """One stage's copy of the module.
 
     Args:
-        module: the copy; what other stages alone use are holes.
+        module: the copy; what other stages alone use are absent tensors.
         owned: what is here.
         replay: the stage of it.
         rehearsal: calls its hooks as Lightning would.
     """
 
     module: LightningModule
-    owned: Owned
+    owned: StageParameters
     replay: StageModule
-    rehearsal: Rehearsal
+    rehearsal: BareStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,9 +249,9 @@ class _TakesUp(torch.autograd.Function):
         return torch.zeros(()), None, None
 
 
-def rehearse(copy: LightningModule, trainer: Trainer | None, fn: str, precision: Precision) -> Rehearsal:
+def rehearse(copy: LightningModule, trainer: Trainer | None, fn: str, precision: Precision) -> BareStep:
     """Calls a copy's hooks, with its optimizers; clipping and gradients' scale, which are the engine's business, are left out."""
-    found = Rehearsal(copy, trainer, fn, autocast_dtype=precision.autocast, default_dtype=precision.true, enter=_nothing)
+    found = BareStep(copy, trainer, fn, autocast_dtype=precision.autocast, default_dtype=precision.true, enter=_nothing)
     found._trainer.give(gradient_clip_val=None, gradient_clip_algorithm=None)
     found.__dict__["_unscale"] = copy.__dict__["clip_gradients"] = _nothing
     found.build()
@@ -259,10 +259,10 @@ def rehearse(copy: LightningModule, trainer: Trainer | None, fn: str, precision:
 
 
 def _show(parameters: Mapping[str, Tensor]) -> None:
-    """Give holes a gradient that can't be read, for the hooks to stumble over, as :meth:`.norms.StageGradients.show` does."""
+    """Give absent tensors a gradient that can't be read, for the hooks to stumble over, as :meth:`.norms.StageGradients.show` does."""
     for name, parameter in parameters.items():
-        if is_hole(parameter) and parameter.requires_grad and parameter.grad is None:
-            parameter.grad = hole_like(parameter.detach(), f"the gradient of the parameter {name!r}")
+        if is_absent(parameter) and parameter.requires_grad and parameter.grad is None:
+            parameter.grad = absent_like(parameter.detach(), f"the gradient of the parameter {name!r}")
 
 
 def _hiding(module: LightningModule) -> Callable[..., Any]:
@@ -282,9 +282,9 @@ def _hiding(module: LightningModule) -> Callable[..., Any]:
 
 
 def _hide(module: LightningModule) -> None:
-    """The optimizer passes over holes."""
+    """The optimizer passes over absent tensors."""
     for parameter in module.parameters():
-        if is_hole(parameter):
+        if is_absent(parameter):
             parameter.grad = None
 
 

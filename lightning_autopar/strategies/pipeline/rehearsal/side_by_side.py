@@ -21,11 +21,11 @@ from torch.nn.utils import clip_grad
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.log_rules import recorded_logs
 from lightning_autopar.memory.fakes.fakes import fake_copy
-from lightning_autopar.memory.trace.bare_step import Rehearsal
+from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import mapped
 from lightning_autopar.strategies.parity.undo import same_values
-from lightning_autopar.strategies.pipeline.rehearsal.difference import EQUAL, Outcome, Step, difference, kept_apart, tensor_distance
+from lightning_autopar.strategies.pipeline.rehearsal.difference import EQUAL, Outcome, Step, difference, leftovers_apart, tensor_distance
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together, rehearse
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
@@ -238,7 +238,7 @@ class Trial:
                 self._collect(step, together, before, self._theirs[hook].steps[index])
                 outcome.steps.append(step)
             outcome.notes = tuple(dict.fromkeys(note for stage in together.stages for note in stage.rehearsal.notes))
-        return kept_apart(self._module, self._after, [stage.module for stage in together.stages]) or found
+        return leftovers_apart(self._module, self._after, [stage.module for stage in together.stages]) or found
 
     def _collect(self, step: Step, together: Together, before: Sequence[Mapping[str, Tensor]], theirs: Step) -> None:
         """What the stages have after a step, each its part."""
@@ -254,7 +254,7 @@ class Trial:
         missing = ({*theirs.moved, *theirs.buffers}) - {*step.moved, *step.buffers}
         assert not missing, f"no stage has {sorted(missing)}"
 
-    def _begin(self, hook: str, rehearsal: Rehearsal) -> None:
+    def _begin(self, hook: str, rehearsal: BareStep) -> None:
         if self._fn == "fit" and hook != "training_step":
             rehearsal.begin_evaluation()
 
@@ -335,7 +335,7 @@ def _unwrapped(function: Any) -> Any:
     return function
 
 
-def _end(step: Step, copy: LightningModule, rehearsal: Rehearsal, before: Mapping[str, Tensor]) -> None:
+def _end(step: Step, copy: LightningModule, rehearsal: BareStep, before: Mapping[str, Tensor]) -> None:
     """What is to be seen after a step."""
     parameters = {name for name, _ in copy.named_parameters(remove_duplicate=False)}
     for name, value in _values(copy, before).items():

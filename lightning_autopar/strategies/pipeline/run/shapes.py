@@ -107,7 +107,7 @@ class Meta:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-class Relay:
+class ShapeMessages:
     """One direction over one boundary between two stages, seen from one side.
 
     Args:

@@ -212,7 +212,7 @@ class StagedStep:
         index, *others = run.args[1:] or (None,)  # of the batch, where the step asks for it
         if (batch := signature_of((run.args[:1], others, run.kwargs))) is None:
             return [None] * run.number
-        with torch._C.DisableTorchFunctionSubclass():  # asking a hole takes its time
+        with torch._C.DisableTorchFunctionSubclass():  # asking an absent tensor takes its time
             tables = (table.values() for table in self._tables)
             trained = hash(tuple(parameter.requires_grad for table in tables for parameter in table if parameter is not None))
         rows = (run.share.part(chunk, run.number).rows for chunk in range(run.number))

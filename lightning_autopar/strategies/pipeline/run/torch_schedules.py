@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_autopar.plans import INTERLEAVED, Schedule
-from lightning_autopar.strategies.pipeline.run.shapes import Meta, Relay, Signature, as_told
+from lightning_autopar.strategies.pipeline.run.shapes import Meta, ShapeMessages, Signature, as_told
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 
@@ -74,7 +74,7 @@ class Stage(PipelineStage):
         """A schedule is about to run.
 
         Args:
-            signatures: of each micro-batch, see :class:`.relay.Relay`.
+            signatures: of each micro-batch, see :class:`.relay.ShapeMessages`.
             idle: micro-batches that only keep the others company: they run no backward.
         """
         self.clear_runtime_states()
@@ -262,13 +262,13 @@ class Stage(PipelineStage):
 class _Boundary:
     """Both directions of one."""
 
-    forward: Relay
-    backward: Relay
+    forward: ShapeMessages
+    backward: ShapeMessages
 
     @classmethod
     def to(cls, peer: int, group: dist.ProcessGroup, number: int) -> _Boundary:
         """Of the boundary after the stage of that number."""
-        return cls(forward=Relay(peer, group, 2 * number), backward=Relay(peer, group, 2 * number + 1))
+        return cls(forward=ShapeMessages(peer, group, 2 * number), backward=ShapeMessages(peer, group, 2 * number + 1))
 
 
 # -- schedules -------------------------------------------------------------------------------------------------------------------------

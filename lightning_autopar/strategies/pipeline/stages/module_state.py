@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.absent.tensor import hole_like, hole_parameter, is_hole
+from lightning_autopar.exact.absent.tensor import absent_like, hole_parameter, is_absent
 from lightning_autopar.memory.trace.first_batch import tensors_of
 from lightning_autopar.strategies.parity.undo import same_values
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
@@ -36,7 +36,7 @@ class Changes:
     batch: bool = False
 
 
-class Sources:
+class ModuleState:
     """Names of a module's parameters and buffers by identity.
 
     Args:
@@ -158,7 +158,7 @@ def host_generators() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Owned:
+class StageParameters:
     """Which parameters and buffers are where.
 
     Args:
@@ -198,15 +198,15 @@ def assign(module: nn.Module, staging: Staging, cuts: Sequence[str]) -> dict[str
     return {name: tuple(sorted(found[key])) or (0,) for name, key in names.items()}
 
 
-def take_stages(module: nn.Module, staging: Staging, cuts: Sequence[str], stages: Sequence[int], device: torch.device) -> Owned:
-    """Leave in a module what some stages use; everything else becomes holes, in place.
+def take_stages(module: nn.Module, staging: Staging, cuts: Sequence[str], stages: Sequence[int], device: torch.device) -> StageParameters:
+    """Leave in a module what some stages use; everything else becomes absent tensors, in place.
 
     Args:
         module: whole; nothing of it is on the device yet.
         staging: the recordings of its hooks.
         cuts: FQNs of the blocks with which the second and every later stage begins.
         stages: which ones this process runs.
-        device: where they will run: the holes' device.
+        device: where they will run: the absent tensors' device.
 
     Returns:
         What is where. The module's own parameters stay the objects that they were.
@@ -223,18 +223,18 @@ def take_stages(module: nn.Module, staging: Staging, cuts: Sequence[str], stages
         for kind in kinds:
             for name, tensor in kind.items():
                 fqn = f"{prefix}.{name}" if prefix else name
-                if tensor is None or fqn in here or is_hole(tensor):
+                if tensor is None or fqn in here or is_absent(tensor):
                     continue
                 if id(tensor) not in made:
                     if kind is child._parameters:
                         made[id(tensor)] = hole_parameter(tensor, f"the parameter {fqn!r}", device=device)
                     else:
-                        made[id(tensor)] = hole_like(tensor, f"the buffer {fqn!r}", device=device)
+                        made[id(tensor)] = absent_like(tensor, f"the buffer {fqn!r}", device=device)
                 kind[name] = made[id(tensor)]
         if isinstance(child, nn.RNNBase):
             child._flat_weights = [getattr(child, name) if hasattr(child, name) else None for name in child._flat_weights_names]
     shared = {name: its for name, its in users.items() if len(its) > 1 and not (name in buffers and not _is_written(staging, name))}
-    return Owned(names=here, shared=shared, primary={name: its[0] for name, its in users.items()})
+    return StageParameters(names=here, shared=shared, primary={name: its[0] for name, its in users.items()})
 
 
 def _is_written(staging: Staging, name: str) -> bool:

@@ -165,7 +165,7 @@ def shape_of(leaf: Leaf, arguments: Any) -> tuple[int, ...]:
 
 
 @dataclass
-class Caught:
+class EscapedOutputs:
     """What a module within a block gave, where a hook of the user's sees it, or left in an attribute.
 
     Args:
@@ -179,14 +179,14 @@ class Caught:
     numbers: dict[int, int]
 
     @classmethod
-    def of(cls, value: Any, given: list[tuple[Any, Any]], *, module: str, attribute: str | None = None) -> Caught:
+    def of(cls, value: Any, given: list[tuple[Any, Any]], *, module: str, attribute: str | None = None) -> EscapedOutputs:
         """A value in terms of the block's arguments."""
         output = describe(value, given)
         if isinstance(output, Output):
             output = replace(output, module=module, attribute=attribute)
         return cls(output, flattened(value, given)[0] if isinstance(output, Output) else [], {})
 
-    def is_needed(self, others: list[Caught]) -> bool:
+    def is_needed(self, others: list[EscapedOutputs]) -> bool:
         """Whether it is used after the block, or caught by the same kind of hook as something that is."""
         if not isinstance(self.output, Output) or self.output.attribute is not None:
             return bool(self.numbers)

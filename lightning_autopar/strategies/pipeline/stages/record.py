@@ -15,13 +15,13 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.memory.trace.bare_step import STEPS, Rehearsal
+from lightning_autopar.memory.trace.bare_step import STEPS, BareStep
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.undo import undone
 from lightning_autopar.strategies.pipeline.stages.block_router import unseen
-from lightning_autopar.strategies.pipeline.stages.module_state import Sources, attributes, changes, counters
+from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, attributes, changes, counters
 from lightning_autopar.strategies.pipeline.stages.recording import StepRecording
-from lightning_autopar.strategies.pipeline.stages.step_recorder import Recorder
+from lightning_autopar.strategies.pipeline.stages.step_recorder import StepRecorder
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -65,7 +65,7 @@ def record(
     grad = hook == STEPS["fit"]
     state = rng.capture({})
     with _left_as_it_was(module):
-        with undone(module) as deeds:
+        with undone(module) as effects:
             call = _caller(module, trainer, hook, batch_idx, None)
             first = copied(batch)
             with (
@@ -78,9 +78,9 @@ def record(
                 call(first)
         rng.restore(state, {})
         fakes = any(is_fake(parameter) for parameter in module.parameters())
-        sources = Sources(module, written | frozenset(changed.state) | frozenset(() if fakes else deeds.written))
+        sources = ModuleState(module, written | frozenset(changed.state) | frozenset(() if fakes else effects.written))
     with _left_as_it_was(module), undone(module):
-        recorder = Recorder(module, hook, blocks, sources)
+        recorder = StepRecorder(module, hook, blocks, sources)
         call = _caller(module, trainer, hook, batch_idx, recorder.use)
         with torch.set_grad_enabled(grad), context():
             autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -121,7 +121,7 @@ def _caller(
 ) -> Callable[[Any], Any]:
     """Calls the hook, with stubs where Lightning would go through the trainer; ``use`` hears of what is logged."""
     stage = next(stage for stage, name in STEPS.items() if name == hook)
-    rehearsal = Rehearsal(module, trainer, stage, autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
+    rehearsal = BareStep(module, trainer, stage, autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
     module.__dict__["configure_model"] = lambda: None  # it is built already
     rehearsal.build()
     if stage in ("validate", "test"):  # where the hooks of an epoch's start make what its steps sum up in

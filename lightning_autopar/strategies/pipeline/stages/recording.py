@@ -14,7 +14,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class CutTensor:
     """A tensor that a stage hands to the next one.
 
     Args:
@@ -37,7 +37,7 @@ class Carried:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One leaf of what a block returns, so that a stage that leaves the block out can return a hole of the same shape.
+    """One leaf of what a block returns, so that a stage that leaves the block out can return an absent tensor of the same shape.
 
     Args:
         same_as: where among the block's arguments the very same object is: keys and positions from ``(args, kwargs)``.
@@ -108,7 +108,7 @@ class StepRecording:
 
     hook: str
     blocks: tuple[str, ...]
-    crossings: Mapping[str, tuple[Carried, ...]]
+    crossings: Mapping[str, tuple[CutTensor, ...]]
     uncuttable: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, frozenset[int]] = field(default_factory=dict)
     buffers: Mapping[str, frozenset[int]] = field(default_factory=dict)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
-from lightning_autopar.exact.absent.tensor import AsHoles, MissingValue, hole_of, hole_shaped_like
+from lightning_autopar.exact.absent.tensor import AbsentMode, MissingValue, hole_of, hole_shaped_like
 from lightning_autopar.strategies.pipeline.stages.outputs import Place, find, flattened, is_like_argument, places, shape_of
 from lightning_autopar.strategies.pipeline.stages.recording import Leaf, Output, StepRecording
 from lightning_autopar.strategies.pipeline.stages.taint import replaced_forward
 
 
 class BlockResults:
-    """What a block gives, as recorded: made of holes where it is left out, and told apart where it runs.
+    """What a block gives, as recorded: made of absent tensors where it is left out, and told apart where it runs.
 
     Args:
         block: the module.
@@ -48,7 +48,7 @@ class BlockResults:
         return found
 
     def left_out(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the block would return, with holes; hooks and attributes get theirs, too, where later code looks at them.
+        """What the block would return, with absent tensors; hooks and attributes get theirs, too, where later code looks at them.
 
         Args:
             forward: the block's own, for shapes that can't be told otherwise.
@@ -122,7 +122,7 @@ class BlockResults:
         self._caught = []
 
     def _value(self, output: Output, given: Any, device: torch.device, measured: Sequence[Any] | None) -> Any:
-        """What was recorded, with holes for tensors."""
+        """What was recorded, with absent tensors for tensors."""
         leaves: list[Any] = []
         for place, leaf in enumerate(output.leaves):
             if leaf.same_as is not None:
@@ -142,7 +142,7 @@ class BlockResults:
         return tree_unflatten(leaves, output.structure)
 
     def _measure(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: torch.dtype | None) -> list[Any] | None:
-        """The results' shapes and types, and numbers, by running the block on holes; remembered. None where it doesn't run so."""
+        """The results' shapes and types, and numbers, by running the block on absent tensors; remembered. None where it doesn't run so."""
         key = (autocast, tuple(map(_signature, places((args, kwargs)))))
         if key not in self._measured:
             assert self._output is not None
@@ -153,7 +153,7 @@ class BlockResults:
 def measure(forward: Callable[..., Any], args: Any, kwargs: Any, structure: Any) -> list[Any] | None:
     """The leaves of a block's result: of tensors shape and type. None where it can't run without values, or gives something else."""
     try:
-        with AsHoles(simulated=True), torch.no_grad():
+        with AbsentMode(simulated=True), torch.no_grad():
             result = forward(*args, **kwargs)
     except (MissingValue, RuntimeError, NotImplementedError):
         return None  # the recorded relation of shapes has to do; it is checked where tensors are received

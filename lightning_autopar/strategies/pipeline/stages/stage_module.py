@@ -14,15 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_autopar.exact.absent.rules import hollowing, set_strict
-from lightning_autopar.exact.absent.tensor import AsHoles, Hole, Hollowed, fill, filled, is_hole, make_hole, name_of, resolved
+from lightning_autopar.exact.absent.rules import recording_absence, set_strict
+from lightning_autopar.exact.absent.tensor import (
+    AbsentMode,
+    AbsentTensor,
+    OverwrittenTensor,
+    filled,
+    is_absent,
+    make_hole,
+    name_of,
+    provide,
+    resolved,
+)
 from lightning_autopar.strategies.pipeline.stages.block_router import Router
-from lightning_autopar.strategies.pipeline.stages.recording import EXTRA, Carried, Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.recording import EXTRA, CutTensor, Staging, StepRecording
 from lightning_autopar.strategies.pipeline.stages.skipped_blocks import BlockResults
-from lightning_autopar.strategies.pipeline.stages.taint import Watch, mark, results_of, written_by
+from lightning_autopar.strategies.pipeline.stages.taint import TaintMode, mark, results_of, written_by
 
 
-class Span:
+class StageRange:
     """What a stage runs of a hook.
 
     Attributes:
@@ -36,8 +46,8 @@ class Span:
         self.stage = stage
         self.first, self.last = stage == 0, stage == len(cuts)
         self.low, self.high = bounds[stage], bounds[stage + 1]
-        self.entering: tuple[Carried, ...] = () if self.first else recording.crossings[recording.blocks[self.low]]
-        self.leaving: tuple[Carried, ...] = () if self.last else recording.crossings[recording.blocks[self.high]]
+        self.entering: tuple[CutTensor, ...] = () if self.first else recording.crossings[recording.blocks[self.low]]
+        self.leaving: tuple[CutTensor, ...] = () if self.last else recording.crossings[recording.blocks[self.high]]
         #: Numbers whose tensors are needed, at the stage's entry or at its exit.
         self.wanted = frozenset(index for each in (*self.entering, *self.leaving) for index in (each.index, *each.aliases))
         #: Blocks that give some of them.
@@ -87,7 +97,7 @@ class StageModule(nn.Module):
         self.outputs: dict[int, Any] = {}
         self._call = call
         self._router = Router.of(module)
-        self._hooks = {name: Span(recording, cuts, stage) for name, recording in staging.hooks.items()}
+        self._hooks = {name: StageRange(recording, cuts, stage) for name, recording in staging.hooks.items()}
         self._router.add(stage, staging.hooks.values())
         self._run: _Run | None = None
 
@@ -134,7 +144,7 @@ class _Run:
 
     def __init__(
         self,
-        span: Span,
+        span: StageRange,
         received: tuple[Tensor, ...],
         router: Router,
         on_entry: Sequence[Callable[[], None]],
@@ -147,7 +157,7 @@ class _Run:
         self._on_entry, self._on_exit = on_entry, on_exit
         self.owns = False
         self._written = router.named(span.recording.written)
-        self._watch = Watch(frozenset(id(buffer) for _, _, buffer in self._written), self._outer_call)
+        self._watch = TaintMode(frozenset(id(buffer) for _, _, buffer in self._written), self._outer_call)
         self._next_block = 0
         self._part = 0
         self._index = 0
@@ -166,7 +176,7 @@ class _Run:
         self._router.run = self
         before = set_strict(False)
         try:
-            with hollowing(self._router.ids), ExitStack() as stack:
+            with recording_absence(self._router.ids), ExitStack() as stack:
                 if self._span.first:
                     self._enter()
                 stack.enter_context(self._router.around(self._recording.hook, self._hook))
@@ -207,7 +217,7 @@ class _Run:
     def _put_buffers_back(self) -> None:
         """A buffer that code of another stage replaced stays the one that is here."""
         for owner, name, buffer in self._written:
-            if is_hole(owner._buffers[name]) and not is_hole(buffer):
+            if is_absent(owner._buffers[name]) and not is_absent(buffer):
                 owner._buffers[name] = buffer
 
     # -- code outside of blocks ----------------------------------------------------------------------------------------------------------
@@ -218,7 +228,7 @@ class _Run:
         if self.owns:
             result = func(*args, **kwargs)
         else:
-            with AsHoles():
+            with AbsentMode():
                 result = func(*args, **kwargs)
             if target is not None:  # __setitem__ writes to a view of it
                 make_hole(target, f"what {name!r} writes {self._where()}")
@@ -305,7 +315,7 @@ class _Run:
                 )
 
     def _enter(self) -> None:
-        """The stage's own code begins: holes are filled with what was received."""
+        """The stage's own code begins: absent tensors are provided with what was received."""
         for carried, tensor in zip(self._span.entering, self._received, strict=True):
             self._fill(carried, tensor)
         self.owns = True
@@ -315,25 +325,25 @@ class _Run:
         for hook in self._on_entry:
             hook()
 
-    def _fill(self, carried: Carried, tensor: Tensor) -> None:
+    def _fill(self, carried: CutTensor, tensor: Tensor) -> None:
         if tensor.requires_grad:
             tensor.register_hook(_contiguous)
         if carried.written:  # what is received stays as it is: autograd allows no writing to it, and another buffer may share it
             tensor = tensor.clone()
         for index in carried.aliases or (carried.index,):
-            hole = self._found.get(index)
-            if hole is None:
+            absent = self._found.get(index)
+            if absent is None:
                 raise RuntimeError(f"the tensor {index} that crosses the stage's cut wasn't made {self._where()}")
-            if not isinstance(hole, (Hole, Hollowed)):
+            if not isinstance(absent, (AbsentTensor, OverwrittenTensor)):
                 raise RuntimeError(
                     f"the tensor {index} that crosses the stage's cut doesn't depend on the model here, but did when recorded"
                 )
-            if tuple(hole.shape) != tuple(tensor.shape) or hole.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            if tuple(absent.shape) != tuple(tensor.shape) or absent.dtype.is_floating_point != tensor.dtype.is_floating_point:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, was received for {name_of(hole)}, which has shape "
-                    f"{tuple(hole.shape)}, {hole.dtype}, in this stage"
+                    f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, was received for {name_of(absent)}, which has shape "
+                    f"{tuple(absent.shape)}, {absent.dtype}, in this stage"
                 )
-            fill(hole, tensor)
+            provide(absent, tensor)
 
     def _exit(self) -> None:
         """The stage's own code ends: the next stage's tensors are carried out."""
@@ -343,7 +353,7 @@ class _Run:
             if tensor is None:
                 raise RuntimeError(f"the tensor {carried.index} that the next stage needs wasn't made")
             tensor = filled(tensor)
-            if is_hole(tensor):
+            if is_absent(tensor):
                 raise RuntimeError(f"the next stage needs {name_of(tensor)}, which isn't here")
             tensor = tensor.contiguous()
             if tensor.requires_grad and not tensor.is_leaf:
@@ -363,11 +373,11 @@ def _contiguous(gradient: Tensor) -> Tensor:
 
 
 def _returned(value: Any) -> Any:
-    """What the hook returns, without holes."""
+    """What the hook returns, without absent tensors."""
 
     def check(leaf: Any) -> Any:
         leaf = filled(leaf)
-        if is_hole(leaf):
+        if is_absent(leaf):
             raise RuntimeError(f"the step returns {name_of(leaf)}, which another stage has")
         return leaf
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.exact.absent.rules import READING
-from lightning_autopar.exact.absent.tensor import AsHoles, MissingValue, hole_like
+from lightning_autopar.exact.absent.tensor import AbsentMode, MissingValue, absent_like
 from lightning_autopar.strategies.pipeline.stages.block_router import find_block, opaque_methods
-from lightning_autopar.strategies.pipeline.stages.module_state import Sources, host_generators
-from lightning_autopar.strategies.pipeline.stages.outputs import Caught, describe, flattened, places
-from lightning_autopar.strategies.pipeline.stages.recording import EXTRA, Carried, Output, StepRecording
+from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, host_generators
+from lightning_autopar.strategies.pipeline.stages.outputs import EscapedOutputs, describe, flattened, places
+from lightning_autopar.strategies.pipeline.stages.recording import EXTRA, CutTensor, Output, StepRecording
 from lightning_autopar.strategies.pipeline.stages.skipped_blocks import computed_from_shapes
 from lightning_autopar.strategies.pipeline.stages.taint import (
     Inside,
-    Watch,
+    TaintMode,
     is_marked,
     mark,
     replaced_forward,
@@ -53,7 +53,7 @@ class _Number:
     last_use: int = -1
 
 
-class Recorder:
+class StepRecorder:
     """Watches one run of a step.
 
     Args:
@@ -66,12 +66,12 @@ class Recorder:
         ValueError: if there is no block of a name.
     """
 
-    def __init__(self, module: nn.Module, hook: str, blocks: Sequence[str], sources: Sources) -> None:
+    def __init__(self, module: nn.Module, hook: str, blocks: Sequence[str], sources: ModuleState) -> None:
         self._module = module
         self._hook = hook
         self._sources = sources
         self._blocks = {fqn: find_block(module, fqn) for fqn in blocks}
-        self._watch = Watch(sources.ids, self._outer_call, self.use)
+        self._watch = TaintMode(sources.ids, self._outer_call, self.use)
         self._part = 0
         self._order: list[str] = []
         self._numbers: list[_Number] = []
@@ -87,7 +87,7 @@ class Recorder:
         #: Attributes with a tensor of the step before that this one uses.
         self.kept: set[str] = set()
         #: What leaves a block otherwise than by being returned: what hooks within it catch, and attributes.
-        self._caught: dict[str, list[Caught]] = {}
+        self._caught: dict[str, list[EscapedOutputs]] = {}
         self._extras: dict[int, _Number] = {}
 
     @contextmanager
@@ -166,21 +166,21 @@ class Recorder:
     def _without_values(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Any] | None:
         """The shapes of a call's results as a stage has them that lacks the values; None where it can't run so, which is noted."""
         try:
-            with AsHoles(simulated=True), torch.no_grad():
-                return _shapes(func(*self._holes(args), **self._holes(kwargs)))
+            with AbsentMode(simulated=True), torch.no_grad():
+                return _shapes(func(*self._absent_tensors(args), **self._absent_tensors(kwargs)))
         except Exception as error:  # whatever a function of the user's does without values
             reason = str(error) if isinstance(error, MissingValue) else f"{type(error).__name__}: {error}"
             self._join(self._part, _END, f"code before it can't run for shapes alone: {name} ({reason.strip().splitlines()[0]})")
             return None
 
-    def _holes(self, value: Any) -> Any:
-        """Arguments with tainted tensors as holes."""
+    def _absent_tensors(self, value: Any) -> Any:
+        """Arguments with tainted tensors as absent tensors."""
         if isinstance(value, Tensor):
-            return hole_like(value, "a tensor") if self._watch.tainted(value) else value
+            return absent_like(value, "a tensor") if self._watch.tainted(value) else value
         if type(value) in (tuple, list):
-            return type(value)(self._holes(item) for item in value)
+            return type(value)(self._absent_tensors(item) for item in value)
         if type(value) is dict:
-            return {key: self._holes(item) for key, item in value.items()}
+            return {key: self._absent_tensors(item) for key, item in value.items()}
         return value
 
     def _number(self, name: str, results: list[Tensor], target: Tensor | None) -> None:
@@ -250,7 +250,7 @@ class Recorder:
         block, caught = self._blocks[fqn], self._caught.setdefault(fqn, [])
 
         def hook(name: str) -> Callable[..., None]:
-            return lambda _, __, output: caught.append(Caught.of(output, given, module=name))
+            return lambda _, __, output: caught.append(EscapedOutputs.of(output, given, module=name))
 
         with ExitStack() as stack:
             for name, child in block.named_modules():
@@ -260,7 +260,7 @@ class Recorder:
         for name, child in block.named_modules():
             for attribute, value in list(vars(child).items()):
                 if isinstance(value, Tensor) and getattr(value, "_autopar_block", None) == self._part:
-                    caught.append(Caught.of(value, given, module=name, attribute=attribute))
+                    caught.append(EscapedOutputs.of(value, given, module=name, attribute=attribute))
 
     def _begin(self, fqn: str) -> None:
         self._order.append(fqn)
@@ -366,13 +366,13 @@ class Recorder:
             if number.first == index and not number.state and number.part < part <= number.last_use
         ]
 
-    def _crossing(self, part: int) -> tuple[Carried, ...]:
+    def _crossing(self, part: int) -> tuple[CutTensor, ...]:
         aliases = defaultdict(list)
         for index, number in enumerate(self._numbers):
             if number.part < part:
                 aliases[number.first].append(index)
         return tuple(
-            Carried(
+            CutTensor(
                 index=index,
                 shape=tuple(number.tensor.shape),
                 dtype=number.tensor.dtype,

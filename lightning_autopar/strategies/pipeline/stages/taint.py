@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _pop_mode_temporarily,
 from torch.utils import checkpoint as checkpointing
 
 from lightning_autopar.exact.absent.rules import DESCRIBING
-from lightning_autopar.exact.absent.tensor import Hole, Hollowed, filled
+from lightning_autopar.exact.absent.tensor import AbsentTensor, OverwrittenTensor, filled
 
 _MARK = "_autopar_tainted"
 
 
-class Watch(TorchFunctionMode):
+class TaintMode(TorchFunctionMode):
     """Sees every torch function that code outside of blocks calls; :meth:`paused` around blocks.
 
     Args:
@@ -68,7 +68,7 @@ class Watch(TorchFunctionMode):
         """Whether a tainted tensor is among arguments."""
         if isinstance(value, Tensor):
             return (
-                isinstance(value, (Hole, Hollowed, nn.Parameter))
+                isinstance(value, (AbsentTensor, OverwrittenTensor, nn.Parameter))
                 or getattr(value, _MARK, False)
                 or (bool(self._sources) and id(value) in self._sources)
             )
@@ -165,7 +165,7 @@ def _nobody(*_: Any) -> None:
 class _Opaque:
     """A method that is watched as one function."""
 
-    def __init__(self, watch: Watch, method: Callable[..., Any], name: str) -> None:
+    def __init__(self, watch: TaintMode, method: Callable[..., Any], name: str) -> None:
         self._watch, self._method, self.__name__ = watch, method, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ class Inside(TorchFunctionMode):
 
 def mark(tensor: Tensor) -> None:
     """Let a tensor count as tainted, and the one that it is a view of, as that was written to if this is no new one."""
-    if not isinstance(tensor, (Hole, Hollowed)):
+    if not isinstance(tensor, (AbsentTensor, OverwrittenTensor)):
         setattr(tensor, _MARK, True)
 
 

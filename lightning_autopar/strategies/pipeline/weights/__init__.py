@@ -6,6 +6,6 @@ Modules, in reading order:
     gathered          weights gathered whole, loaded in parts
     checkpoint_files  what Lightning asks about files; a module built once for all
     transfers         tensors between ranks of a pipeline
-    building          a module that one rank has built for all, and one that is made whole again on every rank. Knows ranks, holes and
-                      tensors
+    building          a module that one rank has built for all, and one that is made whole again on every rank. Knows ranks, absent tensors
+                      and tensors
 """

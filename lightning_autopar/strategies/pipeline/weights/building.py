@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.step.device_draws import random_states, set_random_states
 from lightning_autopar.state.scratch_files import hand_back_pages
 from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline
@@ -27,7 +27,7 @@ def spread(module: nn.Module, originals: Mapping[str, Tensor], everyone: Pipelin
     """Give each rank its part of what the first rank alone has built, a tensor at a time, and the random state that this came to.
 
     Args:
-        module: with holes. What this rank has to hold is on the meta device; the first rank has it, in memory that is to be freed.
+        module: with absent tensors. What this rank has to hold is on the meta device; the first rank has it, in memory that is to be freed.
         originals: all of the module's tensors by name, on the first rank; nothing elsewhere.
         everyone: the ranks of all pipelines.
     """
@@ -37,7 +37,7 @@ def spread(module: nn.Module, originals: Mapping[str, Tensor], everyone: Pipelin
         slots: dict[str, Any]
         for slots in (child._parameters, child._buffers):
             for key, tensor in slots.items():
-                if tensor is None or is_hole(tensor) or not (first or tensor.is_meta):
+                if tensor is None or is_absent(tensor) or not (first or tensor.is_meta):
                     continue
                 if id(tensor) not in fresh:
                     values = tensor.detach().clone() if first else torch.empty_like(tensor, device="cpu")
@@ -72,19 +72,19 @@ def _spread_metric(metric: Metric, first: bool) -> None:
 
 
 def make_whole(module: nn.Module, pipeline: Pipeline) -> None:
-    """Fill every rank's holes for good, and make all parameters plain ones on the CPU; every rank must call it.
+    """Provide every rank's absent tensors for good, and make all parameters plain ones on the CPU; every rank must call it.
 
     Args:
-        module: with holes; which names are tied is the same on every rank.
+        module: with absent tensors; which names are tied is the same on every rank.
         pipeline: the ranks that it is spread over.
     """
     tensors = _firsts(module)
-    holders = pipeline.tell({name for name, tensor in tensors.items() if not is_hole(tensor)})
+    holders = pipeline.tell({name for name, tensor in tensors.items() if not is_absent(tensor)})
     fresh: dict[int, Any] = {}
     for name, tensor in tensors.items():
         ranks = [rank for rank, names in enumerate(holders) if name in names]
         assert ranks, f"no stage has {name!r}"
-        if is_hole(tensor):
+        if is_absent(tensor):
             values = torch.empty(tensor.shape, dtype=tensor.dtype)
             fresh[id(tensor)] = _in_place_of(tensor, values)
         else:

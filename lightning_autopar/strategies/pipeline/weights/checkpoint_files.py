@@ -27,18 +27,18 @@ class StagedState(OneFile):
     """Weights, gradients and files of a module in stages."""
 
     #: Whether a rank has the weights and the optimizers' states of its stages alone.
-    assignment: Any
+    run_plan: Any
     _exit: ExitStack
     _pipeline: Pipeline | None = None
     _replica: int = 0
     _shared: SharedParameters | None = None
     _gradients: StageGradients | None = None
-    _built_in: scratch.Scratch | None = None
+    _built_in: scratch.ScratchFile | None = None
 
     # -- what the engine calls ---------------------------------------------------------------------------------------------------------
 
     def join_stages(self, group: Group, replicas: Sequence[Sequence[int]]) -> None:
-        """The module has its holes and its optimizers; every rank calls it at the same time.
+        """The module has its absent tensors and its optimizers; every rank calls it at the same time.
 
         Args:
             group: of this rank's pipeline; None stands for all ranks.
@@ -64,7 +64,7 @@ class StagedState(OneFile):
         self._gradients.show()
 
     def gradients_hidden(self) -> AbstractContextManager[None]:
-        """Around what takes all gradients that there are: holes have none there."""
+        """Around what takes all gradients that there are: absent tensors have none there."""
         assert self._gradients is not None
         return self._gradients.hidden()
 
@@ -73,11 +73,11 @@ class StagedState(OneFile):
     @contextmanager
     def build_context(self) -> Iterator[None]:
         """Where ``configure_model`` builds a large module: the first rank builds it on disk, the others get its shapes."""
-        if not self.assignment.large:
+        if not self.run_plan.large:
             yield
             return
         if self._is_first:
-            self._built_in = scratch.Scratch(self._scratch_folder)
+            self._built_in = scratch.ScratchFile(self._scratch_folder)
             with scratch.parameters_in(self._built_in):
                 yield
         else:
@@ -88,15 +88,15 @@ class StagedState(OneFile):
         """What the first rank has built, before it gives away what isn't its own; nothing elsewhere."""
         module = self.lightning_module
         assert module is not None
-        return building.tensors_of(module) if self.assignment.large and self._is_first else {}
+        return building.tensors_of(module) if self.run_plan.large and self._is_first else {}
 
     def spread(self, originals: Mapping[str, Tensor]) -> None:
-        """The module has its holes: give each rank its part of what the first one has built; every rank calls it."""
+        """The module has its absent tensors: give each rank its part of what the first one has built; every rank calls it."""
         module = self.lightning_module
         assert module is not None
         everyone = Pipeline.of(None, self.root_device)
         # Also where it was built before the fork, in which case nobody has shapes only, and there is nothing to give.
-        if self.assignment.large and any(everyone.tell(any(tensor.is_meta for tensor in building.tensors_of(module).values()))):
+        if self.run_plan.large and any(everyone.tell(any(tensor.is_meta for tensor in building.tensors_of(module).values()))):
             building.spread(module, originals, everyone)
         if self._built_in is not None:
             self._built_in.close()
@@ -115,17 +115,17 @@ class StagedState(OneFile):
     # -- files -------------------------------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state dict on rank 0, the rank's own part with holes elsewhere; a collective."""
+        """The whole state dict on rank 0, the rank's own part with absent tensors elsewhere; a collective."""
         module, pipeline = self.lightning_module, self._pipeline
         assert module is not None
         assert pipeline is not None
-        with scratch.Scratch(self._scratch_folder) as room:
+        with scratch.ScratchFile(self._scratch_folder) as room:
             return weights.whole_state_dict(module, pipeline, keep=self._replica == 0, scratch=room)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The optimizer's whole state on rank 0, the rank's own part elsewhere; a collective."""
         assert self._pipeline is not None
-        with scratch.Scratch(self._scratch_folder) as room:
+        with scratch.ScratchFile(self._scratch_folder) as room:
             return weights.whole_optimizer_state(bare_optimizer(optimizer), self._pipeline, keep=self._replica == 0, scratch=room)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state.checkpoint import like
-from lightning_autopar.state.scratch_files import Scratch, hand_back_pages
+from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
 from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline
 
 #: Smaller tensors (an optimizer's step counters) travel together with what describes the others.
@@ -46,10 +46,10 @@ class _Described:
 # -- gathered --------------------------------------------------------------------------------------------------------------------------
 
 
-def whole_state_dict(module: nn.Module, pipeline: Pipeline, *, keep: bool, scratch: Scratch) -> dict[str, Any]:
+def whole_state_dict(module: nn.Module, pipeline: Pipeline, *, keep: bool, scratch: ScratchFile) -> dict[str, Any]:
     """The module's state dict, on the pipeline's first rank whole and on the CPU; every rank must call it.
 
-    One tensor at a time travels. Elsewhere the rank's own part of it comes back, with holes.
+    One tensor at a time travels. Elsewhere the rank's own part of it comes back, with absent tensors.
 
     Args:
         module: the root.
@@ -58,7 +58,7 @@ def whole_state_dict(module: nn.Module, pipeline: Pipeline, *, keep: bool, scrat
         scratch: where what comes from other ranks lies.
     """
     state = module.state_dict()
-    own = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_hole(value)}
+    own = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_absent(value)}
     others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     found, homes = _gather(own, pipeline, keep=keep, scratch=scratch)
     everyones = pipeline.tell(others)
@@ -78,14 +78,14 @@ def whole_state_dict(module: nn.Module, pipeline: Pipeline, *, keep: bool, scrat
     return whole
 
 
-def whole_optimizer_state(optimizer: Optimizer, pipeline: Pipeline, *, keep: bool, scratch: Scratch) -> dict[str, Any]:
+def whole_optimizer_state(optimizer: Optimizer, pipeline: Pipeline, *, keep: bool, scratch: ScratchFile) -> dict[str, Any]:
     """The optimizer's state dict, keyed by the positions of the whole module's parameters; as :func:`whole_state_dict`."""
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own: dict[str, Tensor] = {}
     plain: dict[int, Any] = {}
     for position, values in state["state"].items():
-        if isinstance(position, int) and is_hole(parameters[position]):
+        if isinstance(position, int) and is_absent(parameters[position]):
             continue  # some optimizers make a state for each parameter at once
 
         def name(tensor: Tensor, position: int = position) -> Any:
@@ -112,7 +112,7 @@ class _Slot:
     key: str
 
 
-def _gather(own: Mapping[str, Tensor], pipeline: Pipeline, *, keep: bool, scratch: Scratch) -> tuple[dict[str, Tensor], dict[str, int]]:
+def _gather(own: Mapping[str, Tensor], pipeline: Pipeline, *, keep: bool, scratch: ScratchFile) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Every name's tensor on the first rank, from its home; and the homes, as places in the pipeline."""
     described = _describe(own)
     everyones: list[dict[str, _Described]] = pipeline.tell(described)
@@ -182,7 +182,7 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, s
         there = current.get(name)
         if not isinstance(value, Tensor) or not isinstance(there, Tensor) or value.shape != there.shape:
             return value  # load_state_dict names it
-        return there if is_hole(there) else like(value, there)
+        return there if is_absent(there) else like(value, there)
 
     module.load_state_dict({name: part(name, value) for name, value in state_dict.items()}, strict=strict)
 
@@ -200,6 +200,6 @@ def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -
     parts = {
         position: tree_map(lambda value, parameter=parameters[position]: part(value, parameter), values)
         for position, values in state["state"].items()
-        if position >= len(parameters) or not is_hole(parameters[position])
+        if position >= len(parameters) or not is_absent(parameters[position])
     }
     optimizer.load_state_dict({**state, "state": parts})

@@ -2,14 +2,14 @@
 
 ``Trainer(gradient_clip_val=…)``, ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and Lightning's ``grad_norm`` become collectives:
 each rank works out the norms of the gradients that it has, and all of them take all of these together as one device would. For all other
-code a parameter of another stage has a hole for its gradient, whose values can't be read: a norm of part of the gradients never looks like
-one of all of them. Knows gradients, holes and ranks; no plan, no trainer.
+code a parameter of another stage has an absent tensor for its gradient, whose values can't be read: a norm of part of the gradients never
+looks like one of all of them. Knows gradients, absent tensors and ranks; no plan, no trainer.
 
 Parameters that several stages use: their gradients are added up over the stages, so that their copies stay one.
 
 A tied embedding, say, which the first stage looks tokens up in and the last one multiplies by: each stage has a gradient of its own use,
 and one device would have the sum. Every copy then takes the same step from the same values, and stays equal to the others bit by bit.
-Knows ranks, holes and gradients; no plan, no trainer.
+Knows ranks, absent tensors and gradients; no plan, no trainer.
 
 When: once a backward, what this backward gave alone. Not on what gradients have come to when the optimizer steps: a sum that lies in
 ``.grad`` already would be added up again by the next one wherever gradients aren't set to zero in between, which is the user's to say
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from lightning_autopar.exact.absent.tensor import MissingValue, hole_like, is_hole
+from lightning_autopar.exact.absent.tensor import MissingValue, absent_like, is_absent
 from lightning_autopar.exact.data.share import index_of
 from lightning_autopar.strategies.pipeline.weights.transfers import Group, Pipeline
 
@@ -43,9 +43,9 @@ class StageGradients:
     """The gradients of a module in stages, as hooks and optimizers see them.
 
     Args:
-        module: with holes.
+        module: with absent tensors.
         pipeline: the ranks that it is spread over; every rank makes one at the same time.
-        optimizers: those that step on its parameters. They pass over what has no gradient, so holes have none in their steps.
+        optimizers: those that step on its parameters. They pass over what has no gradient, so absent tensors have none in their steps.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -53,7 +53,7 @@ class StageGradients:
         self._pipeline = pipeline
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._depth = 0
-        holders = pipeline.tell({name for name, parameter in module.named_parameters() if not is_hole(parameter)})
+        holders = pipeline.tell({name for name, parameter in module.named_parameters() if not is_absent(parameter)})
         self._numbers = {name: number for number, (name, _) in enumerate(module.named_parameters())}
         #: The first place in the pipeline that has a parameter: there its gradient counts.
         self._homes = {name: next(place for place, names in enumerate(holders) if name in names) for name in self._numbers}
@@ -66,39 +66,39 @@ class StageGradients:
         self._exit.enter_context(_rerouted(self))
 
     def close(self) -> None:
-        """Leave torch, Lightning, the optimizers and the holes as they were found.
+        """Leave torch, Lightning, the optimizers and the absent tensors as they were found.
 
-        A hole that had a gradient couldn't be moved to another device: torch looks for the gradient after it has set the hole's data
-        (``Module._apply``), by which a hole becomes another one.
+        An absent tensor that had a gradient couldn't be moved to another device: torch looks for the gradient after it has set the absent
+        tensor's data (``Module._apply``), by which an absent tensor becomes another one.
         """
         self._exit.close()
         with _past_holes():
-            for hole, _ in self._holes:
-                hole.grad = None
+            for absent, _ in self._absent_tensors:
+                absent.grad = None
         self._hidden.clear()
 
-    # -- holes' gradients --------------------------------------------------------------------------------------------------------------
+    # -- absent tensors' gradients ---------------------------------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """Gradients are there: give each hole that takes part one, which can't be read."""
+        """Gradients are there: give each absent tensor that takes part one, which can't be read."""
         self._hidden.clear()
         with _past_holes():
-            for parameter, gradient in self._holes:
+            for parameter, gradient in self._absent_tensors:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = gradient
 
     @cached_property
-    def _holes(self) -> list[tuple[Tensor, Tensor]]:
+    def _absent_tensors(self) -> list[tuple[Tensor, Tensor]]:
         """The parameters that aren't here, each with what stands for its gradient: made once, as it costs a step's time."""
         return [
-            (parameter, hole_like(parameter.detach(), f"the gradient of the parameter {name!r}"))
+            (parameter, absent_like(parameter.detach(), f"the gradient of the parameter {name!r}"))
             for name, parameter in self._module.named_parameters()
-            if is_hole(parameter)
+            if is_absent(parameter)
         ]
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """While open, holes have no gradients: for code that takes all there are."""
+        """While open, absent tensors have no gradients: for code that takes all there are."""
         self._hide()
         try:
             yield
@@ -111,22 +111,22 @@ class StageGradients:
             return
         with _past_holes():
             for name, parameter in self._module.named_parameters():
-                if not is_hole(parameter) and is_hole(parameter.grad):
+                if not is_absent(parameter) and is_absent(parameter.grad):
                     raise MissingValue(
                         f"the gradient of {name!r} was changed by values that another stage has; the optimizer can't step by it. "
                         "Use torch.nn.utils.clip_grad_norm_ or get_total_norm, which work over all stages, or run without a pipeline"
                     )
-            for hole, _ in self._holes:
-                if hole.grad is not None:
-                    self._hidden.append((hole, hole.grad))
-                    hole.grad = None
+            for absent, _ in self._absent_tensors:
+                if absent.grad is not None:
+                    self._hidden.append((absent, absent.grad))
+                    absent.grad = None
 
     def _reveal(self) -> None:
         self._depth -= 1
         if self._depth == 0:
             with _past_holes():
-                for hole, gradient in self._hidden:
-                    hole.grad = gradient
+                for absent, gradient in self._hidden:
+                    absent.grad = gradient
             self._hidden.clear()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -175,7 +175,7 @@ class StageGradients:
     @staticmethod
     def _names(tensors: Sequence[Tensor], known: Mapping[int, str]) -> list[str] | None:
         names = [known.get(id(tensor)) for tensor in tensors]
-        if not any(names) and not any(is_hole(tensor) for tensor in tensors):
+        if not any(names) and not any(is_absent(tensor) for tensor in tensors):
             return None
         found = [name for name in names if name is not None]
         if len(found) < len(names):
@@ -296,7 +296,7 @@ class StageGradients:
 
 
 def _past_holes() -> AbstractContextManager[None]:
-    """While open, what holes say of themselves isn't asked through ``__torch_function__``, which costs some µs each time."""
+    """While open, what absent tensors say of themselves isn't asked through ``__torch_function__``, which costs some µs each time."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
 
@@ -405,7 +405,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float, error_if
 
 def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None) -> None:
     """``torch.nn.utils.clip_grads_with_norm_`` on this rank's gradients."""
-    if is_hole(total_norm):
+    if is_absent(total_norm):
         raise MissingValue("gradients are to be clipped by a norm that was made of another stage's gradients; use get_total_norm for it")
     _originals["_clip_grads_with_norm_"](_here(parameters), max_norm, total_norm, foreach)
 
@@ -433,7 +433,7 @@ def grad_norm(module: nn.Module, norm_type: Any, group_separator: str) -> dict[s
 
 def _here(parameters: Any) -> list[Tensor]:
     """Those that this rank has."""
-    return [parameter for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters) if not is_hole(parameter)]
+    return [parameter for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters) if not is_absent(parameter)]
 
 
 class SharedParameters:
@@ -442,7 +442,7 @@ class SharedParameters:
     Every rank of all replicas must make one at the same time.
 
     Args:
-        module: with holes.
+        module: with absent tensors.
         pipeline: the ranks that it is spread over.
         replicas: the global ranks of every replica, this one's among them, in the pipeline's order.
     """
@@ -450,7 +450,7 @@ class SharedParameters:
     def __init__(self, module: nn.Module, pipeline: Pipeline, replicas: Sequence[Sequence[int]]) -> None:
         self._module = module
         self._pipeline = pipeline
-        holders = pipeline.tell({name for name, parameter in module.named_parameters() if not is_hole(parameter)})
+        holders = pipeline.tell({name for name, parameter in module.named_parameters() if not is_absent(parameter)})
         #: The places in the pipeline that hold a parameter, by its first name, where there are several.
         self.places: dict[str, tuple[int, ...]] = {}
         for name, _ in module.named_parameters():

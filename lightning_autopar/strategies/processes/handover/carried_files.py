@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar.state.objects.contents import ATOMS, dispensable, get_items
-from lightning_autopar.state.objects.packing import Bin, pack, travels
+from lightning_autopar.state.objects.packing import TensorFile, pack, travels
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, is_under
 from lightning_autopar.state.objects.unpacking import Unpacking
-from lightning_autopar.strategies.processes.handover.run_objects import DATA, MODULE, Belongings, leave
+from lightning_autopar.strategies.processes.handover.run_objects import DATA, MODULE, RunObjects, not_carried
 from lightning_autopar.text import format_bytes
 
 
 @dataclass(kw_only=True)
-class Carried(Changes):
+class CarriedObjects(Changes):
     """What one rank carries; the parts' keys are a survey's, or a name with an attribute.
 
     Args:
@@ -47,8 +47,8 @@ class Carried(Changes):
 
 
 def write(
-    parcel: Carried,
-    things: Belongings,
+    parcel: CarriedObjects,
+    things: RunObjects,
     values: Mapping[Any, tuple[Any, Any]],
     path: Path,
     *,
@@ -64,7 +64,7 @@ def write(
         values: the parts that differ, each with its digest where that is known.
         path: of both files, less their endings.
         sent: to send along, where it can be.
-        extras: see :class:`Carried`.
+        extras: see :class:`CarriedObjects`.
         digests: whether others' versions are compared with this one, however large it is.
     """
     survey, packing = things.survey, things.packing()
@@ -93,7 +93,7 @@ def write(
     parcel.unsent = [key for key, value in sent.items() if travels(packing, value) is None]
     sent = {key: value for key, value in sent.items() if key not in parcel.unsent}
     with _file(path, ".bin").open("wb") as file:
-        beside = Bin(file)
+        beside = TensorFile(file)
         parcel.data = pack(packing, payloads, sent, beside)
         parcel.extras = pack(packing, {}, extras, beside)
     partial = _file(path, ".part")
@@ -112,15 +112,15 @@ def _items(target: Any) -> Any:
     return target.view() if type(target).__module__ == "numpy" and hasattr(target, "view") else get_items(target)
 
 
-def read(path: Path) -> Carried:
+def read(path: Path) -> CarriedObjects:
     """What :func:`write` wrote, but for what lies beside it."""
     file = _file(path, ".pkl")
     assert file.is_file(), f"{file} isn't there: nothing was carried"
-    parcel: Carried = pickle.loads(file.read_bytes())
+    parcel: CarriedObjects = pickle.loads(file.read_bytes())
     return parcel
 
 
-def unpacking_of(data: bytes, parcel: Carried, things: Belongings, path: Path, only: set[Any]) -> Unpacking:
+def unpacking_of(data: bytes, parcel: CarriedObjects, things: RunObjects, path: Path, only: set[Any]) -> Unpacking:
     """What unpacks one of its pickles into this process's objects; see :class:`Unpacking`."""
     survey = things.survey
     instead: dict[int, Any] = {number: things.tensors[name] for name, number in things.before.tensors.items() if name in things.tensors}
@@ -136,7 +136,7 @@ def unpacking_of(data: bytes, parcel: Carried, things: Belongings, path: Path, o
         things.engine.root_device,
         keep | strangers,
         set(things.names),
-        leave,
+        not_carried,
         only,
         reached=parcel.reached_signature == survey.reached_signature,
     )

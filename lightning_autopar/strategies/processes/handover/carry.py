@@ -18,9 +18,9 @@ from torchmetrics import Metric
 from lightning_autopar.state.objects.survey import Changes, Part, Survey, merged
 from lightning_autopar.state.objects.unpacking import put
 from lightning_autopar.strategies.processes.handover import run_objects as pristine
-from lightning_autopar.strategies.processes.handover.carried_files import Carried, read, unpacking_of, warn_of, write
+from lightning_autopar.strategies.processes.handover.carried_files import CarriedObjects, read, unpacking_of, warn_of, write
 from lightning_autopar.strategies.processes.handover.loggers import write_loggers
-from lightning_autopar.strategies.processes.handover.run_objects import MODULE, SCHEDULERS, Belongings
+from lightning_autopar.strategies.processes.handover.run_objects import MODULE, SCHEDULERS, RunObjects
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -33,7 +33,7 @@ _RANK = "carried{}"
 # -- in the old generation -------------------------------------------------------------------------------------------------------------
 
 
-def carry(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
+def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
     """Write what differs on this rank; every rank calls it between two batches, and goes on as if nothing had happened.
 
     Args:
@@ -47,14 +47,16 @@ def carry(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
     ranks = getattr(engine, "holders", 1)
     if rank >= ranks:
         return
-    things = Belongings(trainer, before)
+    things = RunObjects(trainer, before)
     if rank == 0:
         write_loggers(things.for_loggers(), folder)
     found, gone = before.survey.differing(things.names, under=MODULE if rank else None, skip=things.skipped, lazy=True)
     values: dict[Any, tuple[Any, Any]] = {**found, **things.made()}
     extras = things.extras() if rank == 0 else {"buffers": things.buffers()}
     sent = {SCHEDULERS: things.schedulers()} if rank == 0 else {}
-    parcel = Carried(data=b"", signature=before.survey.signature, reached_signature=before.survey.reached_signature, ranks=ranks, gone=gone)
+    parcel = CarriedObjects(
+        data=b"", signature=before.survey.signature, reached_signature=before.survey.reached_signature, ranks=ranks, gone=gone
+    )
     parcel.left = sorted(before.left)
     for config in engine.lr_scheduler_configs:
         kind = type(config.scheduler)
@@ -65,7 +67,7 @@ def carry(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
 # -- in the new generation -------------------------------------------------------------------------------------------------------------
 
 
-def take_over(trainer: Trainer, before: Before, folder: Path) -> None:
+def read_objects(trainer: Trainer, before: Before, folder: Path) -> None:
     """Make everything what it was in the generation before; on every rank, when all is set up, and the snapshot loaded.
 
     What the user's code made anew here, alike on rank 0 to what it was there, stays as each rank has it.
@@ -73,7 +75,7 @@ def take_over(trainer: Trainer, before: Before, folder: Path) -> None:
     Args:
         trainer: about to enter its loops.
         before: the survey of the parent.
-        folder: that :func:`carry` wrote into.
+        folder: that :func:`write_objects` wrote into.
 
     Where the script was started anew, and its objects aren't what they were, nothing is taken over but what belongs to names of parameters
     and the like; a warning says so.
@@ -81,7 +83,7 @@ def take_over(trainer: Trainer, before: Before, folder: Path) -> None:
     survey = before.survey
     first = read(folder / _RANK.format(0))
     parcels = [first, *(read(folder / _RANK.format(rank)) for rank in range(1, first.ranks))]
-    things = Belongings(trainer, before)
+    things = RunObjects(trainer, before)
     lost: list[str] = []
     # Processes that were started one by one may hold different things, and all of them must come to the same collectives.
     same = trainer.strategy.reduce_boolean_decision(first.signature == survey.signature, all=True)
@@ -114,7 +116,7 @@ def take_over(trainer: Trainer, before: Before, folder: Path) -> None:
         warn_of(lost)
 
 
-def _take_over_parts(things: Belongings, parcels: list[Carried], folder: Path, *, reached: bool) -> list[str]:
+def _take_over_parts(things: RunObjects, parcels: list[CarriedObjects], folder: Path, *, reached: bool) -> list[str]:
     """Take over attributes and items; the names of what couldn't be.
 
     Args:
@@ -157,7 +159,7 @@ def _is_reached(survey: Survey, part: Any) -> bool:
     return isinstance(part[0], int) and survey.is_reached(part[0])
 
 
-def _compare(things: Belongings, parcels: list[Carried], taken: list[set[Any]]) -> tuple[set[Any], set[Part], set[Any]]:
+def _compare(things: RunObjects, parcels: list[CarriedObjects], taken: list[set[Any]]) -> tuple[set[Any], set[Part], set[Any]]:
     """The parts that are here what they were there; those that changed here alone; and all that have changed here."""
     survey = things.survey
     alike = set()
@@ -174,7 +176,7 @@ def _compare(things: Belongings, parcels: list[Carried], taken: list[set[Any]]) 
     return alike, back, mine
 
 
-def _lost(parcels: list[Carried], mine: set[Any]) -> list[str]:
+def _lost(parcels: list[CarriedObjects], mine: set[Any]) -> list[str]:
     """The names of what couldn't travel, and wasn't made anew here."""
     found = {part for parcel in parcels for part in parcel.parts}
     return [name for parcel in parcels for part, name in parcel.kept.items() if part not in found and part not in mine]

@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_autopar.state.objects.survey import Part
 from lightning_autopar.state.objects.unpacking import put
 from lightning_autopar.strategies.processes.handover import run_objects as pristine
-from lightning_autopar.strategies.processes.handover.carried_files import Carried, read, unpacking_of, warn_of, write
-from lightning_autopar.strategies.processes.handover.run_objects import PLAIN, Belongings
+from lightning_autopar.strategies.processes.handover.carried_files import CarriedObjects, read, unpacking_of, warn_of, write
+from lightning_autopar.strategies.processes.handover.run_objects import PLAIN, RunObjects
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOGGERS = "carried_loggers"
 
 
-def write_loggers(things: Belongings, folder: Path) -> None:
+def write_loggers(things: RunObjects, folder: Path) -> None:
     """Write what differs of the loggers, after they have written what they can't keep."""
     survey, trainer = things.survey, things.trainer
     paths = [path for path in map(things.path, trainer.loggers) if path]
@@ -40,7 +40,7 @@ def write_loggers(things: Belongings, folder: Path) -> None:
         values |= its
         gone += [part for part in without if part not in gone]
     files: dict[int, tuple[int, int, list[str]]] = {}
-    parcel = Carried(data=b"", signature=survey.signature, reached_signature=survey.reached_signature, gone=gone)
+    parcel = CarriedObjects(data=b"", signature=survey.signature, reached_signature=survey.reached_signature, gone=gone)
     for index, logger in enumerate(trainer.loggers):
         number = survey.number(logger)
         assert number is not None, "loggers are there before the fork"
@@ -73,7 +73,7 @@ def carry_loggers_in(trainer: Trainer, before: Before, folder: Path) -> None:
     survey = before.survey
     pristine.remember(survey)
     parcel = read(folder / _LOGGERS)
-    things = Belongings(trainer, before).for_loggers()
+    things = RunObjects(trainer, before).for_loggers()
     first = trainer.global_rank == 0
     if parcel.signature == survey.signature:
         parts = {part for part in parcel.parts if first or part[1] != "_experiment"}

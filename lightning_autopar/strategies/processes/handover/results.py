@@ -37,7 +37,7 @@ from lightning_autopar._lightning_compat import (
     restore_progress,
 )
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.exact.logs.metrics import sync_states
 from lightning_autopar.state.checkpoint import (
@@ -46,7 +46,7 @@ from lightning_autopar.state.checkpoint import (
 from lightning_autopar.state.objects.reached import Reached, Variables
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey, is_under, merged
 from lightning_autopar.state.pretrained import move_tensors
-from lightning_autopar.state.scratch_files import save_lean
+from lightning_autopar.state.scratch_files import save_without_copies
 from lightning_autopar.strategies.base.measure import Measured
 from lightning_autopar.text import format_bytes
 
@@ -225,10 +225,10 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     if not keeps:
         return results
     persistent = set(state)
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in persistent and not is_hole(buffer)}
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in persistent and not is_absent(buffer)}
     if not (fitting or is_overridden("configure_model", module)):
         state = {}
-    save_lean(
+    save_without_copies(
         {
             "state_dict": _with_pickles(state, "module", results.lost),
             "buffers": {name: buffer.detach().cpu() for name, buffer in buffers.items()},
@@ -327,7 +327,7 @@ def _affordable(optimizers: list[torch.optim.Optimizer], results: Results, *, ho
     tensors = [
         value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
     ]
-    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if not is_hole(tensor))
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if not is_absent(tensor))
     if holders > 1:
         sizes: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(sizes, size_bytes)

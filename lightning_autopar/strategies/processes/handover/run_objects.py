@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning_compat import bare_optimizer
-from lightning_autopar.exact.absent.tensor import is_hole
+from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state.objects.contents import get_items
 from lightning_autopar.state.objects.packing import Packing
 from lightning_autopar.state.objects.survey import Part, Survey, is_under
@@ -53,7 +53,7 @@ _COUNTS = frozenset({"val_check_batch"})
 _LIMITS = (("fit_loop", ("min_epochs", "max_epochs", "_skip_backward")), ("fit_loop.epoch_loop", ("min_steps", "max_steps")))
 
 
-class Belongings:
+class RunObjects:
     """What a process of a run has: the old generation's, and by the same names the new one's.
 
     Args:
@@ -116,7 +116,7 @@ class Belongings:
         found |= {("experiment", index): vars(each).get("_experiment") for index, each in enumerate(self.trainer.loggers)}
         return found
 
-    def for_loggers(self) -> Belongings:
+    def for_loggers(self) -> RunObjects:
         """The same, where the loggers' experiments aren't what is referred to but what is carried."""
         its = copy.copy(self)
         its.names = {number: name for number, name in self.names.items() if type(name) is int or name[0] != "experiment"}
@@ -153,7 +153,7 @@ class Belongings:
         """For parts of this process."""
         own = {name for name, _ in self._own_buffers()}
         bases = {("tensor", name): each for name, each in self.tensors.items() if name not in own}
-        return Packing(self.survey, self.names, bases, leave)
+        return Packing(self.survey, self.names, bases, not_carried)
 
     def _own_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that no state dict has; sharded ones aside."""
@@ -161,7 +161,7 @@ class Belongings:
         for prefix, each in self._named.items():
             for name in each._non_persistent_buffers_set:
                 buffer = each._buffers.get(name)
-                if buffer is not None and not is_hole(buffer) and not hasattr(buffer, "device_mesh"):
+                if buffer is not None and not is_absent(buffer) and not hasattr(buffer, "device_mesh"):
                     found.append((f"{prefix}.{name}".lstrip("."), buffer))
         return found
 
@@ -214,17 +214,17 @@ class Belongings:
         for name, value in buffers.items():
             prefix, _, last = name.rpartition(".")
             own = self.tensors.get(name)
-            if own is not None and own.shape == value.shape and own.dtype == value.dtype and not is_hole(own):
+            if own is not None and own.shape == value.shape and own.dtype == value.dtype and not is_absent(own):
                 if not hasattr(own, "device_mesh"):
                     own.data.copy_(value)
-            elif own is None or not is_hole(own):
+            elif own is None or not is_absent(own):
                 self.module.get_submodule(prefix).register_buffer(last, value.to(self.engine.root_device), persistent=False)
 
     def set_extras(self, sent: dict[str, Any]) -> None:
         """Take over what :meth:`extras` gave."""
         for name, each in self.module.named_parameters():
             wanted = sent["requires_grad"].get(name, each.requires_grad)
-            if each.requires_grad != wanted and not is_hole(each):
+            if each.requires_grad != wanted and not is_absent(each):
                 each.requires_grad_(wanted)
         for name, each in self.module.named_modules():
             each.training = sent["training"].get(name, each.training)
@@ -266,7 +266,7 @@ def _loop(trainer: Trainer, name: str) -> Any:
     return found
 
 
-def leave(target: Any) -> frozenset[str]:
+def not_carried(target: Any) -> frozenset[str]:
     """Attributes of an instance that each process has its own of."""
     if isinstance(target, Callback):
         return frozenset({"log", "log_dict"})
@@ -315,7 +315,7 @@ def _kept(target: Any, value: Any) -> Any:
     """How a part is remembered, to be put back: a value by a tuple of one, items as they are set; None of what is large."""
     if value is not target:
         return (value,)
-    if isinstance(value, Tensor) and (is_hole(value) or value.nbytes > _REMEMBERED_BYTES):
+    if isinstance(value, Tensor) and (is_absent(value) or value.nbytes > _REMEMBERED_BYTES):
         return None
     if not isinstance(value, Tensor) and getattr(value, "nbytes", 0) > _REMEMBERED_BYTES:
         return None

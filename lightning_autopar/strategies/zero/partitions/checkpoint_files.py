@@ -16,28 +16,28 @@ from torch import Tensor
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch_files as scratch
 from lightning_autopar.state.checkpoint import OneFile
-from lightning_autopar.state.fragments import Part
-from lightning_autopar.strategies.base.assignment import Assignment
+from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.zero import deepspeed as doorway
 from lightning_autopar.strategies.zero.disk import DiskStates
 from lightning_autopar.strategies.zero.partitions import state as partitioned
 from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, make_whole, parts
-from lightning_autopar.strategies.zero.partitions.pieces import Piece, fragment_parts
-from lightning_autopar.strategies.zero.partitions.views import Watch
+from lightning_autopar.strategies.zero.partitions.pieces import ParameterPart, fragment_parts
+from lightning_autopar.strategies.zero.partitions.views import ParameterViews
 
 
 class ZeroFiles(OneFile):
     """Weights, optimizer states and files of a module under ZeRO: whole, plain, one file."""
 
     # What the engine has.
-    pieces: list[list[Piece]]
+    pieces: list[list[ParameterPart]]
     weights_changed: Any
     deepspeed_engine: Any
-    assignment: Assignment
+    run_plan: RunPlan
     _exit: ExitStack
     _disk: DiskStates | None
     _traces: Traces | None = None
-    _watch: Watch | None = None
+    _watch: ParameterViews | None = None
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -45,10 +45,10 @@ class ZeroFiles(OneFile):
 
         Lightning would have DeepSpeed take each layer apart as soon as it is built (``zero.Init``), before the user's optimizer is there.
         """
-        if not self.assignment.large:
+        if not self.run_plan.large:
             yield
             return
-        with scratch.Scratch(self._scratch_folder) as room, scratch.parameters_in(room):
+        with scratch.ScratchFile(self._scratch_folder) as room, scratch.parameters_in(room):
             yield
 
     def init_deepspeed(self) -> None:
@@ -58,7 +58,7 @@ class ZeroFiles(OneFile):
         super().init_deepspeed()  # type: ignore[misc]  # the next class' in the engine's bases
         traces.noted()
         self._traces = traces
-        self._watch = Watch(self.lightning_module, self.weight_parts, lambda: doorway.forget_order(self.deepspeed_engine))
+        self._watch = ParameterViews(self.lightning_module, self.weight_parts, lambda: doorway.forget_order(self.deepspeed_engine))
         self._exit.callback(self._watch.close)
 
     def own_attributes(self) -> dict[int, set[str]]:
@@ -107,16 +107,16 @@ class ZeroFiles(OneFile):
 
     # -- parts -------------------------------------------------------------------------------------------------------------------------
 
-    def weight_parts(self) -> dict[int, Part]:
+    def weight_parts(self) -> dict[int, FlatPart]:
         """What this rank has of each parameter that is partitioned, by its id."""
         assert self.lightning_module is not None
         return {id(part.parameter): part for part in parts(self.lightning_module)}
 
-    def optimizer_parts(self) -> dict[int, Part]:
+    def optimizer_parts(self) -> dict[int, FlatPart]:
         """What this rank has of each trained parameter, by the id of what stands for it in the user's optimizer."""
         return fragment_parts((piece for group in self.pieces for piece in group), self.weight_parts())
 
-    def state_room(self, part: Part, dtype: torch.dtype) -> Tensor:
+    def state_room(self, part: FlatPart, dtype: torch.dtype) -> Tensor:
         """Where this rank's part of a state may lie that is about to be loaded."""
         room = torch.zeros_like(part.flat, dtype=dtype)
         return room if self._disk is None else self._disk.take(room)
@@ -134,14 +134,14 @@ class ZeroFiles(OneFile):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, nothing elsewhere; a collective."""
         assert self.lightning_module is not None
-        with self.handling_parts(), scratch.Scratch(self._scratch_folder) as room:
+        with self.handling_parts(), scratch.ScratchFile(self._scratch_folder) as room:
             return partitioned.whole_state_dict(
                 self.lightning_module, self.weight_parts(), keep=self.is_global_zero, scratch=room, device=self._between
             )
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The optimizer's whole state on rank 0, nothing elsewhere; a collective."""
-        with self.handling_parts(), scratch.Scratch(self._scratch_folder) as room:
+        with self.handling_parts(), scratch.ScratchFile(self._scratch_folder) as room:
             return partitioned.whole_optimizer_state(
                 bare_optimizer(optimizer), self.optimizer_parts(), keep=self.is_global_zero, scratch=room, device=self._between
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_autopar.state.fragments import Part
+from lightning_autopar.state.fragments import FlatPart
 
 #: Attributes that DeepSpeed gives modules while they run begin with this, or are these.
 _PREFIX = "ds_"
@@ -31,15 +31,15 @@ def is_whole(parameter: Any) -> bool:
     return not is_partitioned(parameter) or parameter.ds_status.name == "AVAILABLE"
 
 
-def part_of(parameter: Any) -> Part:
+def part_of(parameter: Any) -> FlatPart:
     """What this rank has of a parameter of stage 3; the last ranks' parts are padded, which is left out."""
     size = int(parameter.ds_tensor.ds_numel)
     start = min(size * dist.get_rank(parameter.ds_process_group), int(parameter.ds_numel))
     count = min(size, int(parameter.ds_numel) - start)
-    return Part(parameter=parameter, shape=tuple(parameter.ds_shape), flat=parameter.ds_tensor.data.narrow(0, 0, count), start=start)
+    return FlatPart(parameter=parameter, shape=tuple(parameter.ds_shape), flat=parameter.ds_tensor.data.narrow(0, 0, count), start=start)
 
 
-def parts(module: nn.Module) -> Iterator[Part]:
+def parts(module: nn.Module) -> Iterator[FlatPart]:
     """This rank's parts of those parameters that are partitioned."""
     return (part_of(parameter) for parameter in module.parameters() if is_partitioned(parameter))
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autopar.state.fragments import NUMBERS, Part
+from lightning_autopar.state.fragments import NUMBERS, FlatPart
 
 #: Elements that a sum is taken over at once.
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class ParameterPart:
     """This rank's part of a parameter.
 
     Args:
@@ -41,7 +41,7 @@ class Piece:
         return whole.flatten()[self.offset : self.offset + self.fragment.numel()]
 
 
-def fragment_parts(pieces: Iterable[Piece], weights: Mapping[int, Part]) -> dict[int, Part]:
+def fragment_parts(pieces: Iterable[ParameterPart], weights: Mapping[int, FlatPart]) -> dict[int, FlatPart]:
     """The pieces as parts of tensors, by the fragment's id.
 
     Args:
@@ -49,7 +49,7 @@ def fragment_parts(pieces: Iterable[Piece], weights: Mapping[int, Part]) -> dict
         weights: what it has of each parameter that is partitioned, which doesn't tell its own shape then; by id.
     """
     return {
-        id(piece.fragment): Part(
+        id(piece.fragment): FlatPart(
             parameter=piece.parameter,
             shape=weights[id(piece.parameter)].shape if id(piece.parameter) in weights else tuple(piece.parameter.shape),
             flat=piece.fragment.detach(),
@@ -59,7 +59,7 @@ def fragment_parts(pieces: Iterable[Piece], weights: Mapping[int, Part]) -> dict
     }
 
 
-class Relay(Optimizer):
+class OptimizerBridge(Optimizer):
     """The optimizer that DeepSpeed is given: passes each step on to the user's.
 
     Args:
@@ -77,20 +77,20 @@ class Relay(Optimizer):
         #: The parameters that are trained, by DeepSpeed's groups.
         self.trained: list[list[nn.Parameter]] = [list(parameters) for parameters in members]
         super().__init__(groups, {})
-        self.pieces: list[list[Piece]] = [[] for _ in users.param_groups]
-        self._flat: dict[int, tuple[int, list[tuple[Piece, int, int]]]] = {}
+        self.pieces: list[list[ParameterPart]] = [[] for _ in users.param_groups]
+        self._flat: dict[int, tuple[int, list[tuple[ParameterPart, int, int]]]] = {}
         #: The ids of those parameters that have a gradient to be stepped by, and what is done to gradients before; set before each step.
         self.used: set[int] = set()
         self.clip: Callable[[Tensor], None] = lambda gradient: None
 
     def attach(self, partitions: Iterable[tuple[int, Any, list[tuple[nn.Parameter, int, int, int]]]]) -> None:
         """Give the user's optimizer its fragments, with what state it has; see ``zero_deepspeed.partitions`` for the argument."""
-        known: dict[int, Piece] = {}
+        known: dict[int, ParameterPart] = {}
         for index, flat, found in partitions:
             number, inside = self.numbers[index], []
             for parameter, start, end, offset in found:
                 fragment = nn.Parameter(flat.data[start:end])
-                piece = Piece(parameter=parameter, fragment=fragment, offset=offset)
+                piece = ParameterPart(parameter=parameter, fragment=fragment, offset=offset)
                 known[id(parameter)] = piece
                 inside.append((piece, start, end))
             self._flat[id(flat)] = number, inside

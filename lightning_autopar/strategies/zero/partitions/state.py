@@ -1,7 +1,7 @@
 """Weights and optimizer states of a module that ZeRO has partitioned: gathered whole for a file, and loaded by each rank in part.
 
-A rank has a range of each parameter's elements (:class:`lightning_autopar.state.fragments.Part`), and the optimizer's states for those. At
-stage 3 that holds for the weights as well; at lower stages every rank has all weights. One tensor at a time is whole, on rank 0, in the
+A rank has a range of each parameter's elements (:class:`lightning_autopar.state.fragments.FlatPart`), and the optimizer's states for those.
+At stage 3 that holds for the weights as well; at lower stages every rank has all weights. One tensor at a time is whole, on rank 0, in the
 pages of a file. Knows ranks, parts and tensors; no plan, no trainer, and of DeepSpeed only the parts.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autopar.state import checkpoint
-from lightning_autopar.state.fragments import Part
-from lightning_autopar.state.scratch_files import Scratch, hand_back_pages
+from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,9 @@ class _Value:
 # -- gathered --------------------------------------------------------------------------------------------------------------------------
 
 
-def whole_state_dict(module: nn.Module, parts: Mapping[int, Part], *, keep: bool, scratch: Scratch, device: torch.device) -> dict[str, Any]:
+def whole_state_dict(
+    module: nn.Module, parts: Mapping[int, FlatPart], *, keep: bool, scratch: ScratchFile, device: torch.device
+) -> dict[str, Any]:
     """The module's state dict on rank 0, whole and on the CPU, an empty one elsewhere; every rank must call it.
 
     Args:
@@ -84,7 +86,7 @@ def _holding(parameters: Sequence[nn.Parameter], whole: Mapping[int, Tensor]) ->
 
 
 def whole_optimizer_state(
-    optimizer: Optimizer, parts: Mapping[int, Part], *, keep: bool, scratch: Scratch, device: torch.device
+    optimizer: Optimizer, parts: Mapping[int, FlatPart], *, keep: bool, scratch: ScratchFile, device: torch.device
 ) -> dict[str, Any]:
     """The optimizer's state dict on rank 0, keyed by position and whole as on one device; every rank must call it.
 
@@ -139,7 +141,7 @@ def _tell(mine: Any) -> list[Any]:
 
 
 def _gather(
-    flat: Tensor, shape: tuple[int, ...], helds: Sequence[_Held], *, keep: bool, scratch: Scratch, device: torch.device
+    flat: Tensor, shape: tuple[int, ...], helds: Sequence[_Held], *, keep: bool, scratch: ScratchFile, device: torch.device
 ) -> Tensor | None:
     """A tensor on rank 0, from the parts that the ranks have of it."""
     rank = dist.get_rank()
@@ -195,7 +197,7 @@ class _Place:
         self.tensors[self.name] = self.tensor
 
 
-def load_state_dict(module: nn.Module, parts: Mapping[int, Part], state_dict: Mapping[str, Any], *, strict: bool) -> None:
+def load_state_dict(module: nn.Module, parts: Mapping[int, FlatPart], state_dict: Mapping[str, Any], *, strict: bool) -> None:
     """Load this rank's part of a whole state dict; of one that is mapped from a file, no more is read.
 
     The module's own ways of loading (renamed keys, checks of shapes) run on stand-ins without memory, which torch replaces by what is in
@@ -219,7 +221,7 @@ def load_state_dict(module: nn.Module, parts: Mapping[int, Part], state_dict: Ma
 
 
 def _load(
-    module: nn.Module, parts: Mapping[int, Part], state_dict: Mapping[str, Any], *, strict: bool
+    module: nn.Module, parts: Mapping[int, FlatPart], state_dict: Mapping[str, Any], *, strict: bool
 ) -> list[tuple[str, weakref.ref[Tensor]]]:
     """Load, and tell what stood in the tensors' places meanwhile, which nobody should have any more."""
     places: list[_Place] = []
@@ -258,7 +260,7 @@ def _own_objects(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     return own
 
 
-def _take(place: _Place, part: Part | None, loaded: Tensor | None, *, is_given: bool) -> None:
+def _take(place: _Place, part: FlatPart | None, loaded: Tensor | None, *, is_given: bool) -> None:
     """Write what has been loaded in a tensor's place into the tensor, of a partitioned one this rank's part."""
     tensor, stand_in = place.tensor, place.stand_in
     if part is None:
@@ -292,7 +294,7 @@ def _refuse_kept(passed: Sequence[tuple[str, weakref.ref[Tensor]]]) -> None:
             )
 
 
-def _stand_in(tensor: Tensor, part: Part | None) -> Tensor:
+def _stand_in(tensor: Tensor, part: FlatPart | None) -> Tensor:
     """Has the whole tensor's shape; a buffer's has its values, too."""
     if part is None:
         return tensor.clone()
@@ -300,7 +302,7 @@ def _stand_in(tensor: Tensor, part: Part | None) -> Tensor:
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, parts: Mapping[int, Part], state: Mapping[str, Any], *, take: Callable[[Tensor], Tensor] = Tensor.clone
+    optimizer: Optimizer, parts: Mapping[int, FlatPart], state: Mapping[str, Any], *, take: Callable[[Tensor], Tensor] = Tensor.clone
 ) -> None:
     """Load this rank's part of an optimizer's whole state dict.
 
@@ -324,7 +326,7 @@ def load_optimizer_state(
     optimizer.load_state_dict({**state, "state": own})
 
 
-def _own(value: Any, part: Part, name: str, take: Callable[[Tensor], Tensor]) -> Any:
+def _own(value: Any, part: FlatPart, name: str, take: Callable[[Tensor], Tensor]) -> Any:
     if not isinstance(value, Tensor):
         return value
     if part.has_all_of(name, value.shape):

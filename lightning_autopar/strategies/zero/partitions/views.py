@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.state.fragments import Part
-from lightning_autopar.strategies.base.process_group import meet
+from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 from lightning_autopar.strategies.zero.partitions.module import is_partitioned, is_whole, part_of, register_external, running_modules
 
 #: What can be answered by the whole parameter's shape.
@@ -79,7 +79,7 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 class _Watched(nn.Parameter):
     """A parameter whose uses are noticed; an object becomes one, and plain again, by its class."""
 
-    _watch: Watch
+    _watch: ParameterViews
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +103,7 @@ class _Watched(nn.Parameter):
         return copied
 
 
-class Watch:
+class ParameterViews:
     """Lets the user's code use whole parameters.
 
     In a step of the user's, DeepSpeed lends parameters to the modules that are called; others that the step uses (of all parameters, for a
@@ -118,7 +118,7 @@ class Watch:
     """
 
     def __init__(
-        self, module: nn.Module, weight_parts: Callable[[], Mapping[int, Part]], forget_order: Callable[[], None] = lambda: None
+        self, module: nn.Module, weight_parts: Callable[[], Mapping[int, FlatPart]], forget_order: Callable[[], None] = lambda: None
     ) -> None:
         self._module = module
         self._parts = weight_parts
@@ -213,7 +213,7 @@ class Watch:
             else:
                 name = next((name for name, each in self._module.named_parameters() if each is parameter), "a parameter")
                 self._warn(name)
-                meet(f"the parameter {name} was used")
+                wait_for_all_ranks(f"the parameter {name} was used")
                 parameter.all_gather()
                 self._opened.append(parameter)
         finally:
@@ -263,7 +263,7 @@ class Watch:
         if self._depth and not self._visits:
             return
         if not self._visits:
-            meet(f"{type(module).__name__} was called")
+            wait_for_all_ranks(f"{type(module).__name__} was called")
             self._settle()
             self._depth += 1
             self._stepping = True
@@ -296,7 +296,7 @@ class Watch:
             self.busy = False
 
     @staticmethod
-    def _keep(parameter: nn.Parameter, part: Part) -> None:
+    def _keep(parameter: nn.Parameter, part: FlatPart) -> None:
         """Let this rank's part of a whole parameter follow."""
         if is_whole(parameter) and part.flat.numel():
             own = part.cut(parameter.data)

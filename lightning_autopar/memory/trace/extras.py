@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OTHERS = ("_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_hparams", "_hparams_initial")
 
 
-def by_callbacks(trainer: Trainer | None, module: LightningModule, *, on_cpu: bool) -> tuple[int, list[str]]:
+def held_by_callbacks(trainer: Trainer | None, module: LightningModule, *, on_cpu: bool) -> tuple[int, list[str]]:
     """What the trainer's callbacks add to a run of training.
 
     Args:
@@ -51,7 +51,7 @@ def by_callbacks(trainer: Trainer | None, module: LightningModule, *, on_cpu: bo
     return held, notes
 
 
-def loose(module: nn.Module) -> Iterator[Tensor]:
+def in_attributes(module: nn.Module) -> Iterator[Tensor]:
     """Tensors that a module holds in plain attributes, lists and dictionaries, and those of modules that it hides there."""
     seen: set[int] = set()
     for child in module.modules():

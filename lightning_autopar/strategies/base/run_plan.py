@@ -23,7 +23,7 @@ BatchRule = Literal["global", "per_device"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class RunPlan:
     """What an engine is told: the plan and what planning found out about the step.
 
     Args:
