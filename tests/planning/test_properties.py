@@ -191,8 +191,9 @@ def every_plan(step: Footprint, here: Inventory, constraints: Constraints) -> It
     for count in range(1, min(len(here.devices), step.batch_size) + 1):
         for devices in itertools.combinations(here.devices, count):
             question = engines.Question(footprint=step, inventory=here, constraints=constraints)
-            for plain in [one for engine in ("single", "ddp", "fsdp") for one in engines.named(engine).plans(question, devices)]:
-                if (plain.engine == "single") != (count == 1) or plain.offload:
+            several = ("single",) if count == 1 else ("ddp", "fsdp")
+            for plain in [one for engine in several for one in engines.named(engine).plans(question, devices)]:
+                if plain.offload:
                     continue
                 for rows in compositions(step.batch_size, count):
                     for parts, subset in itertools.product(micro_batch_counts(max(rows)), subsets):
