@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.html
 
 # Two halves side by side, as many tests keep one core busy; what the second says follows when it is done.
-SECOND_HALF := tests/strategies tests/conformance
+SECOND_HALF := tests/strategies tests/conformance tests/exact tests/sharing
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
 	@mkdir -p build; $(RUN)/python -m pytest $(SECOND_HALF) > build/engine-tests.txt 2>&1 & second=$$!; \

@@ -46,9 +46,9 @@ class Part:
 #: Tests of one GPU: the others are of two, or of the stub alone.
 _TESTS = (
     "tests/test_gpu.py",
-    "tests/strategies/test_waits.py",
-    "tests/strategies/test_calibration_gpu.py",
-    "tests/memory/test_saved_on_device.py",
+    "tests/strategies/processes/test_waits.py",
+    "tests/strategies/calibration/test_on_gpus.py",
+    "tests/memory/fakes/test_saved_on_device.py",
 )
 PARTS = (
     Part(name="stub", command=("benchmarks/nullgpu_against_gpu.py", "--json", "{json}", "--seconds", "80"), seconds=100),

@@ -24,9 +24,10 @@ SEEDS = range(7)
 import torch  # noqa: E402
 from machine import machine  # noqa: E402
 from rich.progress import track  # noqa: E402
-from scenario_box import killed, play  # noqa: E402
-from scenario_picture import draw  # noqa: E402
-from scenario_runs import SPECS, train  # noqa: E402
+
+from tests.scenario.scenario_box import killed, play  # noqa: E402
+from tests.scenario.scenario_picture import draw  # noqa: E402
+from tests.scenario.scenario_runs import SPECS, train  # noqa: E402
 
 
 def summary(box: dict[str, Any], folder: Path, plain: Path) -> dict[str, Any]:

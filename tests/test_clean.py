@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_autopar import AutoParallelStrategy, NothingFits, _clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar.strategies.preparation import findings
-from tests.strategies.parity import BLOCKS, Fitted, numbers
+from tests.strategies.fitted import BLOCKS, Fitted, numbers
 
 UNCLEAN = "this process has used a GPU already"
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

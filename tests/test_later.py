@@ -42,5 +42,5 @@ def test_a_case_that_is_gone_is_an_error(request: pytest.FixtureRequest) -> None
 def test_the_rule() -> None:
     name = next(name for name, part in LATER.items() if part.cases)
     assert left_to_later(name, "no such case")
-    assert not left_to_later("tests/test_units.py::test_any", "case")
+    assert not left_to_later("tests/test_text.py::test_any", "case")
     assert wrong_entries([(name, "no such case")]) == [name]

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan, PlanMonitor
-from tests.strategies.test_elastic import Regression, Watch, to
+from tests.strategies.elastic.test_elastic import Regression, Watch, to
 
 #: Lightning reads event files with tensorboard, which is no dependency.
 tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

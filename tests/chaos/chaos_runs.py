@@ -16,14 +16,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from chaos_modules import Chaotic, MeanWeights, Variant, loaders, make_trainer
-from chaos_stage import Action, Notes, Stage, Watching, on_stage
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.callbacks.migrate import CheckpointMigrate
 from lightning_autopar.plans import ENGINES, Plan
 from lightning_autopar.strategies.preparation.decision import Decision
+from tests.chaos.chaos_modules import Chaotic, MeanWeights, Variant, loaders, make_trainer
+from tests.chaos.chaos_stage import Action, Notes, Stage, Watching, on_stage
 
 #: How far a run whose plan changes may be from a plain one, in any loss.
 LOSSES = 1e-5

@@ -6,10 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from chaos_modules import BLOCKS, Variant
-from chaos_stage import KILLED, Action
-
 from lightning_autopar.plans import Plan
+from tests.chaos.chaos_modules import BLOCKS, Variant
+from tests.chaos.chaos_stage import KILLED, Action
 
 #: Faults after which the run goes on from its last snapshot, or a move is given up.
 KILLS = ("outside", "outside", *KILLED)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from chaos_modules import Variant
-from chaos_runs import fit_with
-from chaos_schedules import ddp
-from chaos_stage import Action
+
+from tests.chaos.chaos_modules import Variant
+from tests.chaos.chaos_runs import fit_with
+from tests.chaos.chaos_schedules import ddp
+from tests.chaos.chaos_stage import Action
 
 VARIANT = Variant(seed=8)
 PACE_SECONDS = 0.03

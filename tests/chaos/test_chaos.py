@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chaos_modules import Variant, draw_variant
-from chaos_runs import compare, fit_plainly, fit_with
-from chaos_schedules import ddp, draw_actions, fsdp, offloaded, pipeline, pool, single, zero
-from chaos_stage import Action
-
 from lightning_autopar.plans import Plan
+from tests.chaos.chaos_modules import Variant, draw_variant
+from tests.chaos.chaos_runs import compare, fit_plainly, fit_with
+from tests.chaos.chaos_schedules import ddp, draw_actions, fsdp, offloaded, pipeline, pool, single, zero
+from tests.chaos.chaos_stage import Action
 
 #: Each of them is entered and left once, in an order in which states go from each kind to another.
 EVERY = (ddp(0, 1), pipeline(1, 2), fsdp(0, 2), zero(1, 0, 1), zero(3, 1, 2), ddp(0, 1, 2), offloaded(1), single(2))

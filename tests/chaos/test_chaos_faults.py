@@ -8,12 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from chaos_modules import Variant
-from chaos_runs import Run, compare, fit_plainly, fit_with
-from chaos_schedules import ddp, single
-from chaos_stage import Action
 
 from lightning_autopar.strategies.elastic import snapshot_store as snapshots
+from tests.chaos.chaos_modules import Variant
+from tests.chaos.chaos_runs import Run, compare, fit_plainly, fit_with
+from tests.chaos.chaos_schedules import ddp, single
+from tests.chaos.chaos_stage import Action
 
 VARIANT = Variant(seed=6)
 

@@ -9,15 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from chaos_modules import Variant
-from chaos_runs import compare, fit_plainly, fit_with
-from chaos_schedules import ddp, fsdp, pipeline, single
-from chaos_stage import Action
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
 from lightning_autopar.devices.discover import probe
+from tests.chaos.chaos_modules import Variant
+from tests.chaos.chaos_runs import compare, fit_plainly, fit_with
+from tests.chaos.chaos_schedules import ddp, fsdp, pipeline, single
+from tests.chaos.chaos_stage import Action
 from tests.fresh import fresh
 from tests.nullgpu import control
 

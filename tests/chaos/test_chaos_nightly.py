@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos_modules import Variant, draw_variant
-from chaos_runs import Figures, compare, fit_plainly, fit_with
-from chaos_schedules import draw_actions, fsdp, of_one_device, pipeline, pool
 
 from benchmarks.machine import machine
+from tests.chaos.chaos_modules import Variant, draw_variant
+from tests.chaos.chaos_runs import Figures, compare, fit_plainly, fit_with
+from tests.chaos.chaos_schedules import draw_actions, fsdp, of_one_device, pipeline, pool
 
 pytestmark = [pytest.mark.nightly_chaos, pytest.mark.timeout(400)]
 

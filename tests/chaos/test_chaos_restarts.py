@@ -14,12 +14,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import chaos_script
 import pytest
 import torch
-from chaos_runs import Figures, compare_batches, compare_logged, fit_plainly, logged, notes
-from chaos_script import VARIANT
 
+from tests.chaos import chaos_script
+from tests.chaos.chaos_runs import Figures, compare_batches, compare_logged, fit_plainly, logged, notes
+from tests.chaos.chaos_script import VARIANT
 from tests.processes import lean_path
 
 

@@ -24,9 +24,9 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.memory import predict
 from lightning_autopar.plans import Engine, Plan
 from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes
-from tests.memory.test_trace import GPT, Module, mlp, tokens, vectors
-from tests.memory.usage import Classifier
-from tests.memory.usage_parts import Recurrent, sequences
+from tests.memory.trace.test_trace import GPT, Module, mlp, tokens, vectors
+from tests.memory.trace.usage import Classifier
+from tests.memory.trace.usage_parts import Recurrent, sequences
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from lightning_autopar.planning.memory import predict, replay
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits, Report
-from tests.memory.test_trace import GPT, Module, tokens
+from tests.memory.trace.test_trace import GPT, Module, tokens
 
 MIB, GIB = 1 << 20, 1 << 30
 

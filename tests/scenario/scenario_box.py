@@ -22,12 +22,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from scenario_runs import DEVICE_BYTES, DEVICES, SPECS, Spec, train
-
 from lightning_autopar.devices.neighbours import Neighbour, write_neighbours
 from lightning_autopar.sharing.lease_files import live_leases
 from lightning_autopar.sharing.queue import live_places
 from lightning_autopar.sharing.runs.requests import runs
+from tests.scenario.scenario_runs import DEVICE_BYTES, DEVICES, SPECS, Spec, train
 
 #: When the stranger comes, when it goes, to which device, and for which share of what is left of it then.
 STRANGER = ((9.0, 20.0, "cpu:1", 0.9), (24.0, 30.0, "cpu:0", 0.5))
@@ -43,7 +42,7 @@ def play(folder: Path, seed: int) -> dict[str, Any]:
     Raises:
         subprocess.CalledProcessError: if it couldn't be played to its end.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, __file__, str(folder), str(seed)]
     subprocess.run(command, env=environment, check=True, timeout=_LONGEST_SECONDS + 60)
     return json.loads((folder / "box.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]  # main has written it

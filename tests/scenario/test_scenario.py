@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from scenario_box import killed, play
-from scenario_runs import SPECS, train
+
+from tests.scenario.scenario_box import killed, play
+from tests.scenario.scenario_runs import SPECS, train
 
 
 def check(box: dict[str, Any], folder: Path) -> None:

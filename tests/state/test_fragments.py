@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 
 from lightning_autopar.state.fragments import FlatPart, Fragment, boxes
+from tests.ranks import run_ranks
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4), data=st.data())

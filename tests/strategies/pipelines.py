@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from parity import QUIET, _decided
 from torch.utils.data import DataLoader
 
 from lightning_autopar.exact import random_state as rng
@@ -15,6 +14,7 @@ from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
+from tests.strategies.fitted import QUIET, _decided
 
 
 def pipeline(cuts: Sequence[str], *, schedule: Schedule = "gpipe", micro_batches: int = 4, ranks: int | None = None, **more: Any) -> Plan:

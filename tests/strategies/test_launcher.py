@@ -13,10 +13,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
 from lightning.pytorch.tuner import Tuner
-from modules import QUIET, TWO, Regression, loader, trainer, weights
 
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.auto import AutoParallelStrategy
+from tests.strategies.modules import QUIET, TWO, Regression, loader, trainer, weights
 
 ENGINES = ("single", "ddp", "fsdp")
 

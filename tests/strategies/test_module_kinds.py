@@ -8,12 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from parity import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.report.report import NothingFits
+from tests.strategies.fitted import QUIET
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

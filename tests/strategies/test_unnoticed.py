@@ -16,11 +16,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from modules import QUIET, TWO, Regression, loader
 from torch import Tensor
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.sharing.runs.progress import batches_left
+from tests.strategies.modules import QUIET, TWO, Regression, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
 

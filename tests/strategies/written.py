@@ -6,9 +6,10 @@ import copy
 from typing import Any
 
 import torch
-from parity import Fitted
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+
+from tests.strategies.fitted import Fitted
 
 
 class Twin(Fitted):

@@ -1,0 +1,396 @@
+"""FSDP2 on two real ranks against plain Lightning on one device; and a module made whole again."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy, mse_loss, softplus
+from torch.nn.utils import parametrizations
+
+from lightning_autopar.strategies.base import process_group
+from lightning_autopar.strategies.fsdp import strategy as fsdp
+from lightning_autopar.strategies.fsdp.strategy import shard, unshard
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
+from tests.ranks import run_ranks
+from tests.strategies.fitted import BLOCKS, Fitted, assert_same, mlp, numbers, plan, tokens
+
+pytestmark = pytest.mark.timeout(60)
+LAYERS = ("layers.0", "layers.1", "layers.2")
+
+
+class Text(Fitted):
+    """A transformer whose embedding and head are one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+        self.embedding = nn.Embedding(17, 16)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3)])
+        self.head = nn.Linear(16, 17, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+    def loss(self, batch: Any) -> Tensor:
+        (ids,) = batch
+        return cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Own(Fitted):
+    """Uses parameters of its own in the step, and the head's weight in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(width=7)  # no number of ranks divides it
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def loss(self, batch: Any) -> Tensor:
+        return mse_loss(self.net(batch[0]) * self.scale, batch[1]) + 0.1 * self.net[4].weight.pow(2).sum()
+
+
+class Frozen(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].requires_grad_(False)
+        self.net[2][0].weight.requires_grad_(False)
+
+
+class Recurrent(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+        self.embedding, self.head = nn.Embedding(17, 8), nn.Linear(8, 17)
+        self.layers = nn.ModuleList([nn.LSTM(8, 8, batch_first=True) for _ in range(3)])
+
+    def loss(self, batch: Any) -> Tensor:
+        (ids,) = batch
+        hidden = self.embedding(ids[:, :-1])
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)[0]
+        return cross_entropy(self.head(hidden).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Viewing(Fitted):
+    """The blocks return views, which the step changes in place."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(x.shape)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.layers = nn.ModuleList([self.Block(16, 16) for _ in range(3)])
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.first(batch[0])
+        for layer in self.layers:
+            found = layer(hidden)
+            found += hidden
+            hidden = found
+        return mse_loss(self.last(hidden), batch[1])
+
+
+class Reused(Fitted):
+    """One block, three times, as in ALBERT."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.net[0](batch[0])
+        for _ in range(3):
+            hidden = self.net[1](hidden)
+        return mse_loss(self.net[4](hidden) + 0 * sum(parameter.sum() for parameter in self.net[4].parameters()), batch[1])
+
+
+class Encoding(Fitted):
+    """The blocks are called by a method that isn't forward."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 16)
+            self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+        def encode(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.encoder, self.out = None, self.Encoder(), nn.Linear(16, 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        return mse_loss(self.out(self.encoder.encode(batch[0])), batch[1])
+
+
+class Parametrised(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.net[1][0])
+        parametrizations.spectral_norm(self.net[2][0])
+
+
+class Sharing(Fitted):
+    """Builds in ``configure_model`` and shards by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = mlp()
+        if self._device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            fully_shard(self.net[2], mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+
+class Late(Fitted):
+    """Builds in ``configure_model``, buffers included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = mlp()
+            self.register_buffer("kept", torch.randn(1))
+            self.register_buffer("unkept", torch.randn(1), persistent=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return mse_loss(self.net(batch[0]) * self.kept * self.unkept, batch[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "units"),
+    [
+        (Fitted, numbers(), BLOCKS),
+        (Fitted, numbers(), ()),
+        (Own, numbers(), BLOCKS),
+        (Frozen, numbers(), BLOCKS),
+        (Reused, numbers(), ("net.1",)),
+        (Encoding, numbers(), ("encoder.layers.0", "encoder.layers.1")),
+        (Parametrised, numbers(), BLOCKS),
+        (Recurrent, tokens(), LAYERS),
+        (Viewing, numbers(), LAYERS),
+        (Sharing, numbers(), BLOCKS),
+    ],
+)
+def test_training_is_plain_lightnings(make: Any, data: Any, units: tuple[str, ...]) -> None:
+    assert_same(make, data, plan("fsdp", shard=units))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("recompute", [(), LAYERS])
+def test_tied_weights_recomputation_and_both_ways_of_resharding(reshard: bool, recompute: tuple[str, ...]) -> None:
+    assert_same(Text, tokens(), plan("fsdp", shard=LAYERS, reshard=reshard, recompute=recompute))
+
+
+def test_dimensions_that_three_ranks_do_not_divide() -> None:
+    assert_same(lambda: Fitted(width=2), numbers(), plan("fsdp", shard=BLOCKS, ranks=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"accumulate_grad_batches": 2}, 1e-5),
+        ({"gradient_clip_val": 0.1}, 1e-5),
+        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 1e-5),
+        ({"precision": "bf16-mixed"}, 2e-2),
+        ({"precision": "bf16-true"}, 5e-2),
+        ({"precision": "64-true"}, 1e-12),
+    ],
+)
+def test_trainer_options(options: dict[str, Any], tolerance: float) -> None:
+    assert_same(Fitted, numbers(), plan("fsdp", shard=BLOCKS, reshard=False), tolerance=tolerance, **options)
+
+
+def test_a_large_module_is_built_on_rank_0_alone() -> None:
+    assert_same(Late, numbers(), plan("fsdp", shard=BLOCKS), large=True)
+
+
+# -- manual optimization -----------------------------------------------------------------------------------------------------------------
+
+
+class Adversarial(Fitted):
+    """Two optimizers; forward between a backward pass and its optimizer's step leaves whole parameters behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = None
+        self.g = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.d = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        g, d = self.optimizers()
+        x = batch[0]
+        made = self.g(x.flip(1))
+        loss = softplus(-self.d(x)).mean() + softplus(self.d(made.detach())).mean()
+        d.zero_grad()
+        self.manual_backward(loss)
+        d.step()
+        loss_g = softplus(-self.d(made)).mean()
+        g.zero_grad()
+        self.manual_backward(loss_g)
+        with torch.no_grad():
+            before = self.d(self.g(x)).mean()
+        g.step()
+        with torch.no_grad():
+            after = self.d(self.g(x)).mean()
+        self.log_dict({"loss": loss + loss_g, "before": before, "after": after})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.d(self.g(batch[0])).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.g.parameters(), 1e-2), torch.optim.Adam(self.d.parameters(), 1e-2)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_two_optimizers_by_hand(reshard: bool) -> None:
+    assert_same(Adversarial, numbers(), plan("fsdp", reshard=reshard))
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------------------------
+
+
+class Generating(Text):
+    def on_train_epoch_end(self) -> None:
+        ids = torch.zeros(1, 1, dtype=torch.long)
+        with torch.no_grad():
+            whole = self(ids).mean()
+            for _ in range(3):
+                hidden = self.embedding(ids)
+                for layer in self.layers:
+                    hidden = layer(hidden)
+                ids = torch.cat([ids, self.head(hidden)[:, -1:].argmax(-1)], 1)
+        self.log_dict({"whole": whole, "ids": ids.sum().float()})
+
+
+class Meddling(Fitted):
+    """Calls a part and changes parameters between steps: what was whole for the call must be shards for the change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return mse_loss(self.net(batch[0]) * self.scale.sum(), batch[1]) + 0.1 * mse_loss(self.average(batch[0]), self.net(batch[0]))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.log("part", self.net(torch.ones(1, 8)).sum())
+        self.log("norm", torch.stack([parameter.grad.norm() for parameter in self.parameters() if parameter.requires_grad]).norm())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.net(batch[0])
+            for parameter in (*self.net.parameters(), self.scale):
+                parameter.clamp_(-0.3, 0.9)
+            for slow, fast in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+
+
+def test_text_is_generated_in_a_hook() -> None:
+    assert_same(Generating, tokens(), plan("fsdp", shard=LAYERS))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_hooks_may_call_parts_and_change_parameters(reshard: bool) -> None:
+    assert_same(Meddling, numbers(), plan("fsdp", shard=BLOCKS, reshard=reshard))
+
+
+def test_a_call_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "PATIENCE", datetime.timedelta(seconds=1))
+
+    def call(rank: int, world_size: int) -> str:
+        module = Fitted()
+        shard(module, BLOCKS, init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)
+        WholeParameters(module)
+        if rank == 1:
+            return ""
+        with pytest.raises(RuntimeError, match="Sequential was called outside of a step on rank 0") as caught:
+            module.net(torch.ones(2, 8))
+        return str(caught.value)
+
+    assert "remove the condition on the rank" in run_ranks(call, 2)[0]
+
+
+# -- whole again -------------------------------------------------------------------------------------------------------------------------
+
+
+def _there_and_back(rank: int, world_size: int) -> list[Any]:
+    torch.manual_seed(0)
+    module = Text()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    classes = [type(child) for child in module.modules()]
+    x = torch.randint(0, 17, (2, 5))
+    expected = module(x)
+    shard(module, LAYERS, init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
+    sharded = module(x)
+    unshard(module)
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+    torch.testing.assert_close([sharded, module(x)], [expected, expected])
+    assert [type(child) for child in module.modules()] == classes
+    assert module.head.weight is module.embedding.weight
+    copy.deepcopy(module)
+    shard(module, (), init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)
+    torch.testing.assert_close(module(x), expected)
+    return [isinstance(module, FSDPModule)]
+
+
+def test_a_module_is_whole_again_after_unshard() -> None:
+    assert run_ranks(_there_and_back, 2) == [[True], [True]]
+
+
+class Watchful(Fitted):
+    """Looks at whole-tensor numbers in hooks, as people do to watch their weights."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("weights", sum(float(parameter.detach().norm()) for parameter in self.parameters()))
+        self.log("slope", self.net[0].weight.grad.abs().sum().item())
+
+
+def test_a_number_asked_of_a_shard_is_the_whole_tensors() -> None:
+    ours, theirs = assert_same(Watchful, numbers(), plan("fsdp", shard=BLOCKS))
+    metrics, expected = ours.trainer.callback_metrics, theirs.trainer.callback_metrics
+    assert float(metrics["weights"]) == pytest.approx(float(expected["weights"]), rel=1e-5)
+    assert float(metrics["slope"]) == pytest.approx(float(expected["slope"]), rel=1e-5)
+
+
+def _found_by_fully_shard(rank: int, world_size: int) -> tuple[int, int]:
+    """How many parameter objects fully_shard meets, and how many of them somebody else held before."""
+    module = Text()
+    outside = {id(parameter): parameter for parameter in module.parameters()}
+    met: dict[int, Tensor] = {}
+
+    def watching(unit: nn.Module, **options: Any) -> Any:
+        met.update((id(parameter), parameter) for parameter in unit.parameters() if not isinstance(parameter, DTensor))
+        return fully_shard(unit, **options)
+
+    fsdp.fully_shard = watching  # type: ignore[assignment]
+    shard(module, LAYERS, init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)
+    assert module.head.weight is module.embedding.weight
+    return len(met), len(met.keys() & outside.keys())
+
+
+def test_what_fully_shard_moves_to_the_device_is_held_by_nobody_else() -> None:
+    distinct = len(list(Text().parameters()))
+    assert run_ranks(_found_by_fully_shard, 2) == [(distinct, 0)] * 2

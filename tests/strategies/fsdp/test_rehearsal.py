@@ -1,0 +1,253 @@
+"""What FSDP2 can't run, or would run wrong, is a sentence before any worker starts."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+from lightning_autopar._fork import run_forked
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.block_units import shardable
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.fsdp.rehearsal import held, rehearse_fsdp, unshardable
+from lightning_autopar.strategies.parity import rehearsal as rehearse
+from lightning_autopar.strategies.parity.check import PASSED, Check
+from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
+from tests.strategies.fitted import BLOCKS, Fitted, numbers
+from tests.strategies.written import Averaged, Exchanging, FollowedByHook, Held, InPlace, Normed, Penalised, Sharing, Tying
+
+TWINS = (*BLOCKS, *(name.replace("net", "target") for name in BLOCKS))
+
+
+class Scalar(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Sparse(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 8, sparse=True)
+
+
+class Mixed(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+
+class Regularised(Fitted):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.net[2][0].weight.pow(2).sum()
+
+
+class Rescaling(Fitted):
+    """Changes a whole parameter in its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            self.scale.data.mul_(0.5)
+        return mse_loss(self.net(batch[0]) * self.scale.sum(), batch[1])
+
+
+class Crashing(Fitted):
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.stack([torch.ones(16, 16), self.net[1][0].weight])
+
+
+def _first() -> FirstBatch:
+    return FirstBatch(batch=next(iter(DataLoader(numbers(), batch_size=8))), batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (Scalar, "the parameter 'scale' is a scalar"),
+        (Sparse, "'table' has sparse gradients"),
+        (Mixed, "several dtypes"),
+        (Regularised, "uses a block's parameters outside of the block's forward"),
+        (Tying, "the step has put another parameter in the place of 'weight' of Linear, which FSDP2 holds in shards; write to"),
+        (Sharing, "the step has given the parameter 'weight' the values of another one to share"),
+        (Held, "what the step does to whole parameters is lost on shards"),
+        (Crashing, "on_train_batch_end was left out, as it failed"),
+    ],
+)
+def test_the_cause_is_named(make: Any, cause: str) -> None:
+    sentence = rehearse_fsdp(make(), None, _first(), BLOCKS).refusal
+    assert sentence is not None
+    assert cause in sentence
+
+
+def test_what_runs_is_not_refused_and_stays_as_it_was() -> None:
+    module = Fitted()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert rehearse_fsdp(module, None, _first(), BLOCKS) == PASSED
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+    assert type(module) is Fitted
+
+
+@pytest.mark.parametrize(("make", "units"), [(Rescaling, BLOCKS), (Exchanging, TWINS), (Normed, BLOCKS), (Regularised, ())])
+def test_what_a_step_writes_is_kept(make: Any, units: tuple[str, ...]) -> None:
+    assert rehearse_fsdp(make(), None, _first(), units) == PASSED
+
+
+def test_dropout_draws_the_same_on_shards() -> None:
+    class Dropping(Fitted):
+        def loss(self, batch: Any) -> Tensor:
+            return mse_loss(nn.functional.dropout(self.net(batch[0]), 0.5), batch[1])
+
+    assert rehearse_fsdp(Dropping(), None, _first(), BLOCKS) == PASSED
+
+
+def test_a_step_that_fails_anyway_says_nothing_about_shards_and_doesnt_pass() -> None:
+    class Broken(Fitted):
+        def loss(self, batch: Any) -> Tensor:
+            raise ValueError("broken")
+
+    check = rehearse_fsdp(Broken(), None, _first(), BLOCKS)
+    assert check.outcome == "not made"
+    assert check.refusal is not None
+    assert "couldn't be checked, as the step fails on the CPU with whole parameters, too (ValueError: broken)" in check.refusal
+
+
+def test_a_step_that_takes_too_long_doesnt_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Fitted):
+        def loss(self, batch: Any) -> Tensor:
+            time.sleep(60)
+            return super().loss(batch)
+
+    monkeypatch.setattr(rehearse, "TIMEOUT_SECONDS", 2.0)
+    check = rehearse_fsdp(Slow(), None, _first(), BLOCKS)
+    assert check.outcome == "not made"
+    assert "it takes more than 2 s" in (check.refusal or "")
+
+
+def test_a_process_in_a_group_rehearses_nothing(tmp_path: Path) -> None:
+    def in_group() -> Check:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+        return rehearse_fsdp(Fitted(), None, _first(), BLOCKS)
+
+    assert "is in a process group already" in (run_forked(in_group, timeout_seconds=60).refusal or "")
+
+
+def large(make: Any, units: Any = None, **plan: Any) -> str | None:
+    """What a module is refused for that is too large to be rehearsed, as the whole of planning would."""
+    module = make()
+    footprint = trace(module, None, _first())
+    if plan:
+        return rehearse_zero(module, None, _first(), Plan(engine="zero", devices=("a", "b"), **plan), conduct=footprint.conduct).refusal
+    return rehearse_fsdp(module, None, _first(), shardable(footprint)[0] if units is None else units, conduct=footprint.conduct).refusal
+
+
+@pytest.mark.parametrize("make", [Fitted, Rescaling, Regularised, Exchanging, InPlace, Normed, Averaged, Penalised])
+def test_what_is_too_large_to_rehearse_is_passed_by_its_trace(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearse, "PARAMETER_BYTES", 0)
+    assert large(make) is None
+    assert large(make, zero_stage=3) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "fsdp", "zero"),
+    [
+        (Tying, "puts another parameter in the place of 'other.weight', which FSDP2", "in the place of 'other.weight', which ZeRO-3"),
+        (
+            Sharing,
+            "gives the parameter 'other.weight' the values of",
+            "gives the parameter 'other.weight' the values of",
+        ),
+        (FollowedByHook, "on_train_batch_end uses the parameter 'net.0.weight' together with tensors that aren't parameters", None),
+        (Held, "'both' holds the parameter 'target.0.weight' itself", None),
+    ],
+)
+def test_what_is_too_large_to_rehearse_is_refused_by_its_trace(
+    make: Any, fsdp: str, zero: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearse, "PARAMETER_BYTES", 0)
+    assert fsdp in (large(make) or "")
+    refusal = large(make, zero_stage=3)
+    assert refusal is None if zero is None else zero in (refusal or "")
+
+
+def test_a_long_step_that_could_not_be_traced_either_does_not_pass() -> None:
+    check = rehearse_fsdp(Fitted(), None, _first(), BLOCKS, flops=10**15)
+    assert check.outcome == "not made"
+    assert "too long to try on the CPU, and it couldn't be traced either" in (check.refusal or "")
+
+
+def test_a_recurrent_layers_own_list_of_its_parameters_is_no_reason() -> None:
+    class Recurrent(Fitted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = nn.LSTM(4, 4)
+
+    assert held(Recurrent()) is None
+
+
+@pytest.mark.parametrize(("crashes", "passes"), [(1, True), (2, False)])
+def test_a_child_that_crashes_is_tried_once_more(crashes: int, passes: bool, tmp_path: Path) -> None:
+    class Aborted(Fitted):
+        """The rank that judges dies in its first sharded step, so often."""
+
+        def loss(self, batch: Any) -> Tensor:
+            if dist.is_initialized() and dist.get_rank() == 0:
+                with (tmp_path / "crashes").open("a+") as file:
+                    file.seek(0)
+                    if len(file.read()) < crashes:
+                        file.write("x")
+                        file.flush()
+                        os.kill(os.getpid(), signal.SIGABRT)
+            return super().loss(batch)
+
+    sentence = rehearse_fsdp(Aborted(), None, _first(), BLOCKS).refusal
+    assert sentence is None if passes else "SIGABRT" in (sentence or "")
+
+
+def test_unshardable_passes_an_ordinary_module() -> None:
+    assert unshardable(Fitted()) is None
+
+
+class Shifted(Fitted):
+    """Adds to all logits what softmax takes out again: the gradient is rounding, and Adam makes a whole step of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1))
+        self.wide = nn.Linear(1, 7)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + (self.wide(self.net(batch[0])) + self.shift).softmax(-1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05, eps=1e-16)
+
+
+def test_weights_that_go_by_rounding_are_told_from_those_that_do_not() -> None:
+    torch.manual_seed(0)
+    module, batch = Shifted(), lambda: (torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.ones(8, 1))
+    plain = rehearse._plain_steps(copy.deepcopy(module), None, batch)
+    swings = rehearse._swings(plain, module, None, batch)
+    assert swings.weights["shift"] > 0.05
+    assert max(swing for name, swing in swings.weights.items() if name != "shift") < 1e-4
+    engine: Any = rehearse.Engine(steps=lambda *_: plain, where="here", lost="lost", sentence=str, traced=lambda _: None)
+    for name, change in (("shift", 0.05), ("wide.weight", 0.001)):
+        ours = replace(plain, weights={**plain.weights, name: plain.weights[name] + change})
+        assert "has other values" in (rehearse._difference(plain, ours, engine, rehearse.Swings()) or "")
+        assert (rehearse._difference(plain, ours, engine, swings) is None) == (name == "shift")

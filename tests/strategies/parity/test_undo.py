@@ -1,0 +1,132 @@
+"""What a step does to its module is told and undone, and what depends on the batch is found."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.parity.probe import probe_split
+from lightning_autopar.strategies.parity.undo import undone
+from tests.strategies.parity.test_probe import Base, first_of, samples
+
+
+class Hoarder(Base):
+    """Keeps a decaying table and a hidden state in attributes, which its loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(4)
+        self.hidden: Tensor | None = None
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.table = self.table * 0.9
+        hidden = self.layer(x) * self.table
+        hidden = hidden if self.hidden is None else hidden + self.hidden
+        self.hidden = hidden.detach()
+        return F.mse_loss(hidden, x)
+
+
+class Codebook(Base):
+    """A running mean of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.average.lerp_(x.mean(0), 0.1)
+        return F.mse_loss(self.layer(x), x)
+
+
+class Renormalised(Base):
+    """Writes to a parameter's rows as the batch has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(10, 4) * 5)
+
+    def loss(self, x: Tensor) -> Tensor:
+        index = torch.arange(len(x)) if len(x) == 6 else torch.zeros(len(x), dtype=torch.long)
+        return F.mse_loss(self.layer(F.embedding(index, self.table, max_norm=1.0)) * 0 + self.layer(x), x)
+
+
+class Routed(Base):
+    """Each sample's sign decides which of two experts it goes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for expert, rows in zip(self.experts, ((x[:, 0] > 0).nonzero()[:, 0], (x[:, 0] <= 0).nonzero()[:, 0]), strict=True):
+            if len(rows):
+                y = y.index_add(0, rows, expert(x[rows]))
+        return F.mse_loss(y, x)
+
+
+def test_attributes_are_as_before_each_run() -> None:
+    module = Hoarder()
+    finding, _ = probe_split(module, None, first_of(samples()))
+    assert (finding.difference, finding.reason, finding.splittable) == (0.0, None, True)
+    assert module.hidden is None
+    assert torch.equal(module.table, torch.ones(4))
+
+
+def test_a_buffer_that_depends_on_the_batch_rules_a_split_out() -> None:
+    finding, _ = probe_split(Codebook(), None, first_of(samples()))
+    assert not finding.splittable
+    assert "'average' depends on the batch" in str(finding.reason)
+
+
+def test_a_parameter_that_the_step_writes_to_rules_a_split_out() -> None:
+    module = Renormalised()
+    before = module.table.detach().clone()
+    finding, _ = probe_split(module, None, first_of(samples()))
+    assert not finding.splittable
+    assert "'table' depends on the batch" in str(finding.reason)
+    assert torch.equal(module.table, before)
+
+
+@pytest.mark.parametrize("signs", [(1, -1, 1, -1, 1, -1), (1, 1, 1, 1, 1, 1)])
+def test_calls_that_the_samples_decide_are_named(signs: tuple[int, ...]) -> None:
+    batch = [torch.full((4,), float(sign)) for sign in signs]
+    first: FirstBatch = first_of(batch)
+    finding, _ = probe_split(Routed(), None, first)
+    assert finding.uneven_calls == (("experts.0", "experts.1") if -1 in signs else ())
+
+
+def test_an_exception_is_undone_too() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.note = 1
+    weight = module.weight.detach().clone()
+
+    def change() -> None:
+        with undone(module):
+            module.note = 2
+            with torch.no_grad():
+                module.weight.add_(1)
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        change()
+    assert module.note == 1
+    assert torch.equal(module.weight, weight)
+
+
+def test_what_a_step_writes_is_undone_at_any_size_or_the_step_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(2, 2)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20))  # the weight takes 16, the bias 8
+    with pytest.raises(MemoryError, match="copy of 24 B of parameters"), undone(module):
+        pass
+    with undone(module, writes=["bias"]) as effects, torch.no_grad():
+        module.bias.data.add_(1)
+    assert list(effects.written) == ["bias"]
+    assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())

@@ -1,0 +1,67 @@
+"""What tracing didn't try of a plan is tried before the plan is taken, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_autopar import NothingFits
+from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding
+from lightning_autopar.strategies.pipeline.stages.recording import Staging
+from lightning_autopar.strategies.preparation import findings
+from lightning_autopar.strategies.preparation import prospect as confirm
+from tests.strategies.preparation.test_decide import Stack, pinned, plan, staged, trainer_for
+
+
+@pytest.mark.parametrize("found", ["right", "wrong", "unknown"])
+def test_stages_that_were_only_recorded_are_tried_before_they_are_taken(
+    found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, asked = findings.probe_stages, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        return replace(probe(*args, **kwargs), untried="a step is too long to try on the CPU")
+
+    def confirmed(trainer: Any, footprint: Any, cuts: Any) -> StagingFinding:
+        asked.append(cuts)
+        refusal = "in stages the loss is 1 instead of 2" if found == "wrong" else None
+        return StagingFinding(staging=Staging(refusal=refusal), untried="of its length" if found == "unknown" else None)
+
+    monkeypatch.setattr(findings, "probe_stages", recorded)
+    monkeypatch.setattr(confirm, "confirm", confirmed)
+    decision = staged(Stack(), tmp_path, allow=("ddp", "pipeline"), plan=pinned("blocks.2")) if found != "wrong" else None
+    if decision is None:
+        with pytest.raises(NothingFits, match="in stages the loss is 1 instead of 2"):
+            staged(Stack(), tmp_path)
+        assert asked
+        return
+    assert asked == [("blocks.2",)]
+    noted = any("only checked as they run: no trial was made, as a step is too long" in note for note in decision.candidate.notes)
+    assert noted == (found == "unknown")
+
+
+def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, pids = Stack(), tmp_path / "pids"
+    loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4)
+    trainer = trainer_for(module, loader, tmp_path)
+    footprint = plan(trainer).report.footprint
+    confirm_stages = confirm.confirm_stages
+
+    def noted(*args: Any, **kwargs: Any) -> StagingFinding:
+        pids.write_text(str(os.getpid()))
+        return confirm_stages(*args, **kwargs)
+
+    monkeypatch.setattr(confirm, "confirm_stages", noted)
+    found = confirm.confirm(trainer, footprint, ("blocks.2",))
+    assert (found.staging.refusal, found.untried) == (None, None)
+    assert int(pids.read_text()) != os.getpid()
+    monkeypatch.setattr(confirm, "confirm_stages", lambda *args, **kwargs: os._exit(3))
+    lost = confirm.confirm(trainer, footprint, ("blocks.2",))
+    assert lost.staging.refusal is not None
+    assert "couldn't be checked, as trying it came to no end" in lost.staging.refusal

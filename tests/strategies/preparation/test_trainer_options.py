@@ -1,0 +1,146 @@
+"""Each sentence that rules an engine out, from a trainer that has the option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_autopar.strategies.preparation.trainer_options import exclusions
+from tests.strategies.modules import Regression, trainer
+
+
+class Iterates(Regression):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+def excluded(folder: Path, module: Regression | None = None, stage: TrainerFn = TrainerFn.FITTING, **options: Any) -> dict[str, str]:
+    run = trainer("single", folder, **options)
+    run.strategy._lightning_module = module or Regression()
+    run.state.fn = stage
+    return exclusions(run)
+
+
+def unstaged(folder: Path, module: Regression | None = None, stage: TrainerFn = TrainerFn.FITTING, **options: Any) -> str:
+    found = excluded(folder, module, stage, **options)
+    return found["pipeline"]
+
+
+def test_nothing_is_ruled_out_by_what_works_everywhere(tmp_path: Path) -> None:
+    assert excluded(tmp_path, callbacks=[EarlyStopping("val_loss")], gradient_clip_val=1.0, accumulate_grad_batches=2) == {}
+    assert excluded(tmp_path, precision="bf16-mixed") == {}
+
+
+@pytest.mark.parametrize(
+    ("callback", "engines", "words"),
+    [
+        (StochasticWeightAveraging(1e-2), ["fsdp"], "StochasticWeightAveraging works on whole parameters"),
+        (BackboneFinetuning(), ["fsdp", "multi"], "BackboneFinetuning unfreezes parameters during the run"),
+        (LearningRateFinder(), ["multi"], "LearningRateFinder judges by the loss that it sees on one device"),
+        (BatchSizeFinder(), ["multi"], "BatchSizeFinder runs on one device only"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, list) else "",
+)
+def test_callbacks(callback: Any, engines: list[str], words: str, tmp_path: Path) -> None:
+    found = excluded(tmp_path, callbacks=[callback])
+    assert sorted(found.keys() - {"pipeline", "zero"}) == engines  # those two have tests of their own
+    assert words in found[engines[-1]]
+
+
+def test_weight_averaging(tmp_path: Path) -> None:
+    weight_averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    found = excluded(tmp_path, callbacks=[weight_averaging.WeightAveraging()])
+    assert sorted(found) == ["fsdp", "pipeline", "zero"]
+    assert "WeightAveraging works on whole parameters" in found["fsdp"]
+    assert "WeightAveraging works on the whole module's weights" in found["pipeline"]
+
+
+def test_callbacks_of_training_rule_nothing_out_of_an_evaluation(tmp_path: Path) -> None:
+    callbacks = [StochasticWeightAveraging(1e-2), LearningRateFinder()]
+    assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=callbacks) == {}
+
+
+def test_precisions(tmp_path: Path) -> None:
+    assert excluded(tmp_path, precision="64-true").keys() <= {"zero"}
+    for precision, options in (("16-mixed", {"plugins": [MixedPrecision("16-mixed", "cpu")]}), ("transformer-engine", {})):
+        try:
+            found = excluded(tmp_path, **(options or {"precision": precision}))
+        except ModuleNotFoundError:
+            continue
+        assert f"precision '{precision}' doesn't work on sharded parameters" in found["fsdp"]
+        assert "multi" not in found
+        assert ("pipeline" in found) == precision.startswith("transformer")
+
+
+def test_an_iterator_in_training_step(tmp_path: Path) -> None:
+    assert "takes dataloader_iter" in excluded(tmp_path, Iterates())["multi"]
+    assert excluded(tmp_path, Iterates(), stage=TrainerFn.PREDICTING) == {}
+
+
+def test_an_embedding_that_rescales_its_rows(tmp_path: Path) -> None:
+    module = Regression()
+    module.words = torch.nn.Embedding(4, 2, max_norm=1.0)
+    assert "'words' has max_norm" in excluded(tmp_path, module)["multi"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # torch, on importing its compiler
+def test_a_part_compiled_before_sharding(tmp_path: Path) -> None:
+    module = Regression()
+    module.net = torch.compile(module.net)  # type: ignore[assignment]
+    assert "compiled before sharding" in excluded(tmp_path, module)["fsdp"]
+    assert "a pipeline cuts the code as it was written" in unstaged(tmp_path, module)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # torch, on importing its compiler
+def test_a_part_compiled_in_place_has_no_stages(tmp_path: Path) -> None:
+    module = Regression()
+    module.net[0].compile()
+    found = excluded(tmp_path, module)
+    assert sorted(found) == ["pipeline", "zero"]
+    assert "a part of the module is compiled" in found["pipeline"]
+
+
+@pytest.mark.parametrize(
+    "callback", [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")], ids=lambda value: type(value).__name__
+)
+def test_callbacks_that_need_all_weights_have_no_stages(callback: Any, tmp_path: Path) -> None:
+    assert f"{type(callback).__name__} works on the whole module's weights" in unstaged(tmp_path, callbacks=[callback])
+    assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[callback]) == {}
+
+
+def test_parameters_without_a_shape_have_no_stages(tmp_path: Path) -> None:
+    module = Regression()
+    module.late = torch.nn.LazyLinear(3)
+    assert "'late.weight' gets its shape in the first step" in unstaged(tmp_path, module)
+
+
+def test_generators_of_its_own_have_no_stages(tmp_path: Path) -> None:
+    module = Regression()
+    module.net.noise = torch.Generator()
+    assert "draws from 'net.noise', a generator of its own" in unstaged(tmp_path, module)
+
+
+def test_a_hook_on_a_complete_gradient_has_no_stages(tmp_path: Path) -> None:
+    module = Regression()
+    module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert "'net.0.weight' has a hook for when its gradient is complete" in unstaged(tmp_path, module)
+
+
+def test_a_prediction_writer(tmp_path: Path) -> None:
+    writer = BasePredictionWriter("epoch")
+    assert "BasePredictionWriter" in excluded(tmp_path, stage=TrainerFn.PREDICTING, callbacks=[writer])["multi"]
+    assert excluded(tmp_path, callbacks=[writer]) == {}

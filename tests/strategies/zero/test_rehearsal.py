@@ -1,0 +1,63 @@
+"""A rehearsal under DeepSpeed passes what runs there, and names what doesn't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
+from tests.strategies.fitted import Fitted
+from tests.strategies.written import Exchanging, Normed, Sharing
+
+pytestmark = pytest.mark.timeout(120)
+pytest.importorskip("deepspeed")
+
+
+def zero(stage: int, count: int = 2, **values: Any) -> Plan:
+    return Plan(engine="zero", zero_stage=stage, devices=tuple(f"cpu:{rank}" for rank in range(count)), **values)
+
+
+def rehearsed(module: Any, plan: Plan) -> str | None:
+    torch.manual_seed(1)
+    first = FirstBatch(batch=(torch.randn(8, 8), torch.randn(8, 1)), batch_size=8)
+    return rehearse_zero(module, None, first, plan).refusal
+
+
+class Dropping(Fitted):
+    """Draws, ties weights, has a part without a gradient, and clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1][0] = self.net[2][0]
+        self.unused = nn.Linear(3, 3)
+        self.dropout = nn.Dropout(0.2)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((self.dropout(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05, weight_decay=0.5)
+
+
+@pytest.mark.parametrize("plan", [zero(2), zero(3, offload=("optimizer", "parameters")), zero(3, count=1)], ids=Plan.title)
+def test_what_runs_is_not_refused_and_stays_as_it_was(plan: Plan) -> None:
+    module = Dropping()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    assert rehearsed(module, plan) is None
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+@pytest.mark.parametrize("make", [Exchanging, Normed])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_written_is_kept(make: Any, stage: int) -> None:
+    assert rehearsed(make(), zero(stage)) is None
+
+
+def test_what_would_part_is_seen() -> None:
+    assert "was given the values of another one to share" in (rehearsed(Sharing(), zero(2)) or "")
+    assert "under ZeRO-3" in (rehearsed(Sharing(), zero(3)) or "")
