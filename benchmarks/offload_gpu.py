@@ -302,7 +302,7 @@ def _train(question: Question, candidate: Candidate, layers: int, out: Path, err
         accelerator = "cpu" if question.on_cpu else "cuda"
         trainer = pl.Trainer(accelerator=accelerator, strategy=strategy, precision=question.precision, max_epochs=1, **_QUIET)
         with (
-            mock.patch.object(launcher, "consider", return_value=mock.Mock(decision=lambda inventory: decision)),
+            mock.patch.object(launcher, "find_prospect", return_value=mock.Mock(decision=lambda inventory: decision)),
             mock.patch.object(Decision, "announce"),
             mock.patch.object(launcher.AutoLauncher, "_account"),
         ):

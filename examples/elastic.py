@@ -35,7 +35,7 @@ class Neighbourhood(L.Callback):
         if not trainer.is_global_zero:
             return
         if trainer.global_step in (self.comes, self.follows):
-            here = trainer.strategy.assignment.plan.devices[-1]
+            here = trainer.strategy.run_plan.plan.devices[-1]
             write_neighbours(self.file, {here: Neighbour(taken_bytes=TAKEN_BYTES)})
         if trainer.global_step == self.leaves:
             write_neighbours(self.file, {})

@@ -147,7 +147,7 @@ class Engine(ABC):
         """The Lightning strategy that executes a plan, in this process: one with ``EngineMixin``.
 
         Args:
-            run: an ``RunPlan``, the plan and the devices.
+            run: a ``RunPlan``, the plan and the devices.
             forked: whether this process is a worker, forked for the plan; a launcher has started it otherwise.
         """
 

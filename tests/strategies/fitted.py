@@ -111,11 +111,11 @@ def _decided(plan: Plan | None, **assigned: Any) -> Iterator[None]:
         report: Any = SimpleNamespace(footprint=footprint, best_candidate=Candidate(plan=plan, fits=True), residuals=Corrections())
         return Decision(report=report, run_plan=RunPlan(plan=plan, devices=bound[0].devices, **assigned))
 
-    def consider(trainer: Any, settings: Any, bound: Any, **_: Any) -> Any:
+    def find_prospect(trainer: Any, settings: Any, bound: Any, **_: Any) -> Any:
         return SimpleNamespace(decision=lambda inventory=None: decided(bound))
 
     with (
-        mock.patch.object(launcher, "consider", consider),
+        mock.patch.object(launcher, "find_prospect", find_prospect),
         mock.patch.object(launcher, "decide", lambda trainer, settings, bound, **_: decided(bound)),
     ):
         yield

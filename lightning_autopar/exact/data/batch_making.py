@@ -40,7 +40,7 @@ class Loading:
     """What was found out about a loader.
 
     Args:
-        draws: where making a batch draws random numbers; see :class:`.assignment.RunPlan`.
+        draws: where making a batch draws random numbers; see :class:`.run_plan.RunPlan`.
         collation: how ranks make its batches; None where that isn't known.
     """
 

@@ -258,7 +258,7 @@ def _metric_states(module: nn.Module, splits: bool) -> Iterator[tuple[str, dict[
 
 def _parts_per_batch(trainer: Trainer) -> int:
     """In how many parts a batch is worked off, by ranks and one after the other: so often a step runs for it."""
-    run_plan = getattr(trainer.strategy, "assignment", None)
+    run_plan = getattr(trainer.strategy, "run_plan", None)
     return 1 if run_plan is None or run_plan.batch == "per_device" else run_plan.plan.data_ranks * run_plan.plan.micro_batches
 
 

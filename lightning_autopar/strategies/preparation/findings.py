@@ -91,7 +91,7 @@ class Findings:
         footprint: of its step.
         split: what a split batch changes; None where no candidate splits it.
         draws: the step's random draws; None where it draws nothing.
-        data_draws: where making a batch draws, see :class:`.assignment.RunPlan`.
+        data_draws: where making a batch draws, see :class:`.run_plan.RunPlan`.
         sharded: whether FSDP2 runs it right.
         unpartitionable: why DeepSpeed can't, by what the module and its optimizer are; None where that isn't known.
         ungathered: why it can't gather parameters module by module, at stage 3; None where it can.

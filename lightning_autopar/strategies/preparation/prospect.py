@@ -128,7 +128,7 @@ class Prospect:
         trainer: with module and data attached.
         look: what was found out.
         batch: what a batch is to several devices.
-        from_snapshot: see :class:`.assignment.RunPlan`.
+        from_snapshot: see :class:`.run_plan.RunPlan`.
         weights_only: see there.
         elastic: see :func:`.decide.consider`.
     """

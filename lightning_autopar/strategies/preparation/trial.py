@@ -128,7 +128,7 @@ def choose(decision: Decision, run: Run, *, clock: Callable[[], float] = time.mo
 
 
 def assigned(decision: Decision, candidate: Candidate) -> RunPlan:
-    """The decision's assignment with another plan."""
+    """The decision's run plan with another plan."""
     devices = tuple(decision.report.inventory.device(device) for device in candidate.plan.devices)
     return replace(decision.run_plan, plan=candidate.plan, devices=devices, candidate=candidate)
 

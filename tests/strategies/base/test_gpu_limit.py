@@ -388,7 +388,7 @@ def test_what_a_run_holds_itself_is_what_the_driver_shows_before_its_workers_say
     said = [0]
     gate, generation = SimpleNamespace(used_bytes=lambda: said), SimpleNamespace(pids=lambda: [7])
     running: Any = SimpleNamespace(
-        decision=SimpleNamespace(run_plan=assigned("cuda")), elastic=SimpleNamespace(gate=gate), generation=generation
+        decision=SimpleNamespace(run_plan=assigned("cuda")), elastic=SimpleNamespace(rendezvous=gate), generation=generation
     )
     seen = replace(assigned("cuda").devices[0], processes=(DeviceProcess(pid=7, used_bytes=9 * GIB), DeviceProcess(pid=8, used_bytes=GIB)))
     assert own_bytes(running, seen) == 9 * GIB

@@ -228,7 +228,7 @@ class RunObjects:
                 each.requires_grad_(wanted)
         for name, each in self.module.named_modules():
             each.training = sent["training"].get(name, each.training)
-        own_batches = getattr(getattr(self.engine, "assignment", None), "batch", "global") == "per_device"
+        own_batches = getattr(getattr(self.engine, "run_plan", None), "batch", "global") == "per_device"
         for name, value in sent["trainer"].items():
             if not (own_batches and name in _COUNTS):
                 vars(self.trainer)[name] = value
