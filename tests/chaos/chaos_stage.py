@@ -336,7 +336,7 @@ def _at(name: str, function: Callable[..., Any], *, after: bool = False) -> Call
 def on_stage(stage: Stage) -> Iterator[None]:
     """While open, this stage's actions happen to the run of this process."""
     global current
-    patched: list[tuple[Any, str, Any]] = [(boundary, "carry", _at("no_space", _at("before_carrying", boundary.write_objects)))]
+    patched: list[tuple[Any, str, Any]] = [(boundary, "write_objects", _at("no_space", _at("before_carrying", boundary.write_objects)))]
     patched.append((boundary, "save_snapshot", _at("saved", _at("before_saving", boundary.save_snapshot), after=True)))
     patched.append((snapshot.dcp, "save", _at("tensors_saved", snapshot.dcp.save, after=True)))
     patched.append((EngineMixin, "prepare", _at("preparing", EngineMixin.prepare)))

@@ -83,7 +83,7 @@ def test_a_killed_script_goes_on_at_its_next_start(tmp_path: Path, forked: bool)
     script = Script(folder, forked=forked)
     script.wait_for(folder, 18)
     said = script.end_by(signal.SIGTERM)
-    assert "it goes on from its snapshot of step" in said, said
+    assert "resumes from its snapshot of step" in said, said
     assert "the next start of this run goes on from there" in said, said
     script = Script(folder, forked=forked)
     assert script.wait(60) == 0, script.said.read_text(encoding="utf-8")

@@ -261,8 +261,8 @@ def test_a_containers_run_is_known_by_the_number_that_its_process_has_there(monk
     ("arguments", "says"),
     [
         (["--watch"], "--watch draws on a terminal"),
-        (["--watch", "0"], "--watch 0: give seconds"),
-        (["--watch", "nan"], "--watch nan: give"),
+        (["--watch", "0"], "--watch 0 must be at least 0.2 seconds"),
+        (["--watch", "nan"], "--watch nan must be at least 0.2 seconds"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

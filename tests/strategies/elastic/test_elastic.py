@@ -219,7 +219,7 @@ def test_who_is_terminated_twice_goes_on_at_the_next_start(tmp_path: Path, neigh
     with pytest.raises((SystemExit, SIGTERMException)):
         fit(tmp_path / "run", [CheckpointMigrate(snapshot_seconds=0.1), watch])
     monkeypatch.setattr(elastic, "_runs", number)  # as in the process of the next start
-    with pytest.warns(UserWarning, match="it goes on from its snapshot of step"):
+    with pytest.warns(UserWarning, match="resumes from its snapshot of step"):
         again, trainer = fit(tmp_path / "run", [CheckpointMigrate()])
     assert trainer.global_step == 36
     assert difference(plain, again) == 0.0
@@ -237,7 +237,7 @@ def test_what_the_agent_fails_by_leaves_the_snapshots(tmp_path: Path, neighbours
     with pytest.raises(ArithmeticError, match="a watcher's own"):
         fit(tmp_path / "run", [CheckpointMigrate(snapshot_seconds=0.1), watch])
     monkeypatch.setattr(elastic, "_runs", number)  # as in the process of the next start
-    with pytest.warns(UserWarning, match="it goes on from its snapshot of step"):
+    with pytest.warns(UserWarning, match="resumes from its snapshot of step"):
         again, trainer = fit(tmp_path / "run", [CheckpointMigrate()])
     assert trainer.global_step == 36
     assert difference(plain, again) == 0.0

@@ -130,7 +130,7 @@ class Read(Tied):
 
 
 def test_a_norm_of_ones_own_making_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(RuntimeError, match=r"on_before_optimizer_step of a pipeline, where its value isn't known"):
+    with pytest.raises(RuntimeError, match=r"on_before_optimizer_step of a pipeline, which doesn't have its value"):
         run(Partial, tokens(), PLAN, blocks=BLOCKS)
     with pytest.raises(RuntimeError, match=r"reads the values of the gradient of the parameter '.*', which another stage has"):
         run(Read, tokens(), PLAN, blocks=BLOCKS)

@@ -275,7 +275,7 @@ class Parent:
                 read_objects(self.trainer, self.before, self.folder)
             unmute()
             on_train_start()
-            seen.extend([look(self), [str(each.message) for each in caught if "carried along" in str(each.message)]])
+            seen.extend([look(self), [str(each.message) for each in caught if "were lost when the run moved" in str(each.message)]])
 
         self.trainer.strategy.on_train_start = begin  # type: ignore[method-assign]
         self.trainer.fit(self.net, datamodule=self.data, ckpt_path=self.folder / "weights.ckpt", weights_only=False)
@@ -405,7 +405,7 @@ def test_what_is_large_travels_and_what_can_not_is_named(tmp_path: Path, monkeyp
     here, said = run_forked(parent.new, see)
     assert here == there == (1_800_000.0, 900_000.0, 900_000.0, 900_000.0)
     assert len(said) == 1
-    assert "along when the run moved: Heavy.rows[1], Heavy.rows[2], Heavy.rows[3], Heavy.thread, datamodule.lost (" in said[0], (
+    assert "lost when the run moved: Heavy.rows[1], Heavy.rows[2], Heavy.rows[3], Heavy.thread, datamodule.lost (" in said[0], (
         "setup has made the table again"
     )
 
