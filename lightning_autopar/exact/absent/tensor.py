@@ -82,7 +82,7 @@ class AbsentTensor(Tensor):
         """What it is; it has no data to print."""
         if self._value is not None:
             return repr(self._value)
-        return f"Hole({tuple(self.shape)}, {self.dtype}, {str(self.device)!r}: {self._what})"
+        return f"AbsentTensor({tuple(self.shape)}, {self.dtype}, {str(self.device)!r}: {self._what})"
 
 
 class OverwrittenTensor(Tensor):
@@ -94,7 +94,7 @@ class OverwrittenTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """As of the hole."""
+        """As of the absent tensor."""
         result = func(*_put_holes(args), **_put_holes(dict(kwargs or {})))
         for leaf in args:  # what an operation in place returns is the tensor that the caller holds
             if type(leaf) is OverwrittenTensor and leaf._absent is result:
@@ -145,7 +145,7 @@ def hole_parameter(parameter: Tensor, what: str, *, device: torch.device | None 
 def provide(absent: Tensor, tensor: Tensor) -> None:
     """Let an absent tensor stand for a tensor from now on."""
     inner = absent._absent if type(absent) is OverwrittenTensor else absent
-    assert isinstance(inner, AbsentTensor), "only a hole is filled"
+    assert isinstance(inner, AbsentTensor), "only an absent tensor is given values"
     inner._value = tensor
 
 
@@ -357,7 +357,7 @@ def _reading(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_data(absent: Tensor, value: Tensor) -> None:
-    """``hole.data = value``, as ``Module.to`` does: another type or device."""
+    """``absent.data = value``, as ``Module.to`` does: another type or device."""
     if not isinstance(absent, AbsentTensor) or not isinstance(value, AbsentTensor):
         raise MissingValue(f"a tensor's data can't be set to or from {name_of(absent)}, which another stage has")
     if value is absent or (value.dtype == absent.dtype and value.device == absent.device and value.shape == absent.shape):

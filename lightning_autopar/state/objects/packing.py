@@ -254,7 +254,7 @@ class Packer(Pickler):
             if hasattr(tensor, "device_mesh"):
                 raise pickle.PicklingError("a DTensor is a part of what several ranks have")
             if is_absent(tensor):
-                raise pickle.PicklingError("a hole has no values")
+                raise pickle.PicklingError("an absent tensor has no values")
             return (MOVED, tensor.detach().cpu()) if tensor.device.type not in ("cpu", "meta") else None
         key = self._packing.key(tensor)
         if key in self.begun:

@@ -130,7 +130,7 @@ class Prospect:
         batch: what a batch is to several devices.
         from_snapshot: see :class:`.run_plan.RunPlan`.
         weights_only: see there.
-        elastic: see :func:`.decide.consider`.
+        elastic: see :func:`.decide.find_prospect`.
     """
 
     def __init__(

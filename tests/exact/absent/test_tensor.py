@@ -89,7 +89,7 @@ def test_shapes_that_depend_on_values_raise() -> None:
 
 def test_a_hole_describes_itself() -> None:
     x = absent(3, 4)
-    assert repr(x) == str(x) == "Hole((3, 4), torch.float32, 'cpu': the tensor)"
+    assert repr(x) == str(x) == "AbsentTensor((3, 4), torch.float32, 'cpu': the tensor)"
     assert (len(x), x.ndim, x.numel(), x.size(1), x.stride(), x.is_contiguous(), x.element_size()) == (3, 2, 12, 4, (4, 1), True, 4)
     assert absent_like(torch.ones(2, 3).t(), "it").stride() == (1, 3)
 
