@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -13,3 +14,13 @@ from tests.conformance.harness import clear_scratch
 def _scratch() -> Iterator[None]:
     yield
     clear_scratch()
+
+
+@pytest.fixture(autouse=True)
+def _log_levels() -> Iterator[None]:
+    """The harness silences Lightning's loggers; tests of other folders run in the same process and read them."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
