@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "micro_batches.json"
 PARTS = (1, 2, 4, 8)
-#: Models of ``step_time``, and one whose logits are most of what a step holds.
-MODELS = ("mlp", "gpt", "resnet", "lstm", "wide_logits")
+#: Models of ``step_time`` without batch norm, and one whose logits are most of what a step holds.
+MODELS = ("mlp", "gpt", "lstm", "wide_logits")
 BATCH = 32
 DEVICE = "1xcpu:8GiB"
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
