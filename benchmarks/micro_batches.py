@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import step_time
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "micro_batches.json"
@@ -36,7 +37,6 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 
 def module(name: str) -> tuple[Any, Any]:
     """A LightningModule and its samples."""
-    import step_time
     import torch
     from torch import nn
 
@@ -52,7 +52,6 @@ def run(name: str, parts: int, steps: int) -> dict[str, Any]:
     """One model in so many micro-batches, in this process."""
     import lightning as L
     import torch
-    from step_time import busy_callback
     from torch.utils.data import DataLoader
 
     from lightning_autopar.plans import Plan
@@ -65,7 +64,7 @@ def run(name: str, parts: int, steps: int) -> dict[str, Any]:
     strategy = AutoParallelStrategy(plan=Plan(engine="single", devices=("cpu:0",), micro_batches=parts), devices=DEVICE)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "busy"
-        trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_steps=steps, callbacks=[busy_callback(out)], **QUIET)
+        trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_steps=steps, callbacks=[step_time.busy_callback(out)], **QUIET)
         trainer.fit(net, DataLoader(data, batch_size=BATCH))
         busy = float(out.read_text(encoding="utf-8"))
     assert strategy.report is not None
@@ -76,18 +75,11 @@ def run(name: str, parts: int, steps: int) -> dict[str, Any]:
 
 
 def measure(name: str, cache: Path, repeats: int, steps: int) -> list[dict[str, Any]]:
-    """A model in each number of micro-batches, each run in a process of its own that knows the rates and nothing else; taking turns."""
+    """A model in each number of micro-batches, the best of some runs each, taking turns."""
     rows: dict[int, list[dict[str, Any]]] = {parts: [] for parts in PARTS}
     for _ in range(repeats):
         for parts in PARTS:
-            for kind in ("times", "residuals"):
-                shutil.rmtree(cache / kind, ignore_errors=True)
-            command = [sys.executable, __file__, "--run", name, "--parts", str(parts), "--steps", str(steps)]
-            environment = {**os.environ, "AUTOPAR_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{name} in {parts} micro-batches failed:\n{done.stderr[-3000:]}")
-            rows[parts].append(json.loads(done.stdout.splitlines()[-1]))
+            rows[parts].append(step_time.run_anew(__file__, [name, "--parts", str(parts), "--steps", str(steps)], cache))
     best = {parts: min(found, key=lambda row: float(row["busy_seconds"])) for parts, found in rows.items()}
     whole = best[1]
     return [

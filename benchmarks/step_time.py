@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,19 +181,29 @@ def run(name: str, engine: str, steps: int) -> dict[str, Any]:
     }
 
 
+def forget_runs(cache: Path) -> None:
+    """Take what earlier runs took out of a cache. Measured rates stay: what isn't named here goes, under whatever name it is kept."""
+    for folder in cache.glob("*"):
+        if folder.name != "rates":
+            shutil.rmtree(folder)
+
+
+def run_anew(script: str, asked: Sequence[str], cache: Path) -> dict[str, Any]:
+    """What a script prints last when it is called with ``--run``, in a process of its own that knows the rates and nothing else."""
+    forget_runs(cache)
+    environment = {**os.environ, "AUTOPAR_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script, "--run", *asked]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(asked)} failed:\n{done.stderr[-3000:]}")
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return printed
+
+
 def measure(name: str, engine: str, cache: Path, repeats: int, steps: int) -> dict[str, Any]:
-    """The best of some runs, each in a process of its own that knows the rates and nothing else."""
-    rows = []
-    for _ in range(repeats):
-        for kind in ("times", "residuals"):
-            shutil.rmtree(cache / kind, ignore_errors=True)
-        command = [sys.executable, __file__, "--run", f"{name}:{engine}", "--steps", str(steps)]
-        environment = {**os.environ, "AUTOPAR_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{name} under {engine} failed:\n{done.stderr[-3000:]}")
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-    best: dict[str, Any] = min(rows, key=lambda row: row["measured"])
+    """The best of some runs."""
+    rows = [run_anew(__file__, [f"{name}:{engine}", "--steps", str(steps)], cache) for _ in range(repeats)]
+    best = min(rows, key=lambda row: float(row["measured"]))
     return {**best, "ratio": best["predicted"]["step"] / best["measured"]}
 
 

@@ -17,7 +17,6 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import lightning.pytorch as pl
 import torch
+from step_time import forget_runs
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -165,8 +165,7 @@ def _train(model: str, plan: Plan, steps: int, cache: Path) -> tuple[dict[str, A
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_autopar"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for kind in ("times", "residuals"):
-        shutil.rmtree(cache / kind, ignore_errors=True)
+    forget_runs(cache)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     known, look = dict(_known.get(model, {})), decide.find_out

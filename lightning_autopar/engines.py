@@ -1,8 +1,8 @@
 """The contract of an engine: one way to run plans, in one folder, which nothing outside of the folder knows by name.
 
 Planning asks an engine by these methods; the table ``plans.ENGINES`` says where each one is. A module that implements the contract imports
-neither torch nor Lightning at its top. What runs a plan is imported in :meth:`Engine.strategy`, :meth:`Engine.rehearse` and
-:meth:`Engine.before_fork` alone.
+neither torch nor Lightning at its top: :meth:`Engine.strategy`, :meth:`Engine.rehearse`, :meth:`Engine.unfit` and
+:meth:`Engine.before_fork` import within what they need.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Referee:
                 shares=shape.shares,
                 offload=OFFLOADS if shape.offload else (),
                 cuts=tuple(self.blocks[number] for number in shape.cuts),
-                schedule=shape.schedule or None,  # type: ignore[arg-type]
+                schedule=shape.schedule or None,  # type: ignore[arg-type]  # shapes are sorted: theirs is a text, empty for none
             )
             check_pinned(plan, self.footprint, self.inventory, self.constraints)
         except ValueError:

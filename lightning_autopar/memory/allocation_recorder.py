@@ -8,9 +8,9 @@ for it. They have three flaws, and this module deals with all of them (torch 2.1
   carries, leaves those out for the same reason, unless ``FLAGS_caffe2_report_cpu_memory_usage`` (declared in CPUAllocator.h) makes every
   thread count.
 - What was allocated before isn't known, so that its end isn't seen: whoever opens the recorder says what there is
-  (:meth:`AllocationRecorder.note`). What an earlier recorder saw begin, and none saw end, is still in the allocator's table; a thread
-  without a profiler that frees something else at such an address takes the old size off the total. Only a second recording in a process can
-  meet that.
+  (:meth:`AllocationRecorder.note`). An allocation whose begin an earlier recorder saw, and whose end nobody saw, is still in the
+  allocator's table. A thread without a profiler that frees something else at that address takes the old size off the total. Only a second
+  recording in a process can meet that.
 
 Operations themselves aren't recorded, only allocations: a step under it takes a few per cent longer.
 

@@ -16,7 +16,7 @@ from lightning_autopar.memory.work.work import Work
 
 @dataclass(frozen=True, kw_only=True)
 class Conduct:
-    """What a training step does with the module's parameters besides calling the modules that hold them; see :mod:`.conduct`.
+    """What a training step does with the module's parameters besides calling the modules that hold them; see :mod:`.trace.parameter_use`.
 
     Args:
         together: blocks of which the step uses parameters outside of a block's forward, those that are used together each time; and whether

@@ -83,7 +83,7 @@ def enumerate_candidates(
     else:
         alone = [devices for devices in sets or () if len(devices) == 1]
     together = multi_refusal(footprint, inventory, constraints) is None
-    # What lies in host memory needs no second device. Who leaves engines of one device out of allow wants the several that there are.
+    # Offload needs no second device. But a user who allows no engine of one device wants several.
     alone_too = len(inventory.devices) == 1 or any(not engines.named(name).several for name in constraints.allow)
     question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     for name in all_engines():

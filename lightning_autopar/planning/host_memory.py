@@ -1,4 +1,4 @@
-"""What a plan that offloads takes of a host's memory, and whether the host has it. Knows neither engines nor how plans are found."""
+"""What a plan that offloads takes of a host's memory, and whether the host has it. Knows no engine by name, and not how plans are found."""
 
 from __future__ import annotations
 

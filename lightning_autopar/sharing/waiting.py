@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_autopar.sharing.queue import Place, PlaceFile
     from lightning_autopar.sharing.runs.display import RunDisplay
 
-#: What is decided: the plan that is run.
+#: The kind of decision that planning gives, and that a run gets.
 D = TypeVar("D", bound=Decided)
 D_co = TypeVar("D_co", bound=Decided, covariant=True)
 #: Between two looks.

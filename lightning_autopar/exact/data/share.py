@@ -1,6 +1,6 @@
 """A rank's share of a global batch: which samples are its own, and how to take them out of anything that can be sliced.
 
-A plan deals samples out in turns, evenly or not. What batches are made of is the business of :mod:`.rows`. Knows numbers, tensors and
+A plan deals samples out in turns, evenly or not. :mod:`.rows` knows the structure of batches; this module knows numbers, tensors and
 sequences.
 """
 

@@ -11,7 +11,8 @@ A training step exchanges nothing where the code of ``training_step`` logs nothi
 logged there all the same, by code that isn't found, it waits for the epoch's end, and later epochs exchange at each step.
 
 Under a pipeline every stage runs the user's step; what counts is what a stage's own code logs. The rest is dropped unseen, as its values
-may be absent tensors. What the last stage logged reaches the others, the first rank's loggers among them, by the same exchange.
+may be absent tensors. The same exchange brings the last stage's values to the other ranks, and so to
+rank 0's loggers.
 """
 
 from __future__ import annotations

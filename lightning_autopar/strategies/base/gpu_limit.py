@@ -7,9 +7,9 @@ slack at once, and gets it where nobody else has that memory promised. After som
 it keeps the prediction, as a validation or a longer batch may need it. On a device without other runs, the slack is all that the run may
 come to need, until its steps are known or another run comes: cuDNN tries kernels, and batches differ in length, in the middle of a step.
 
-Where the allocator comes near its cap, the process asks for more between two steps. What isn't granted isn't taken: the run stays under its
-cap, and a step that needs more runs out of memory by itself. Each process asks for itself. Its lease stands beside its run's, and memory
-that it has taken counts once (:mod:`lightning_autopar.sharing.ledger`).
+Where the allocator comes near its cap, the process asks for more between two steps. Without a grant it takes nothing: the run stays under
+its cap, and a step that needs more runs out of memory by itself. Each process asks for itself. Its lease stands beside its run's, and
+memory that it has taken counts once (:mod:`lightning_autopar.sharing.ledger`).
 """
 
 from __future__ import annotations

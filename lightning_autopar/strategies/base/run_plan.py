@@ -36,7 +36,7 @@ class RunPlan:
         kept_rules: how what ranks keep on the module from step to step makes what one device would keep, by step.
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): there each rank must do all of it, to
             get what one process would.
-        loadings: what else was found out about loaders, by :func:`.loading.loader_key`.
+        loadings: what else was found out about loaders, by :func:`.batch_making.loader_key`.
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
         weights_only: as given to the trainer; Lightning 2.6 forgets it where a checkpoint is restored after setup (``Trainer._run``).
         large: whether the module is so large that no rank but the first should ever build all of it.

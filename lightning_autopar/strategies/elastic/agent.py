@@ -95,7 +95,7 @@ class Agent(RunState):
         handler: what others ask goes first.
         snapshots: for the snapshots.
         folder: the run's, for what passes between workers and agent.
-        inventory: see :class:`.standing.RunState`; the same for ``replan``, ``state_bytes``, ``promises`` and ``preempt``.
+        inventory: see :class:`.run_state.RunState`; the same for ``replan``, ``state_bytes``, ``promises`` and ``preempt``.
         on_change: told of each new decision.
     """
 

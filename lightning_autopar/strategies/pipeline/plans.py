@@ -32,7 +32,7 @@ _LOCAL = 2
 _CORRECTIONS = 3
 #: Of the seconds by the tables, what the exact prediction isn't expected to stay below: it has the update and the replicas' gradients, too.
 _CERTAIN = 0.97
-#: What sizes that are rounded for each micro-batch may come to less than that of all of them.
+#: Sizes are rounded for each micro-batch, so their sum may be smaller than the whole batch's size by this share.
 _ROUNDED = 1e-6
 #: How often cuts of the best pipeline are moved by a block.
 _MOVES = 40

@@ -101,7 +101,7 @@ class Findings:
         staging: where it can be cut into stages; None where no candidate does so.
         counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
-        loadings: how ranks may make the batches of loaders, by :func:`.loading.loader_key`.
+        loadings: how ranks may make the batches of loaders, by :func:`.batch_making.loader_key`.
         together: how many samples several loaders' batches of one step have; see :class:`.memory.batch.FirstBatch`.
         untraced: why the step couldn't be traced, so that memory and time are guessed; None where it was.
     """

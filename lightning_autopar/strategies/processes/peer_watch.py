@@ -187,7 +187,7 @@ def _count_batches(engine: EngineMixin) -> list[int]:
         begun[0] += 1
         return original(*args, **kwargs)
 
-    engine.batch_to_device = batch_to_device  # type: ignore[method-assign]  # as gate.StopRendezvous.watch does
+    engine.batch_to_device = batch_to_device  # type: ignore[method-assign]  # as protocol.StopRendezvous.watch does
     return begun
 
 

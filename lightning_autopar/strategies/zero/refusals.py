@@ -66,7 +66,7 @@ def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
 def unseen_gradients(module: LightningModule, conduct: Conduct | None) -> str | None:
     """Why the module's hooks can't be called when gradients are in parts; None where they look at none.
 
-    What they look at in a later step is the precision plugin's to notice; see :func:`.zero_precision.refuse_looks`.
+    What they look at in a later step is the precision plugin's to notice; see :func:`.strategy.refuse_looks`.
 
     Args:
         module: whose hooks they are.

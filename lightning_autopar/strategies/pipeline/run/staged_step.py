@@ -121,7 +121,7 @@ class StagedStep:
         self._schedules: dict[int, Any] = {}
         self._same: SameBatch | None = None
         self._tables: list[dict[str, Any]] = []
-        #: A number for the batch that is worked on, see :mod:`.same`.
+        #: A number for the batch that is worked on, see :mod:`.agreement`.
         self.fingerprint = 0
         self._run: _Run | None = None
 

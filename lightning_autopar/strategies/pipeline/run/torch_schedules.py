@@ -1,7 +1,7 @@
 """A rank's stages under the schedules of ``torch.distributed.pipelining``, with micro-batches of any shapes.
 
 The order of a step, its communication and its backward passes are torch's. What a stage receives is allocated when it is asked for, in
-the shapes that the stage before has told (:mod:`.relay`): torch's own buffers have the first micro-batch's shapes for good, and lie there
+the shapes that the stage before has told (:mod:`.shapes`): torch's own buffers have the first micro-batch's shapes for good, and lie there
 for all micro-batches at once (torch 2.13, ``stage.py``, ``_setup_forward_recv_info``). Knows stages that are modules; neither Lightning nor
 how a batch is cut.
 """
@@ -74,7 +74,7 @@ class Stage(PipelineStage):
         """A schedule is about to run.
 
         Args:
-            signatures: of each micro-batch, see :class:`.relay.ShapeMessages`.
+            signatures: of each micro-batch, see :class:`.shapes.ShapeMessages`.
             idle: micro-batches that only keep the others company: they run no backward.
         """
         self.clear_runtime_states()
