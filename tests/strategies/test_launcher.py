@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
@@ -16,6 +15,7 @@ from lightning.pytorch.tuner import Tuner
 
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.auto import AutoParallelStrategy
+from tests.processes import descendants, left_since
 from tests.strategies.modules import QUIET, TWO, Regression, loader, trainer, weights
 
 ENGINES = ("single", "ddp", "fsdp")
@@ -29,12 +29,13 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def test_one_device_runs_in_this_process(tmp_path: Path) -> None:
+    processes = descendants()
     run, module = trainer("single", tmp_path), Regression()
     connector = run._accelerator_connector
     before, strategy, threads = dict(vars(connector)), run.strategy, torch.get_num_threads()
     run.fit(module, loader(), loader())
     assert module.pid == os.getpid()
-    assert psutil.Process().children() == []
+    assert not left_since(processes, seconds=0)
     assert run.strategy is strategy
     assert {name: value for name, value in vars(connector).items() if before.get(name) is not value} == {}
     assert torch.get_num_threads() == threads
