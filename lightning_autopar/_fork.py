@@ -20,6 +20,7 @@ A fork copies one thread and none of the others. Of torch's threads that matters
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import pickle
 import select
@@ -93,6 +94,7 @@ def begin_child(*, gpus: bool) -> None:
     Args:
         gpus: whether it may use GPUs. One that may not sees none, so that a backward pass on the CPU makes no context on each of them.
     """
+    gc.freeze()  # a full collection would visit all that the parent has imported, and copy those pages into this process
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(torch.get_num_threads())
