@@ -1,18 +1,18 @@
 """The contract of an engine: one way to run plans, in one folder, which nothing outside of the folder knows by name.
 
 Planning asks an engine by these methods; the table ``plans.ENGINES`` says where each one is. A module that implements the contract imports
-neither torch nor Lightning at its top: :meth:`Engine.strategy`, :meth:`Engine.rehearse`, :meth:`Engine.unfit` and
-:meth:`Engine.before_fork` import within what they need.
+neither torch nor Lightning at its top: :meth:`Engine.strategy`, :meth:`Engine.look`, :meth:`Engine.rehearse`,
+:meth:`Engine.unfit` and :meth:`Engine.before_fork` import within what they need.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_autopar.constraints import Constraints
+from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.device import PlayedDevice
 from lightning_autopar.memory.allocator.play import Player
@@ -97,6 +97,56 @@ class Rank:
         return None if whole is None or not self.footprint.training else round(whole * self.share)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FirstStep:
+    """A step of the run that planning is for, as an engine looks at it.
+
+    Args:
+        trainer: with the module attached; it is read alone.
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        batch: the first one, a ``FirstBatch``.
+        validation: gives the first batch of the validation within a fit; None where there is none.
+        footprint: of the step.
+        split: what splitting the batch changes; None where nobody has tried.
+        several: whether there may be several devices.
+        excluded: what is ruled out already, as ``Constraints.excluded``.
+        untried: why nothing may be run, as the end of a sentence; None in a forked child, which may fork others that run the step.
+        fakes: whether a fake copy of the module may be made: not where tracing one has ended a process.
+    """
+
+    trainer: Any
+    stage: str
+    batch: Any
+    validation: Callable[[], Any]
+    footprint: Footprint
+    split: SplitFinding | None = None
+    several: bool = True
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    untried: str | None = None
+    fakes: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What an engine has found out about a step. It travels from the child that has looked.
+
+    Args:
+        refusals: what is ruled out, by names of ``constraints.excludable``, with the sentence that says why; None where it isn't.
+        notes: what a reader should know of any plan of the engine, a sentence each.
+        uncuttable: FQNs of the blocks with which no stage may begin, with the sentence that says why.
+        counted: FQNs of the buffers that a training step changes, which it would do once for each part of a batch.
+        untried: what of each plan is left to :meth:`Engine.rehearse`, as the reason; None where nothing is.
+        value: what the strategy of a plan of the engine gets as ``RunPlan.finding``; opaque to all but the engine.
+    """
+
+    refusals: Mapping[str, str | None] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    uncuttable: Mapping[str, str] = field(default_factory=dict)
+    counted: tuple[str, ...] = ()
+    untried: str | None = None
+    value: Any = None
+
+
 class Engine(ABC):
     """One way to run plans. An engine writes :meth:`plans`, :meth:`bytes`, :meth:`step` and :meth:`strategy`; the rest has an answer here,
     which is that of an engine whose ranks each have the whole module.
@@ -175,18 +225,24 @@ class Engine(ABC):
         """
         return None
 
-    def untried(self, plan: Plan, footprint: Footprint) -> bool:
-        """Whether planning has left something to :meth:`rehearse` in such a plan."""
-        return False
+    def look(self, first: FirstStep) -> Finding:
+        """What the first batch and the Trainer's options say of this engine. Asked only where a plan of it may be taken.
 
-    def rehearse(self, plan: Plan, trainer: Any, first: Any, footprint: Footprint) -> Any:
+        A check that it can't make is no check that passed: such plans are ruled out by a sentence, or left to :meth:`rehearse`.
+        """
+        return Finding()
+
+    def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
+        """Whether :meth:`look` has left something to :meth:`rehearse` in such a plan."""
+        return finding.untried is not None
+
+    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
         """Whether the step survives this very plan, tried in a forked child once it is chosen: a ``Check``.
 
         Args:
             plan: the one that was chosen.
-            trainer: with module and data attached.
-            first: the first training batch.
-            footprint: of the step.
+            first: the step; what splitting its batch changes isn't looked at again.
+            finding: of :meth:`look`.
         """
         raise AssertionError(f"nothing of a plan of {self.name} is left to try")
 
@@ -200,7 +256,7 @@ class Engine(ABC):
 
     def notes(self, constraints: Constraints) -> tuple[str, ...]:
         """What a reader should know of any of its plans, a sentence each."""
-        return ()
+        return constraints.notes.get(self.name, ())
 
     def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
         """Plans on these devices that can't be told without bytes and seconds, remedies included; the best ones that memory suffices for.

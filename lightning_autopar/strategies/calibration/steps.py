@@ -128,11 +128,11 @@ class _Calibrating(IdleStrategy):
 def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
     """What a step takes of a tiny module under a plan, in real workers; in a forked child, which keeps the trainer's traces to itself."""
     size = max(2 * len(devices), 2 * plan.micro_batches)
-    staging = None
+    findings = {}
     if plan.engine == "pipeline":
         batch, blocks = [torch.zeros(2, _WIDTH)], [f"layers.{index}" for index in range(_LAYERS)]
-        staging = Staging(hooks={"training_step": record(_Tiny(), None, "training_step", batch, blocks, rows=2)})
-    launcher = _Launcher(RunPlan(plan=plan, devices=tuple(devices), finding=staging))
+        findings[plan.engine] = Staging(hooks={"training_step": record(_Tiny(), None, "training_step", batch, blocks, rows=2)})
+    launcher = _Launcher(RunPlan(plan=plan, devices=tuple(devices), findings=findings))
     strategy = _Calibrating(launcher)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = L.Trainer(

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Question, Rank, Searching
+from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, Searching
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
@@ -109,6 +109,29 @@ class Pipeline(Engine):
 
         return unstaged_run(trainer, kinds)
 
+    def look(self, first: FirstStep) -> Finding:
+        """Where the steps of the run can be cut into stages; the stages are run beside the whole module."""
+        from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import kept_apart, stages_of
+
+        kept = kept_apart(first)
+        if not first.several or "multi" in first.excluded:
+            return Finding(refusals={self.name: kept})
+        found = stages_of(first)
+        return Finding(
+            refusals={self.name: found.staging.refusal or kept},
+            notes=found.notes,
+            uncuttable=found.uncuttable,
+            counted=found.counted,
+            untried=found.untried,
+            value=found.staging,
+        )
+
+    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
+        """The stages of these cuts beside the whole module."""
+        from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import check_cuts
+
+        return check_cuts(first, plan.cuts, finding.notes)
+
     def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
         """Of each schedule the fastest pipeline that memory suffices for."""
         return pipeline_plans(search.appraiser, [devices], search.speed, search.rates, search.limit, shown=shown)
@@ -116,10 +139,6 @@ class Pipeline(Engine):
     def polished(self, search: Searching, plan: Plan) -> Plan:
         """With its cuts moved."""
         return with_better_cuts(search.appraiser, plan, search.speed, search.rates)
-
-    def notes(self, constraints: Constraints) -> tuple[str, ...]:
-        """What the probe of its stages found."""
-        return constraints.pipeline_notes
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """None by themselves: where to cut depends on bytes and seconds."""

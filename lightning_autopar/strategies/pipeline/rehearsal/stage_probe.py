@@ -20,12 +20,16 @@ from torch.optim import LBFGS
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar.engines import FirstStep
+from lightning_autopar.exact.step.attributes import title
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
+from lightning_autopar.memory.footprint import Conduct
+from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
-from lightning_autopar.strategies.parity.check import not_made
+from lightning_autopar.strategies.parity.check import PASSED, Check, failed, not_made
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
 from lightning_autopar.strategies.pipeline.stages.record import record
@@ -168,6 +172,63 @@ def confirm_stages(
     recordings = trial.record()
     words = trial.compare(tuple(cuts))
     return StagingFinding(staging=Staging(hooks=recordings, refusal=words))
+
+
+def stages_of(first: FirstStep) -> StagingFinding:
+    """Where the steps of a run can be cut into stages."""
+    if first.untried is not None:
+        return refused(not_made(first.untried).reason if first.fakes else first.untried)
+    trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
+    return probe_stages(trainer.lightning_module, trainer, _batches(first), first.stage, precision=precision, flops=first.footprint.flops)
+
+
+def kept_apart(first: FirstStep) -> str | None:
+    """Why what a step keeps on the module can't be kept by stages; None where it keeps nothing that its samples decide about."""
+    if first.split is None or not first.split.kept_rules:
+        return None
+    hook, rules = next(iter(first.split.kept_rules.items()))
+    name = title(first.trainer.lightning_module, next(iter(rules))[0])
+    return f"{hook} keeps {name}, which the ranks of a pipeline would have of their own stages alone"
+
+
+def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) -> Check:
+    """Whether stages cut so compute what the whole module does, where they were only recorded so far.
+
+    Args:
+        first: the step; meant for a forked child.
+        cuts: FQNs of the blocks with which the second and each later stage begins.
+        notes: of the probe, which a plan keeps that can't be tried and does nothing that stages may do otherwise.
+    """
+    trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
+    flops = first.footprint.flops
+    found = confirm_stages(trainer.lightning_module, trainer, _batches(first), first.stage, cuts, precision=precision, flops=flops)
+    if found.staging.refusal is not None:
+        return failed(found.staging.refusal)
+    if found.untried is None:
+        return PASSED
+    check = unstaged(first.footprint.conduct, found.untried)
+    return Check(outcome="passed", notes=notes) if check is None else check
+
+
+def unstaged(conduct: Conduct | None, untried: str) -> Check | None:
+    """Why a pipeline whose stages can't be tried isn't taken; None where the traced step does nothing that stages may do otherwise.
+
+    Args:
+        conduct: what the step does with parameters by themselves; None where it wasn't traced.
+        untried: why they can't be tried, as the end of a sentence.
+    """
+    if conduct is None:
+        return not_made(f"{untried}, and it couldn't be traced either")
+    names = (*dict(conduct.written), *conduct.exchanged)
+    return not_made(f"{untried}, and it writes to the parameter {names[0]!r} by itself") if names else None
+
+
+def _batches(first: FirstStep) -> dict[str, FirstBatch]:
+    """Those of the hooks that the run calls."""
+    batches: dict[str, FirstBatch] = {STEPS[first.stage]: first.batch}
+    if (validation := first.validation()) is not None:
+        batches[STEPS["validate"]] = validation
+    return batches
 
 
 def _too_large(
