@@ -161,6 +161,7 @@ class Engine(ABC):
         replays: whether the search replays the allocations of its plans' first rank, which speaks for all that have as many samples.
         plainer: the engine with which the report compares its plan where that is taken, and what is said first.
         another_library: whether its plans are taken only where they are clearly faster than others.
+        loop: whose the trainer's loop is as measured, where another engine's is as long; None for its own.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
     """
 
@@ -173,6 +174,7 @@ class Engine(ABC):
     replays = False
     plainer: tuple[str, str] | None = None
     another_library = False
+    loop: str | None = None
     takes_remedies = True
 
     @abstractmethod
@@ -204,6 +206,21 @@ class Engine(ABC):
     def check(self, plan: Plan) -> None:  # noqa: B027  # most plans have nothing that must fit together
         """Raise ValueError where the values of a plan's fields don't go together; asked whenever a plan is made."""
 
+    def words(self, plan: Plan) -> dict[str, str]:
+        """The words of a plan's title by the field that they tell of, in their order; an engine puts its own in their place."""
+        told = {"devices": self.name if plan.world_size == 1 else f"{self.name} ×{plan.world_size}"}
+        if plan.replicas > 1:
+            told["replicas"] = f"{plan.replicas} replicas"
+        if plan.shares:
+            told["shares"] = f"shares {':'.join(map(str, plan.shares))}" if plan.world_size <= 4 else "uneven shares"
+        if plan.offload:
+            told["offload"] = f"offload {' + '.join(plan.offload)}"
+        if plan.recompute:
+            told["recompute"] = f"recompute {len(plan.recompute)}"
+        if plan.micro_batches > 1:
+            told["micro_batches"] = f"micro-batches {plan.micro_batches}"
+        return told
+
     def refusal(self, question: Question) -> str | None:
         """Why there is no plan of this engine, in a sentence; None where there is one, or where devices alone are missing."""
         return None
@@ -215,6 +232,18 @@ class Engine(ABC):
     def refused_parts(self, question: Question, devices: Sequence[Device]) -> Iterable[tuple[Plan, str]]:
         """Of what some of its plans do that this run can't: a plan that does it, and the sentence that says why not."""
         return ()
+
+    def against(self, plan: Plan, question: Question) -> str | None:
+        """What a pinned plan of this engine does that can't be done here, as the end of a sentence that begins with it."""
+        return None
+
+    def sample(self, devices: Sequence[Device], blocks: Sequence[str], micro_batches: int) -> Plan:
+        """A plan of a small module that has these blocks: calibration measures a step of it."""
+        return Plan(engine=self.name, devices=tuple(device.id for device in devices))
+
+    def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
+        """What :meth:`look` would find out for the strategy of such a plan, by the module and two samples."""
+        return None
 
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
         """Why what a Trainer is about to do can't be done by this engine, by its options, callbacks and module; None where it may.

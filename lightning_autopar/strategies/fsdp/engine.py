@@ -59,6 +59,16 @@ class FSDP(Engine):
                 f"fsdp offloads {' and '.join(OFFLOADS)} together, but the plan names {plan.offload[0]!r} alone; name both or none"
             )
 
+    def words(self, plan: Plan) -> dict[str, str]:
+        """With what becomes of gathered parameters."""
+        told = super().words(plan)
+        return {**told, "devices": f"{told['devices']}, {'reshard' if plan.reshard_after_forward else 'keep gathered'}"}
+
+    def sample(self, devices: Sequence[Device], blocks: Sequence[str], micro_batches: int) -> Plan:
+        """Each block is a unit."""
+        ids = tuple(device.id for device in devices)
+        return Plan(engine=self.name, devices=ids, reshard_after_forward=True, shard=tuple(blocks))
+
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """With and without offload, any number of copies, gathered parameters kept or freed."""
         footprint, constraints = question.footprint, question.constraints

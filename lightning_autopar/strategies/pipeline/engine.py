@@ -13,7 +13,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.candidates import build_plan
-from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan
+from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.pipeline.memory import rank_bytes
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
@@ -72,6 +72,33 @@ class Pipeline(Engine):
                 f"a pipeline shards over its replicas, but has 1 and shards {plan.shard[0]!r}; raise replicas, or leave shard empty"
             )
 
+    def words(self, plan: Plan) -> dict[str, str]:
+        """Stages, micro-batches by their schedule, and whether replicas are shards."""
+        told = super().words(plan)
+        told |= {"devices": f"pipeline {plan.stages} stages, {plan.schedule} ×{plan.micro_batches}", "micro_batches": ""}
+        return {**told, "replicas": f"{plan.replicas} sharded replicas"} if plan.shard else told
+
+    def against(self, plan: Plan, question: Question) -> str | None:
+        """Cuts where no stage may begin."""
+        reasons = question.constraints.uncuttable
+        for fqn in plan.cuts:
+            if fqn in reasons:
+                return f"cuts at {fqn!r}, with which no stage may begin: {reasons[fqn]}; cut elsewhere"
+        return None
+
+    def sample(self, devices: Sequence[Device], blocks: Sequence[str], micro_batches: int) -> Plan:
+        """Two stages."""
+        ids, cuts = tuple(device.id for device in devices), (blocks[len(blocks) // 2],)
+        schedule: Schedule = "gpipe" if micro_batches == 1 else "1f1b"
+        return Plan(engine=self.name, devices=ids, cuts=cuts, schedule=schedule, micro_batches=micro_batches)
+
+    def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
+        """Its step, recorded."""
+        from lightning_autopar.strategies.pipeline.stages.record import record
+        from lightning_autopar.strategies.pipeline.stages.recording import Staging
+
+        return Staging(hooks={"training_step": record(module, None, "training_step", batch, list(blocks), rows=2)})
+
     def refusal(self, question: Question) -> str | None:
         """What ``torch.distributed.pipelining`` asks for."""
         footprint, constraints = question.footprint, question.constraints
@@ -117,14 +144,7 @@ class Pipeline(Engine):
         if not first.several or "multi" in first.excluded:
             return Finding(refusals={self.name: kept})
         found = stages_of(first)
-        return Finding(
-            refusals={self.name: found.staging.refusal or kept},
-            notes=found.notes,
-            uncuttable=found.uncuttable,
-            counted=found.counted,
-            untried=found.untried,
-            value=found.staging,
-        )
+        return replace(found, refusals={self.name: found.value.refusal or kept})
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
         """The stages of these cuts beside the whole module."""

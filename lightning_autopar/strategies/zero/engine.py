@@ -43,6 +43,7 @@ class Zero(Engine):
     whole = False
     builds_on_each = True
     another_library = True
+    loop = "single"  # what DeepSpeed adds is known by its calls
 
     def check(self, plan: Plan) -> None:
         """The stage, and what it can offload."""
@@ -56,6 +57,12 @@ class Zero(Engine):
             raise ValueError(
                 f"ZeRO offloads parameters at stage 3, but zero_stage is {plan.zero_stage}; raise it, or offload the optimizer alone"
             )
+
+    def words(self, plan: Plan) -> dict[str, str]:
+        """With the stage, and where the state lies."""
+        told = super().words(plan)
+        told["devices"] = told["devices"].replace(self.name, f"{self.name}-{plan.zero_stage}", 1)
+        return {**told, "offload": f"{told['offload']}, state on disk"} if plan.optimizer_on_disk else told
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """Each stage, with and without offload."""

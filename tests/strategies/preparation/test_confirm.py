@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import NothingFits
 from lightning_autopar.engines import Finding
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
-from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.preparation import prospect as confirm
 from tests.strategies.preparation.test_decide import Stack, pinned, plan, staged, trainer_for
@@ -27,13 +26,14 @@ def test_stages_that_were_only_recorded_are_tried_before_they_are_taken(
     probe, asked = stage_probe.probe_stages, []
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        return replace(probe(*args, **kwargs), untried="a step is too long to try on the CPU")
+        why = "a step is too long to try on the CPU"
+        return replace(probe(*args, **kwargs), untried=why, notes=(stage_probe.untried_words(why),))
 
-    def confirmed(module: Any, trainer: Any, batches: Any, fn: str, cuts: Any, **options: Any) -> StagingFinding:
+    def confirmed(module: Any, trainer: Any, batches: Any, fn: str, cuts: Any, **options: Any) -> Finding:
         assert set(batches) == {"training_step"}
         asked.append(cuts)
         refusal = "in stages the loss is 1 instead of 2" if found == "wrong" else None
-        return StagingFinding(staging=Staging(refusal=refusal), untried="of its length" if found == "unknown" else None)
+        return Finding(value=Staging(refusal=refusal), untried="of its length" if found == "unknown" else None)
 
     monkeypatch.setattr(stage_probe, "probe_stages", recorded)
     monkeypatch.setattr(stage_probe, "confirm_stages", confirmed)
@@ -56,7 +56,7 @@ def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monk
     footprint = plan(trainer).report.footprint
     confirm_stages = stage_probe.confirm_stages
 
-    def noted(*args: Any, **kwargs: Any) -> StagingFinding:
+    def noted(*args: Any, **kwargs: Any) -> Finding:
         pids.write_text(str(os.getpid()))
         return confirm_stages(*args, **kwargs)
 
