@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _WIDTH, _LAYERS, _STEPS = 8, 4, 18
-_BLOCKS = tuple(f"layers.{index}" for index in range(_LAYERS))
+TINY_BLOCKS = tuple(f"layers.{index}" for index in range(_LAYERS))
 #: The first steps say nothing: no optimizer state, memory recorded.
 _WARM_UP = 5
 #: What a step takes beyond this multiple of its processor time is others' work on the machine: so small a step hardly waits.
@@ -128,7 +128,7 @@ class _Calibrating(IdleStrategy):
 def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
     """What a step takes of a tiny module under a plan, in real workers; in a forked child, which keeps the trainer's traces to itself."""
     size = max(2 * len(devices), 2 * plan.micro_batches)
-    value = engines.of(plan).sample_value(_Tiny(), [torch.zeros(2, _WIDTH)], _BLOCKS)
+    value = engines.of(plan).sample_value(_Tiny(), [torch.zeros(2, _WIDTH)], TINY_BLOCKS)
     launcher = _Launcher(RunPlan(plan=plan, devices=tuple(devices), findings={plan.engine: value}))
     strategy = _Calibrating(launcher)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
@@ -145,11 +145,6 @@ def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
         out = Path(folder) / "seconds"
         trainer.fit(_Tiny(out), DataLoader(samples, batch_size=size))
         return Taken(*json.loads(out.read_text(encoding="utf-8")))
-
-
-def tiny_plan(engine: str, devices: Sequence[Device], micro_batches: int = 1) -> Plan:
-    """A plan for the tiny module; under FSDP each of its layers is a unit, a pipeline has two stages."""
-    return engines.named(engine).sample(devices, _BLOCKS, micro_batches)
 
 
 #: Units of FSDP that the tiny module is made of, its root included.

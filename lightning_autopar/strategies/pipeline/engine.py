@@ -14,6 +14,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.candidates import build_plan
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
+from lightning_autopar.strategies.parity.check import not_made
 from lightning_autopar.strategies.pipeline.memory import rank_bytes
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
@@ -138,12 +139,17 @@ class Pipeline(Engine):
 
     def look(self, first: FirstStep) -> Finding:
         """Where the steps of the run can be cut into stages; the stages are run beside the whole module."""
-        from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import kept_apart, stages_of
+        from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 
-        kept = kept_apart(first)
+        kept, trainer = stage_probe.kept_apart(first), first.trainer
         if not first.several or "multi" in first.excluded:
             return Finding(refusals={self.name: kept})
-        found = stages_of(first)
+        if first.untried is not None:
+            found = stage_probe.refused(not_made(first.untried).reason if first.fakes else first.untried)
+        else:
+            told = {"precision": stage_probe.precision_of(str(trainer.precision)), "flops": first.footprint.flops}
+            batches = stage_probe.batches_of(first)
+            found = stage_probe.probe_stages(trainer.lightning_module, trainer, batches, first.stage, **told)
         return replace(found, refusals={self.name: found.value.refusal or kept})
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:

@@ -20,7 +20,6 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.exact.data.share import Dealing
 from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.learned.cache_files import cache_folder
-from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.memory.learned.records import load_residuals
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.candidates import Constraints
@@ -239,7 +238,9 @@ def _look(
 
     rates = _rates(trainer, settings, inventory, max_devices, fits)
     if training:
-        constraints = replace(constraints, residuals=_residuals(trainer, inventory, rates))
+        by = {} if rates is None else {"rates": rates.identity}
+        residuals = load_residuals(trainer.lightning_module, constraints.precision, inventory, **by)
+        constraints = replace(constraints, residuals=residuals)
     return PlanningInputs(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
 
 
@@ -264,12 +265,6 @@ def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) ->
         f"the loaders' batches of one step have {' and '.join(map(str, sizes or ()))} samples, so that their parts weigh differently on "
         f"each of {count} devices; set drop_last=True with batch sizes that the devices divide evenly"
     )
-
-
-def _residuals(trainer: Trainer, inventory: Inventory, rates: MeasuredRates | None) -> Corrections:
-    """What earlier runs of the module took here."""
-    by = {} if rates is None else {"rates": rates.identity}
-    return load_residuals(trainer.lightning_module, str(trainer.precision), inventory, **by)
 
 
 def _rates(

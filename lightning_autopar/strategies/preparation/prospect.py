@@ -65,11 +65,7 @@ def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findin
         return run_clean(_rehearse, trainer, footprint, plan, finding, timeout_seconds=_CONFIRM_SECONDS)
     except (ChildFailed, CannotTravel) as error:
         log.debug("the plan can't be rehearsed", exc_info=True)
-        return not_made(_why(error))
-
-
-def _why(error: ChildFailed | CannotTravel) -> str:
-    return error.reason if isinstance(error, CannotTravel) else f"trying it came to no end ({error.reason})"
+        return not_made(error.reason if isinstance(error, CannotTravel) else f"trying it came to no end ({error.reason})")
 
 
 def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Finding) -> Check:
@@ -80,8 +76,7 @@ def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findi
 
     batch = first_batch(module, trainer, stage)
     first = FirstStep(trainer=trainer, stage=stage, batch=batch, validation=validation, footprint=footprint)
-    found: Check = engines.of(plan).rehearse(plan, first, finding)
-    return found
+    return engines.of(plan).rehearse(plan, first, finding)  # type: ignore[no-any-return]  # a Check
 
 
 #: From this size on, a module is built whole on rank 0 alone.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Callback
@@ -173,11 +173,6 @@ def unpartitioned_optimizer(module: LightningModule, optimizers: Iterable[Optimi
             return f"the optimizer {kind.__name__} has hooks of its own around its step, which would see partitions"
         if optimizer.defaults.get("differentiable"):
             return f"the optimizer {kind.__name__} is differentiable, and DeepSpeed steps without a graph"
-        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in _tensors(group)):
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             return f"the optimizer {kind.__name__} has parameters that aren't the module's, which DeepSpeed doesn't see"
     return None
-
-
-def _tensors(group: Mapping[str, Any]) -> Iterable[Any]:
-    """A parameter group's parameters."""
-    return group["params"]  # type: ignore[no-any-return]

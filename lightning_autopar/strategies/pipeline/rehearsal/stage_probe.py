@@ -153,14 +153,6 @@ def confirm_stages(
     return Finding(value=Staging(hooks=recordings, refusal=words))
 
 
-def stages_of(first: FirstStep) -> Finding:
-    """Where the steps of a run can be cut into stages."""
-    if first.untried is not None:
-        return refused(not_made(first.untried).reason if first.fakes else first.untried)
-    trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
-    return probe_stages(trainer.lightning_module, trainer, _batches(first), first.stage, precision=precision, flops=first.footprint.flops)
-
-
 def kept_apart(first: FirstStep) -> str | None:
     """Why what a step keeps on the module can't be kept by stages; None where it keeps nothing that its samples decide about."""
     if first.split is None or not first.split.kept_rules:
@@ -180,7 +172,7 @@ def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) ->
     """
     trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
     flops = first.footprint.flops
-    found = confirm_stages(trainer.lightning_module, trainer, _batches(first), first.stage, cuts, precision=precision, flops=flops)
+    found = confirm_stages(trainer.lightning_module, trainer, batches_of(first), first.stage, cuts, precision=precision, flops=flops)
     if found.value.refusal is not None:
         return failed(found.value.refusal)
     if found.untried is None:
@@ -202,7 +194,7 @@ def unstaged(conduct: Conduct | None, untried: str) -> Check | None:
     return not_made(f"{untried}, and it writes to the parameter {names[0]!r} by itself") if names else None
 
 
-def _batches(first: FirstStep) -> dict[str, FirstBatch]:
+def batches_of(first: FirstStep) -> dict[str, FirstBatch]:
     """Those of the hooks that the run calls."""
     batches: dict[str, FirstBatch] = {STEPS[first.stage]: first.batch}
     if (validation := first.validation()) is not None:
