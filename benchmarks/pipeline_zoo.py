@@ -48,9 +48,9 @@ def row_of(member: Member, *, processes: bool = False) -> dict[str, Any]:
     row["parameters"] = sum(parameter.numel() for parameter in module.parameters())
     finding = look(member)
     row["probe_seconds"] = round(time.perf_counter() - began, 3)
-    if finding.staging.refusal is not None:
-        return row | {"verdict": "refused", "reason": finding.staging.refusal}
-    blocks = finding.staging.hooks["training_step"].blocks
+    if finding.value.refusal is not None:
+        return row | {"verdict": "refused", "reason": finding.value.refusal}
+    blocks = finding.value.hooks["training_step"].blocks
     parts = parts_of(member, module)
     row |= {"blocks": len(blocks), "uncuttable": dict(finding.uncuttable), "micro_batches": parts, "cuts": {}}
     whole = 1 if member.mean else parts

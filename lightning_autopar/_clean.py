@@ -2,7 +2,7 @@
 
 That is a plain fork where this process is such a one. Where it is not (a notebook that has trained, a script that has asked CUDA for
 something, a rank of torchrun's that has run before), a fresh Python is started and kept, and forks the children: objects travel to it by
-value, as they are now. Knows torch, nothing of Lightning and of what is run.
+value, as they are now, and so does the environment. Knows torch, nothing of Lightning and of what is run.
 """
 
 from __future__ import annotations
@@ -149,8 +149,7 @@ class _Kept:
         self._lock = threading.Lock()
         self._started = time.monotonic()
         code = _START.format(path=sys.path, module=__name__)
-        command, environment = [sys.executable, "-c", code], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment())
 
     @property
     def runs(self) -> bool:
@@ -163,7 +162,7 @@ class _Kept:
         assert self._process.stdout is not None
         with self._lock:
             try:
-                write_message(self._process.stdin.fileno(), True, pickle.dumps((module, timeout_seconds)))
+                write_message(self._process.stdin.fileno(), True, pickle.dumps((module, timeout_seconds, _environment())))
                 write_message(self._process.stdin.fileno(), True, payload)
                 late = max(time.monotonic(), self._started + _START_SECONDS) + timeout_seconds + _START_SECONDS
                 message = read_message(self._process.stdout.fileno(), late)
@@ -214,18 +213,25 @@ def serve() -> None:
     answers = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     while (about := read_message(0, None)) is not None and (call := read_message(0, None)) is not None:
-        module, timeout_seconds = pickle.loads(about[1])
+        module, timeout_seconds, environment = pickle.loads(about[1])
         if module.startswith(f"{__package__}."):
             importlib.import_module(module)  # once, rather than in each child
         try:
-            result = run_forked(_call, call[1], timeout_seconds=timeout_seconds)
+            result = run_forked(_call, call[1], environment, timeout_seconds=timeout_seconds)
             write_message(answers, not isinstance(result, _Unread), pickle.dumps(result))
         except ChildFailed as error:
             write_message(answers, False, pickle.dumps((error.reason, error.child_traceback, error.crashed, error.timed_out)))
 
 
-def _call(payload: bytes) -> Any:
+def _environment() -> dict[str, str]:
+    """This process's as it is now, but for GPUs, which checks leave alone."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _call(payload: bytes, environment: dict[str, str]) -> Any:
     """In the forked child, as unpickling runs the user's code, too."""
+    os.environ.clear()
+    os.environ.update(environment)
     try:
         function, args = pickle.loads(payload)
     except Exception as error:  # a module that can't be imported there, a class that doesn't unpickle

@@ -83,7 +83,7 @@ class Constraints:
         excluded: what this run can't use, of :func:`excludable`, with the sentence that says why; ``"multi"`` stands for every plan with
             several devices.
         uncuttable: FQNs of the blocks with which no stage of a pipeline may begin, with the sentence that says why.
-        pipeline_notes: what a reader should know of any pipeline, a sentence each.
+        notes: what a reader should know of any plan of an engine, a sentence each, by the engine's name.
         split: what was found out about splitting the batch; None where there was nothing to find out.
         despite: refusals that are overruled, of ``REFUSALS``.
         split_batch: whether ranks share the batch; if not, each takes a whole one, as in Lightning's own strategies.
@@ -105,7 +105,7 @@ class Constraints:
     pinned: Plan | None = None
     excluded: Mapping[str, str] = field(default_factory=dict)
     uncuttable: Mapping[str, str] = field(default_factory=dict)
-    pipeline_notes: tuple[str, ...] = ()
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     split: SplitFinding | None = None
     despite: tuple[str, ...] = ()
     split_batch: bool = True

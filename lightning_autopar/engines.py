@@ -1,18 +1,18 @@
 """The contract of an engine: one way to run plans, in one folder, which nothing outside of the folder knows by name.
 
 Planning asks an engine by these methods; the table ``plans.ENGINES`` says where each one is. A module that implements the contract imports
-neither torch nor Lightning at its top: :meth:`Engine.strategy`, :meth:`Engine.rehearse`, :meth:`Engine.unfit` and
-:meth:`Engine.before_fork` import within what they need.
+neither torch nor Lightning at its top: :meth:`Engine.strategy`, :meth:`Engine.look`, :meth:`Engine.rehearse`,
+:meth:`Engine.unfit` and :meth:`Engine.before_fork` import within what they need.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_autopar.constraints import Constraints
+from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.device import PlayedDevice
 from lightning_autopar.memory.allocator.play import Player
@@ -97,6 +97,56 @@ class Rank:
         return None if whole is None or not self.footprint.training else round(whole * self.share)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FirstStep:
+    """A step of the run that planning is for, as an engine looks at it.
+
+    Args:
+        trainer: with the module attached; it is read alone.
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        batch: the first one, a ``FirstBatch``.
+        validation: gives the first batch of the validation within a fit; None where there is none.
+        footprint: of the step.
+        split: what splitting the batch changes; None where nobody has tried.
+        several: whether there may be several devices.
+        excluded: what is ruled out already, as ``Constraints.excluded``.
+        untried: why nothing may be run, as the end of a sentence; None in a forked child, which may fork others that run the step.
+        fakes: whether a fake copy of the module may be made: not where tracing one has ended a process.
+    """
+
+    trainer: Any
+    stage: str
+    batch: Any
+    validation: Callable[[], Any]
+    footprint: Footprint
+    split: SplitFinding | None = None
+    several: bool = True
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    untried: str | None = None
+    fakes: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What an engine has found out about a step. It travels from the child that has looked.
+
+    Args:
+        refusals: what is ruled out, by names of ``constraints.excludable``, with the sentence that says why; None where it isn't.
+        notes: what a reader should know of any plan of the engine, a sentence each.
+        uncuttable: FQNs of the blocks with which no stage may begin, with the sentence that says why.
+        counted: FQNs of the buffers that a training step changes, which it would do once for each part of a batch.
+        untried: what of each plan is left to :meth:`Engine.rehearse`, as the reason; None where nothing is.
+        value: what the strategy of a plan of the engine gets as ``RunPlan.finding``; opaque to all but the engine.
+    """
+
+    refusals: Mapping[str, str | None] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    uncuttable: Mapping[str, str] = field(default_factory=dict)
+    counted: tuple[str, ...] = ()
+    untried: str | None = None
+    value: Any = None
+
+
 class Engine(ABC):
     """One way to run plans. An engine writes :meth:`plans`, :meth:`bytes`, :meth:`step` and :meth:`strategy`; the rest has an answer here,
     which is that of an engine whose ranks each have the whole module.
@@ -111,6 +161,7 @@ class Engine(ABC):
         replays: whether the search replays the allocations of its plans' first rank, which speaks for all that have as many samples.
         plainer: the engine with which the report compares its plan where that is taken, and what is said first.
         another_library: whether its plans are taken only where they are clearly faster than others.
+        loop: whose the trainer's loop is as measured, where another engine's is as long; None for its own.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
     """
 
@@ -123,6 +174,7 @@ class Engine(ABC):
     replays = False
     plainer: tuple[str, str] | None = None
     another_library = False
+    loop: str | None = None
     takes_remedies = True
 
     @abstractmethod
@@ -154,6 +206,21 @@ class Engine(ABC):
     def check(self, plan: Plan) -> None:  # noqa: B027  # most plans have nothing that must fit together
         """Raise ValueError where the values of a plan's fields don't go together; asked whenever a plan is made."""
 
+    def words(self, plan: Plan) -> dict[str, str]:
+        """The words of a plan's title by the field that they tell of, in their order; an engine puts its own in their place."""
+        told = {"devices": self.name if plan.world_size == 1 else f"{self.name} ×{plan.world_size}"}
+        if plan.replicas > 1:
+            told["replicas"] = f"{plan.replicas} replicas"
+        if plan.shares:
+            told["shares"] = f"shares {':'.join(map(str, plan.shares))}" if plan.world_size <= 4 else "uneven shares"
+        if plan.offload:
+            told["offload"] = f"offload {' + '.join(plan.offload)}"
+        if plan.recompute:
+            told["recompute"] = f"recompute {len(plan.recompute)}"
+        if plan.micro_batches > 1:
+            told["micro_batches"] = f"micro-batches {plan.micro_batches}"
+        return told
+
     def refusal(self, question: Question) -> str | None:
         """Why there is no plan of this engine, in a sentence; None where there is one, or where devices alone are missing."""
         return None
@@ -166,6 +233,18 @@ class Engine(ABC):
         """Of what some of its plans do that this run can't: a plan that does it, and the sentence that says why not."""
         return ()
 
+    def against(self, plan: Plan, question: Question) -> str | None:
+        """What a pinned plan of this engine does that can't be done here, as the end of a sentence that begins with it."""
+        return None
+
+    def sample(self, devices: Sequence[Device], blocks: Sequence[str], micro_batches: int) -> Plan:
+        """A plan of a small module that has these blocks: calibration measures a step of it."""
+        return Plan(engine=self.name, devices=tuple(device.id for device in devices))
+
+    def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
+        """What :meth:`look` would find out for the strategy of such a plan, by the module and two samples."""
+        return None
+
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
         """Why what a Trainer is about to do can't be done by this engine, by its options, callbacks and module; None where it may.
 
@@ -175,18 +254,24 @@ class Engine(ABC):
         """
         return None
 
-    def untried(self, plan: Plan, footprint: Footprint) -> bool:
-        """Whether planning has left something to :meth:`rehearse` in such a plan."""
-        return False
+    def look(self, first: FirstStep) -> Finding:
+        """What the first batch and the Trainer's options say of this engine. Asked only where a plan of it may be taken.
 
-    def rehearse(self, plan: Plan, trainer: Any, first: Any, footprint: Footprint) -> Any:
+        A check that it can't make is no check that passed: such plans are ruled out by a sentence, or left to :meth:`rehearse`.
+        """
+        return Finding()
+
+    def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
+        """Whether :meth:`look` has left something to :meth:`rehearse` in such a plan."""
+        return finding.untried is not None
+
+    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
         """Whether the step survives this very plan, tried in a forked child once it is chosen: a ``Check``.
 
         Args:
             plan: the one that was chosen.
-            trainer: with module and data attached.
-            first: the first training batch.
-            footprint: of the step.
+            first: the step; what splitting its batch changes isn't looked at again.
+            finding: of :meth:`look`.
         """
         raise AssertionError(f"nothing of a plan of {self.name} is left to try")
 
@@ -200,7 +285,7 @@ class Engine(ABC):
 
     def notes(self, constraints: Constraints) -> tuple[str, ...]:
         """What a reader should know of any of its plans, a sentence each."""
-        return ()
+        return constraints.notes.get(self.name, ())
 
     def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
         """Plans on these devices that can't be told without bytes and seconds, remedies included; the best ones that memory suffices for.

@@ -127,14 +127,16 @@ class Plan:
             raise ValueError(f"a plan needs at least one device, but its devices are {self.devices!r}")
         if len(set(self.devices)) != len(self.devices):
             raise ValueError(f"a plan names each device once, but its devices are {self.devices!r}")
-        object.__setattr__(self, "options", tuple(sorted(dict(self.options).items())))
         for name in _OWN:
             if (value := getattr(self, name)) != _OWN[name] and name not in entry.takes:
                 takers = " or ".join(repr(other) for other, its in all_engines().items() if name in its.takes)
                 raise ValueError(f"{name} is {value!r}, but the engine is {self.engine!r}; leave it out, or choose {takers}")
+            if isinstance(_OWN[name], bool) and not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, but is {value!r}")
         self._check_replicas()
         self._check_shares()
         self._check_offload()
+        self._check_options()
         loaded(self.engine).check(self)
 
     def _check_replicas(self) -> None:
@@ -165,8 +167,16 @@ class Plan:
         if len(set(self.offload)) != len(self.offload):
             raise ValueError(f"a plan names each offload once, but they are {self.offload!r}")
         object.__setattr__(self, "offload", tuple(what for what in OFFLOADS if what in self.offload))
-        if not isinstance(self.optimizer_on_disk, bool):
-            raise ValueError(f"optimizer_on_disk must be true or false, but is {self.optimizer_on_disk!r}")
+
+    def _check_options(self) -> None:
+        """Names with values, put in order."""
+        given: Any = self.options
+        pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+        if not isinstance(pairs, tuple) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
+        ):
+            raise ValueError(f"a plan's options are plain values by name, but they are {given!r}; write options={{'name': value}}")
+        object.__setattr__(self, "options", tuple(sorted(dict(pairs).items())))
 
     @property
     def world_size(self) -> int:
@@ -181,11 +191,11 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """How many parts a batch has, one after the other within a rank not counted: a pipeline's ranks all get their replica's."""
-        return self.replicas if self.cuts else self.world_size
+        return self.world_size if loaded(self.engine).splits else self.replicas
 
     def data_rank(self, rank: int) -> int:
         """Which of the :attr:`data_ranks` parts of a batch a rank works on."""
-        return rank // self.devices_per_replica if self.cuts else rank
+        return rank if loaded(self.engine).splits else rank // self.devices_per_replica
 
     @property
     def stages(self) -> int:
@@ -206,30 +216,13 @@ class Plan:
             counts = count_dealt(self.dealing, batch_size)
         elif rest:
             counts = (whole + 1,) * rest + counts[rest:]
-        if self.engine != "pipeline":
+        if loaded(self.engine).splits:
             return counts
         return tuple(count for count in counts for _ in range(self.devices_per_replica))
 
     def title(self) -> str:
         """A few words for a table: ``"fsdp ×2, reshard, recompute 4"``."""
-        if self.engine == "pipeline":
-            words = [f"pipeline {self.stages} stages", f"{self.schedule} ×{self.micro_batches}"]
-        else:
-            name = self.engine if self.zero_stage is None else f"{self.engine}-{self.zero_stage}"
-            words = [name if self.world_size == 1 else f"{name} ×{self.world_size}"]
-        if self.engine == "fsdp":
-            words.append("reshard" if self.reshard_after_forward else "keep gathered")
-        if self.replicas > 1:
-            words.append(f"{self.replicas} {'sharded ' if self.engine == 'pipeline' and self.shard else ''}replicas")
-        if self.shares:
-            words.append(f"shares {':'.join(map(str, self.shares))}" if self.world_size <= 4 else "uneven shares")
-        if self.offload:
-            words.append(f"offload {' + '.join(self.offload)}{', state on disk' if self.optimizer_on_disk else ''}")
-        if self.recompute:
-            words.append(f"recompute {len(self.recompute)}")
-        if self.micro_batches > 1 and self.engine != "pipeline":
-            words.append(f"micro-batches {self.micro_batches}")
-        return ", ".join(words)
+        return ", ".join(filter(None, loaded(self.engine).words(self).values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, every field by its name."""

@@ -74,12 +74,14 @@ def test_a_clean_process_forks_the_child_itself() -> None:
     assert _clean.run_clean(os.getppid, timeout_seconds=60) == os.getpid()
 
 
-def test_one_fresh_process_is_kept_for_all_checks(unclean: None) -> None:
+def test_one_fresh_process_is_kept_for_all_checks(unclean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.ones(1, requires_grad=True).sum().backward()
     parents = {_clean.run_clean(os.getppid, timeout_seconds=60) for _ in range(2)}
     assert len(parents) == 1
     assert parents != {os.getpid()}
     assert psutil.Process(parents.pop()).ppid() == os.getpid()
+    monkeypatch.setenv("AUTOPAR_DISK", "set after it was started")
+    assert _clean.run_clean(os.getenv, "AUTOPAR_DISK", timeout_seconds=60) == "set after it was started"
 
 
 def test_what_fails_there_is_told_and_leaves_the_process_as_it_was(unclean: None) -> None:

@@ -4,7 +4,8 @@
     python tools/engine_names.py 50       # the same; fails above that number
 
 Counted are, a line once: a comparison with an engine's name, or membership among such names; ``isinstance`` of an engine's class; a table,
-or what is kept in one, by such a name; a condition on a field of a plan, or of a running engine, that one engine alone sets.
+or what is kept in one, by such a name; a condition on a field of a plan, or of a running engine, that one engine alone sets. Where
+something that is no plan has a field of such a name of its own (``self.cuts``), that is not a plan's.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightning_autopar"
 FOLDERS = tuple(PACKAGE / "strategies" / name for name in ("ddp", "fsdp", "zero", "pipeline"))
 NAMES = frozenset(("single", "ddp", "fsdp", "zero", "pipeline", "zero_3"))
-#: Set by one engine alone.
-FLAGS = frozenset(("zero_stage", "cuts", "schedule", "reshard_after_forward", "optimizer_on_disk", "in_stages", "staging"))
+#: Set by one engine alone: fields of a plan, and of a running engine.
+FIELDS = frozenset(("zero_stage", "cuts", "schedule", "reshard_after_forward", "optimizer_on_disk"))
+FLAGS = FIELDS | {"in_stages", "staging"}
+#: Where ``self`` is a plan.
+PLANS = PACKAGE / "plans.py"
 CLASSES = [f"{name}{suffix}" for name in ("Single", "DDP", "FSDP", "Zero", "Pipeline") for suffix in ("", "Engine")] + ["ZeroFiles"]
 
 
@@ -54,9 +58,20 @@ def _is_flag(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr in FLAGS
 
 
+class _WithoutOwn(ast.NodeTransformer):
+    """Takes fields of ``self`` for names of their own."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if node.attr in FIELDS and isinstance(node.value, ast.Name) and node.value.id == "self":
+            return ast.copy_location(ast.Name(id=node.attr, ctx=node.ctx), node)
+        return self.generic_visit(node)
+
+
 def places(path: Path) -> Iterator[int]:
     """The lines of a module that ask."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    if path != PLANS:
+        tree = _WithoutOwn().visit(tree)
     lines = {getattr(node, "lineno", None) or node.ifs[0].lineno for node in ast.walk(tree) if _asks(node)}  # type: ignore[attr-defined]
     yield from sorted(lines)
 

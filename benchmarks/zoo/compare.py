@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from benchmarks.zoo.member import ROWS, Member
+from lightning_autopar.engines import Finding
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Together
-from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding, probe_stages
+from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import probe_stages
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
 
@@ -52,16 +53,16 @@ class Errors:
         )
 
 
-def look(member: Member) -> StagingFinding:
+def look(member: Member) -> Finding:
     """What the parity probe says of a member."""
     module = member.build()
     first = FirstBatch(batch=member.batch(0), batch_size=ROWS)
     return probe_stages(module, None, {"training_step": first})
 
 
-def ways(finding: StagingFinding) -> dict[str, tuple[str, ...]]:
+def ways(finding: Finding) -> dict[str, tuple[str, ...]]:
     """Two and three stages, even and uneven, as far as the blocks allow."""
-    blocks = finding.staging.hooks["training_step"].blocks
+    blocks = finding.value.hooks["training_step"].blocks
     possible = [block for block in blocks[1:] if block not in finding.uncuttable]
     count, all_ = len(possible), len(possible) + 1
     found: dict[tuple[str, ...], str] = {}
@@ -97,10 +98,10 @@ def alone(member: Member, *, double: bool, micro_batches: int = 1) -> Gradients:
     return found
 
 
-def staged(member: Member, finding: StagingFinding, cuts: Sequence[str], *, double: bool, micro_batches: int) -> Gradients:
+def staged(member: Member, finding: Finding, cuts: Sequence[str], *, double: bool, micro_batches: int) -> Gradients:
     """The gradients of the same steps in stages, all micro-batches one after the other."""
     module = _built(member, double)
-    staging = finding.staging
+    staging = finding.value
     if double:
         recording = record(module, None, "training_step", _batch(member, 0, True)(), list(find_blocks(module)), rows=ROWS)
         staging = Staging(hooks={"training_step": recording})

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory, busy_share, device_label
+from lightning_autopar.engines import Question
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.step_times import TimeFactors
@@ -83,6 +84,7 @@ class Appraiser:
         self.footprint = footprint
         self.inventory = inventory
         self.constraints = constraints
+        self.question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
         self.predict = predict or partial(_predict_bytes, precision=constraints.precision)
         self.rates = rates
         self.device = {device.id: device for device in inventory.devices}

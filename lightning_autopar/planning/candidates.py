@@ -82,12 +82,12 @@ def enumerate_candidates(
         several = device_sets(footprint.batch_size, inventory, constraints, speed)
     else:
         alone = [devices for devices in sets or () if len(devices) == 1]
-    together = multi_refusal(footprint, inventory, constraints) is None
+    question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
+    together = multi_refusal(question) is None
     # Offload needs no second device. But a user who allows no engine of one device wants several.
     alone_too = len(inventory.devices) == 1 or any(not engines.named(name).several for name in constraints.allow)
-    question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     for name in all_engines():
-        if not keep(name) or own_refusal(name, footprint, inventory, constraints) is not None:
+        if not keep(name) or own_refusal(name, question) is not None:
             continue
         engine = engines.named(name)
         for devices in (*alone, *(several if together and engine.several else ())):
@@ -102,7 +102,7 @@ def ruled_out(footprint: Footprint, inventory: Inventory, constraints: Constrain
     """What no plan may be or do, a plan that stands for all of them with the sentence that says why."""
     question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     for name, entry in all_engines().items():
-        engine, refusal = engines.named(name), engine_refusal(name, footprint, inventory, constraints)
+        engine, refusal = engines.named(name), engine_refusal(name, question)
         if refusal is not None and (entry.offered or name in constraints.allow):
             plan = _widest(engine, question)
             # On one device no pipeline can be written down: nobody misses it who allows other engines.

@@ -15,6 +15,7 @@ from functools import partial
 from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share, device_label
+from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.advice import advise
 from lightning_autopar.planning.appraisal import Appraiser, Predict
@@ -24,6 +25,7 @@ from lightning_autopar.planning.refusals import (
     cannot_run,
     engine_refusal,
     feature_refusal,
+    features_of,
     micro_batch_refusal,
     multi_refusal,
     own_refusal,
@@ -52,7 +54,8 @@ def explained(
     best = candidates[0]
     plan, fitting = best.plan, [candidate for candidate in candidates if candidate.fits]
     reasons = list(plan.reasons)
-    if plan.engine != "single" and (alone := next((one for one in candidates if one.plan.engine == "single"), None)):
+    alone = next((one for one in candidates if not engines.of(one.plan).several), None)
+    if alone is not None and engines.of(plan).several:
         reasons.append(f"one device alone {_against(alone)}")
     other = engines.of(plan).plainer
     if other is not None and (plainer := next((one for one in candidates if one.plan.engine == other[0]), None)):
@@ -249,7 +252,8 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
         raise ValueError(f"the pinned plan names {', '.join(map(repr, missing))}, which isn't there; there are: {', '.join(known)}")
     if (unbuilt := cannot_run(plan, pinned=True)) is not None:
         raise ValueError(f"the pinned plan {plan.title()!r} {unbuilt}; leave it out")
-    if (refusal := _refusal(plan, footprint, inventory, constraints)) is not None:
+    question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
+    if (refusal := _refusal(plan, question)) is not None:
         raise ValueError(f"the pinned plan {plan.title()!r} can't be taken: {refusal}; unpin it, or change that")
     most = constraints.max_devices
     if most is not None and plan.world_size > most:
@@ -268,10 +272,8 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
     rows = max(plan.rows(batch)) if constraints.split_batch else batch
     if footprint.training and plan.micro_batches > max(1, rows):
         raise ValueError(f"the pinned plan takes {rows} samples apart into {plan.micro_batches} micro-batches; have at most {max(1, rows)}")
-    if refused := [fqn for fqn in plan.cuts if fqn in constraints.uncuttable]:
-        raise ValueError(
-            f"the pinned plan cuts at {refused[0]!r}, with which no stage may begin: {constraints.uncuttable[refused[0]]}; cut elsewhere"
-        )
+    if (words := engines.of(plan).against(plan, question)) is not None:
+        raise ValueError(f"the pinned plan {words}")
     if not footprint.traced:
         return
     recomputable = {block.fqn: block.recomputable for block in footprint.blocks}
@@ -281,17 +283,17 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
         raise ValueError(f"the pinned plan recomputes {wrong[0]!r}, which {why}; blocks that can be recomputed: {can}")
 
 
-def _refusal(plan: Plan, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
+def _refusal(plan: Plan, question: Question) -> str | None:
     """The sentence against its engine, or against something that it does besides."""
+    footprint, constraints = question.footprint, question.constraints
     refusal = constraints.excluded.get(plan.engine, constraints.excluded.get(engines.of(plan).part(plan)))
     if refusal is None:
         # One rank needs none of what several do.
         ask = own_refusal if plan.world_size == 1 else engine_refusal
-        refusal = ask(plan.engine, footprint, inventory, constraints)
-    if refusal is None and plan.offload:
-        refusal = constraints.excluded.get("offload")
-    if refusal is None and plan.optimizer_on_disk:
-        refusal = constraints.excluded.get("disk")
+        refusal = ask(plan.engine, question)
+    for feature in features_of(plan):
+        if refusal is None and feature in ("offload", "disk"):
+            refusal = constraints.excluded.get(feature)
     if refusal is None and plan.micro_batches > 1 and footprint.training:
         refusal = micro_batch_refusal(footprint, constraints, staged=not engines.of(plan).splits)
     if refusal is None and plan.recompute:
@@ -299,5 +301,5 @@ def _refusal(plan: Plan, footprint: Footprint, inventory: Inventory, constraints
     if refusal is None and plan.shares:
         refusal = feature_refusal("shares", footprint, constraints)
     if refusal is None and plan.replicas > 1:
-        refusal = multi_refusal(footprint, inventory, constraints) or feature_refusal("replicas", footprint, constraints)
+        refusal = multi_refusal(question) or feature_refusal("replicas", footprint, constraints)
     return refusal

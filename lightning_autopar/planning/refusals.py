@@ -36,6 +36,18 @@ def engine_runs(engine: Engine, allow: Sequence[Engine]) -> bool:
     return entry_of(engine).offered or engine in allow
 
 
+def features_of(plan: Plan) -> list[Feature]:
+    """What a plan does besides."""
+    needed: dict[Feature, bool] = {
+        "micro_batches": plan.micro_batches > 1,
+        "shares": bool(plan.shares),
+        "replicas": plan.replicas > 1,
+        "offload": bool(plan.offload),
+        "disk": plan.optimizer_on_disk,
+    }
+    return [feature for feature, there in needed.items() if there]
+
+
 def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False) -> str | None:
     """Why the plan isn't taken, in a few words; None where it may be: what it needs that this version can't run, or that nobody asked for.
 
@@ -46,34 +58,28 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
     """
     if not pinned and not engine_runs(plan.engine, allow):
         return f"taken only where allow names {plan.engine!r}"
-    needed: dict[Feature, bool] = {
-        "micro_batches": plan.micro_batches > 1,
-        "shares": bool(plan.shares),
-        "replicas": plan.replicas > 1,
-        "offload": bool(plan.offload),
-        "disk": plan.optimizer_on_disk,
-    }
     able = RUNS | PINNED if pinned else RUNS
-    missing = [_WORDS[feature] for feature, there in needed.items() if there and feature not in able]
+    missing = [_WORDS[feature] for feature in features_of(plan) if feature not in able]
     return f"can't be run by this version yet ({' and '.join(missing)})" if missing else None
 
 
-def engine_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
+def engine_refusal(engine: Engine, question: Question) -> str | None:
     """Why no plan of this engine is a candidate; None if some are. With offload, some engines run on one device as well."""
     asked = engines.named(engine)
-    if (refusal := own_refusal(engine, footprint, inventory, constraints)) is not None or not asked.several:
+    if (refusal := own_refusal(engine, question)) is not None or not asked.several:
         return refusal
-    return multi_refusal(footprint, inventory, constraints) if asked.splits else devices_refusal(inventory, constraints)
+    return multi_refusal(question) if asked.splits else devices_refusal(question.inventory, question.constraints)
 
 
-def own_refusal(engine: Engine, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
+def own_refusal(engine: Engine, question: Question) -> str | None:
     """The same but for what speaks against several devices."""
+    constraints = question.constraints
     # Engines that aren't offered are shown to whoever leaves the choice open.
     if engine not in constraints.allow and (entry_of(engine).offered or not set(offered_engines()) <= set(constraints.allow)):
         return f"not in allow={list(constraints.allow)!r}"
     if engine in constraints.excluded:
         return constraints.excluded[engine]
-    return engines.named(engine).refusal(Question(footprint=footprint, inventory=inventory, constraints=constraints))
+    return engines.named(engine).refusal(question)
 
 
 def missing_packages(inventory: Inventory) -> dict[str, str]:
@@ -97,9 +103,10 @@ def _missing_words(package: str, extra: str) -> str:
     return f"the package {package} is not installed; install lightning-autopar[{extra}]"
 
 
-def multi_refusal(footprint: Footprint, inventory: Inventory, constraints: Constraints) -> str | None:
+def multi_refusal(question: Question) -> str | None:
     """Why no plan that splits the batch over devices is a candidate; None if some are."""
-    if (refusal := devices_refusal(inventory, constraints)) is not None or not constraints.split_batch:
+    footprint, constraints = question.footprint, question.constraints
+    if (refusal := devices_refusal(question.inventory, constraints)) is not None or not constraints.split_batch:
         return refusal
     if footprint.batch_size == 0:
         return "the batch has no batch dimension, so it can't be split over ranks"

@@ -317,7 +317,7 @@ class Search:
         Those on most devices are there to be read, too.
         The ranks of a pipeline have their samples in common, so that there may be more of them than samples.
         """
-        if engine_refusal(engine.name, self.footprint, self.inventory, self.constraints) is not None:
+        if engine_refusal(engine.name, self.appraiser.question) is not None:
             return
         by_speed = self.constraints.objective == "speed"
         search = self._lent(self._limit if by_speed else lambda: math.inf)

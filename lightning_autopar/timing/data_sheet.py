@@ -17,7 +17,7 @@ from lightning_autopar.devices import catalogue
 from lightning_autopar.devices.catalogue import KnownDevice
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.plans import Engine
+from lightning_autopar.plans import Engine, loaded
 from lightning_autopar.timing.collectives import collective_seconds, known_model, topology
 from lightning_autopar.timing.rates import Collective, Phase, Rates
 
@@ -342,7 +342,7 @@ class DataSheet(Rates):
 
     def loop_seconds(self, device: Device, engine: Engine) -> float:
         """The trainer's loop and hooks, and what several ranks add."""
-        return _LOOP_SECONDS + (0.0 if engine == "single" else _RANK_SECONDS)
+        return _LOOP_SECONDS + (_RANK_SECONDS if loaded(engine).several else 0.0)
 
     def unit_seconds(self, device: Device) -> float:
         """What the hooks of one unit of FSDP cost the host in one step."""

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.plans import Engine
+from lightning_autopar.plans import Engine, loaded
 from lightning_autopar.timing.collectives import topology
 from lightning_autopar.timing.curves import Calibration, Curve
 from lightning_autopar.timing.rates import Collective, Phase, Rates
@@ -140,7 +140,7 @@ class MeasuredRates(Rates):
 
     def loop_seconds(self, device: Device, engine: Engine) -> float:
         """What a step costs beside operations and collectives: the trainer's loop, the engine's hooks."""
-        thing = "loop/single" if engine == "zero" else f"loop/{engine}"  # what DeepSpeed adds is known by its calls
+        thing = f"loop/{loaded(engine).loop or engine}"
         curve, otherwise = self._of_host(device, thing), self.otherwise.loop_seconds(device, engine)
         if curve is not None:
             return curve.seconds[0] * self._crowded(device, "matmul", 0)

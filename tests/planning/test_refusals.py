@@ -6,6 +6,7 @@ import pytest
 
 from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import LayerFootprint
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.planning import refusals
@@ -13,6 +14,10 @@ from lightning_autopar.planning.candidates import Option, enumerate_candidates, 
 from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal
 from lightning_autopar.plans import ENGINES, Plan
 from tests.fakes.values import cpu, footprint, gpu, inventory
+
+
+def asked(engine: str, step: Any, here: Any, constraints: Constraints) -> str | None:
+    return engine_refusal(engine, Question(footprint=step, inventory=here, constraints=constraints))
 
 
 def options(step: Any = None, here: Any = None, **constraints: Any) -> list[Option]:
@@ -109,9 +114,9 @@ def test_engines_that_are_not_allowed_or_excluded_are_rejected_once_each() -> No
 
 def test_engines_that_cannot_be_run_are_shown_where_the_choice_is_open_or_they_are_asked_for() -> None:
     here = parse_spec("2xH100-80GB")
-    assert engine_refusal("zero", footprint(), here, Constraints()) is None
-    assert engine_refusal("zero", footprint(), here, Constraints(allow=("zero",))) is None
-    assert "not in allow" in (engine_refusal("zero", footprint(), here, Constraints(allow=("ddp",))) or "")
+    assert asked("zero", footprint(), here, Constraints()) is None
+    assert asked("zero", footprint(), here, Constraints(allow=("zero",))) is None
+    assert "not in allow" in (asked("zero", footprint(), here, Constraints(allow=("ddp",))) or "")
 
 
 @pytest.mark.parametrize(("devices", "title"), [(2, "pipeline 2 stages, gpipe ×1"), (3, "pipeline 2 stages, gpipe ×1"), (1, "single")])
@@ -139,7 +144,7 @@ def test_a_pipeline_that_is_refused_is_written_as_one_where_it_can_be(devices: i
     ],
 )
 def test_what_speaks_against_zero(step: dict[str, Any], constraints: dict[str, Any], sentence: str) -> None:
-    assert engine_refusal("zero", footprint(**step), parse_spec("2xH100-80GB"), Constraints(**constraints)) == sentence
+    assert asked("zero", footprint(**step), parse_spec("2xH100-80GB"), Constraints(**constraints)) == sentence
 
 
 def test_zero_needs_its_package_on_devices_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +153,7 @@ def test_zero_needs_its_package_on_devices_that_are_here(monkeypatch: pytest.Mon
     missing = refusals.missing_packages(here)
     sentence = "the package no_such_package is not installed; install lightning-autopar[extra]"
     assert missing == {"zero": sentence}
-    assert engine_refusal("zero", footprint(), here, Constraints(excluded=missing)) == sentence
+    assert asked("zero", footprint(), here, Constraints(excluded=missing)) == sentence
     assert refusals.missing_packages(parse_spec("2xH100-80GB")) == {}
     assert refusals.lacks_package_alone("zero", Constraints(excluded=missing))
     assert not refusals.lacks_package_alone("zero", Constraints(excluded={"zero": "a callback looks at gradients"}))
@@ -186,7 +191,7 @@ OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
 )
 def test_what_speaks_against_a_pipeline(step: dict[str, Any], constraints: dict[str, Any], sentence: str) -> None:
     values = {"tape": Tape(), "outer": OUTER, **step}
-    assert engine_refusal("pipeline", footprint(**values), inventory(cpu(0), cpu(1)), Constraints(**constraints)) == sentence
+    assert asked("pipeline", footprint(**values), inventory(cpu(0), cpu(1)), Constraints(**constraints)) == sentence
 
 
 @pytest.mark.parametrize(
@@ -201,7 +206,7 @@ def test_what_speaks_against_a_pipeline(step: dict[str, Any], constraints: dict[
 )
 def test_a_pipeline_needs_not_take_the_batch_apart(step: dict[str, Any], constraints: dict[str, Any]) -> None:
     values = {"tape": Tape(), "outer": OUTER, **step}
-    assert engine_refusal("pipeline", footprint(**values), inventory(cpu(0), cpu(1)), Constraints(**constraints)) is None
+    assert asked("pipeline", footprint(**values), inventory(cpu(0), cpu(1)), Constraints(**constraints)) is None
 
 
 @pytest.mark.parametrize(
@@ -264,6 +269,6 @@ def test_processes_that_are_there_already_leave_no_plan_with_one_device() -> Non
 @pytest.mark.parametrize(("started", "gpus"), [(None, ("a", "a")), (3, ("a", "a", "b"))])
 def test_mig_instances_of_one_gpu_have_no_plan_together(started: int | None, gpus: tuple[str, ...]) -> None:
     here = inventory(*(replace(gpu(index), part_of=f"GPU-{whose}") for index, whose in enumerate(gpus)))
-    refusal = engine_refusal("ddp", footprint(), here, Constraints(min_devices=started))
+    refusal = asked("ddp", footprint(), here, Constraints(min_devices=started))
     whose = "one GPU" if started is None else "2 GPUs"
     assert refusal == f"the {len(gpus)} devices are MIG instances of {whose}, and NCCL takes one rank of each GPU"

@@ -81,7 +81,7 @@ def run(
     strategy: Any = "auto" if plan is None else AutoParallelStrategy(devices=f"{plan.world_size}xcpu:4GiB")
     settings = {"accelerator": "cpu", "devices": 1, "strategy": strategy, "max_epochs": 2, "log_every_n_steps": 1, **QUIET, **options}
     trainer = pl.Trainer(**{**settings, "callbacks": [losses, *options.get("callbacks", ())]})
-    with _decided(plan, finding=staging, **(assigned or {})):
+    with _decided(plan, findings={"pipeline": staging}, **(assigned or {})):
         if fn == "fit":
             if train is None:
                 train = DataLoader(data, batch_size=batch_size, shuffle=shuffle, collate_fn=collate)

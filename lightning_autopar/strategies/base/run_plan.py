@@ -42,7 +42,7 @@ class RunPlan:
         large: whether the module is so large that no rank but the first should ever build all of it.
         candidate: the plan with its prediction.
         budgets: bytes that the plan may use of each device, by its id.
-        finding: what the plan's engine found out about the step; opaque to all but it.
+        findings: what engines found out about the step, by their names; opaque to all but them.
         elastic: whether the run may go on under another plan, so that every loader's position must be known.
         at_least: bytes by device id that are asked for whatever is predicted: the plan ran out of memory before.
     """
@@ -60,9 +60,14 @@ class RunPlan:
     weights_only: bool | None = None
     candidate: Candidate | None = None
     budgets: Mapping[str, int] = field(default_factory=dict)
-    finding: Any = None
+    findings: Mapping[str, Any] = field(default_factory=dict)
     elastic: bool = False
     at_least: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def finding(self) -> Any:
+        """What the plan's engine found out; None where it found nothing."""
+        return self.findings.get(self.plan.engine)
 
     @property
     def reserved_bytes(self) -> dict[str, int]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_autopar import engines
 from lightning_autopar._fork import ChildFailed, run_forked, unforkable
 from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory, Link
 from lightning_autopar.memory.learned.cache_files import VARIABLE, cache_folder
@@ -296,14 +297,14 @@ def _host_loop(known: Calibration) -> list[Curve]:
 
 def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
     """What the trainer's loop takes, and what two ranks of an engine add."""
-    from lightning_autopar.strategies.calibration.steps import TINY_BYTES, TINY_UNITS, plain_step, step_taken, tiny_plan
+    from lightning_autopar.strategies.calibration.steps import TINY_BLOCKS, TINY_BYTES, TINY_UNITS, plain_step, step_taken
 
     rates = MeasuredRates(known, DataSheet()).among(devices[:2], inventory)
     plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS, gpus=True)
 
     def around(engine: str, ranks: int) -> tuple[float, int]:
         chosen = devices[:ranks]
-        taken = step_taken(tiny_plan(engine, chosen), chosen)
+        taken = step_taken(engines.named(engine).sample(chosen, TINY_BLOCKS, 1), chosen)
         return max(taken.seconds - plain.seconds, plain.seconds / 10), taken.calls - plain.calls
 
     def collective(name: Collective) -> float:
@@ -322,7 +323,7 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
 def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
     """What two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
-    from lightning_autopar.strategies.calibration.steps import TINY_BYTES, plain_step, step_taken, tiny_plan
+    from lightning_autopar.strategies.calibration.steps import TINY_BLOCKS, TINY_BYTES, plain_step, step_taken
 
     chosen = devices[:2]
     rates = MeasuredRates(known, DataSheet()).among(chosen, inventory)
@@ -331,7 +332,8 @@ def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration)
 
     def besides(micro_batches: int) -> float:
         """Without the module's own operations: each rank has half of them, and the longest path is a micro-batch longer than there are."""
-        return step_taken(tiny_plan("pipeline", chosen, micro_batches), chosen).seconds - (micro_batches + 1) / 2 * plain
+        taken = step_taken(engines.named("pipeline").sample(chosen, TINY_BLOCKS, micro_batches), chosen)
+        return taken.seconds - (micro_batches + 1) / 2 * plain
 
     few, many = besides(1), besides(_MANY)
     action = max(plain / 10, (many - few) / (2 * (_MANY - 1)) - sending / 2)
@@ -369,7 +371,7 @@ def _bar(steps: int, wanted: bool) -> Iterator[Callable[[str], None]]:
 def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curve], list[Failure]]:
     """The same in a new Python, which may fork as it likes."""
     most_seconds = _most_seconds(inventory)
-    words = json.dumps({"inventory": _as_words(inventory), "again": again, "most_seconds": most_seconds})
+    words = json.dumps({"inventory": inventory.to_dict(), "again": again, "most_seconds": most_seconds})
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "calibration.json"
         command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(answer)]
@@ -393,10 +395,6 @@ def answer() -> None:
     found = Calibration().with_curves(curves, day="", took_seconds=0.0)
     told = [(failure.words, failure.names) for failure in failures]
     Path(sys.argv[1]).write_text(json.dumps({"calibration": found.to_dict(), "failures": told}), encoding="utf-8")
-
-
-def _as_words(inventory: Inventory) -> dict[str, Any]:
-    return inventory.to_dict()
 
 
 def _from_words(words: dict[str, Any]) -> Inventory:

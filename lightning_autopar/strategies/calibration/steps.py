@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_autopar import engines
 from lightning_autopar._lightning_compat import Launcher, attach_data, run_arguments
 from lightning_autopar.devices.inventory import Device
-from lightning_autopar.plans import Plan, Schedule
+from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.ranks import torch_device, usual, waiter
-from lightning_autopar.strategies.pipeline.stages.record import record
-from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.processes.generation import run_folder, run_generation
 from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 from lightning_autopar.strategies.processes.worker import make_job
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _WIDTH, _LAYERS, _STEPS = 8, 4, 18
+TINY_BLOCKS = tuple(f"layers.{index}" for index in range(_LAYERS))
 #: The first steps say nothing: no optimizer state, memory recorded.
 _WARM_UP = 5
 #: What a step takes beyond this multiple of its processor time is others' work on the machine: so small a step hardly waits.
@@ -128,11 +128,8 @@ class _Calibrating(IdleStrategy):
 def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
     """What a step takes of a tiny module under a plan, in real workers; in a forked child, which keeps the trainer's traces to itself."""
     size = max(2 * len(devices), 2 * plan.micro_batches)
-    staging = None
-    if plan.engine == "pipeline":
-        batch, blocks = [torch.zeros(2, _WIDTH)], [f"layers.{index}" for index in range(_LAYERS)]
-        staging = Staging(hooks={"training_step": record(_Tiny(), None, "training_step", batch, blocks, rows=2)})
-    launcher = _Launcher(RunPlan(plan=plan, devices=tuple(devices), finding=staging))
+    value = engines.of(plan).sample_value(_Tiny(), [torch.zeros(2, _WIDTH)], TINY_BLOCKS)
+    launcher = _Launcher(RunPlan(plan=plan, devices=tuple(devices), findings={plan.engine: value}))
     strategy = _Calibrating(launcher)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = L.Trainer(
@@ -148,17 +145,6 @@ def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
         out = Path(folder) / "seconds"
         trainer.fit(_Tiny(out), DataLoader(samples, batch_size=size))
         return Taken(*json.loads(out.read_text(encoding="utf-8")))
-
-
-def tiny_plan(engine: str, devices: Sequence[Device], micro_batches: int = 1) -> Plan:
-    """A plan for the tiny module; under FSDP each of its layers is a unit, a pipeline has two stages."""
-    ids = tuple(device.id for device in devices)
-    if engine == "pipeline":
-        schedule: Schedule = "gpipe" if micro_batches == 1 else "1f1b"
-        return Plan(engine="pipeline", devices=ids, cuts=(f"layers.{_LAYERS // 2}",), schedule=schedule, micro_batches=micro_batches)
-    if engine != "fsdp":
-        return Plan(engine=engine, devices=ids)
-    return Plan(engine="fsdp", devices=ids, reshard_after_forward=True, shard=tuple(f"layers.{index}" for index in range(_LAYERS)))
 
 
 #: Units of FSDP that the tiny module is made of, its root included.

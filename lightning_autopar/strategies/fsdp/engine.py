@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Question, Rank, recomputed
+from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, recomputed
 from lightning_autopar.memory.allocator.device import PlayedDevice
 from lightning_autopar.memory.allocator.play import Player
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
@@ -59,6 +59,16 @@ class FSDP(Engine):
                 f"fsdp offloads {' and '.join(OFFLOADS)} together, but the plan names {plan.offload[0]!r} alone; name both or none"
             )
 
+    def words(self, plan: Plan) -> dict[str, str]:
+        """With what becomes of gathered parameters."""
+        told = super().words(plan)
+        return {**told, "devices": f"{told['devices']}, {'reshard' if plan.reshard_after_forward else 'keep gathered'}"}
+
+    def sample(self, devices: Sequence[Device], blocks: Sequence[str], micro_batches: int) -> Plan:
+        """Each block is a unit."""
+        ids = tuple(device.id for device in devices)
+        return Plan(engine=self.name, devices=ids, reshard_after_forward=True, shard=tuple(blocks))
+
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """With and without offload, any number of copies, gathered parameters kept or freed."""
         footprint, constraints = question.footprint, question.constraints
@@ -108,17 +118,24 @@ class FSDP(Engine):
 
         return unsharded_run(trainer, kinds)
 
-    def untried(self, plan: Plan, footprint: Footprint) -> bool:
-        """On several devices planning has rehearsed it, but for what a plan does besides to a module that shards itself."""
-        return plan.world_size == 1 or ((bool(plan.offload) or plan.replicas > 1) and footprint.configures_model)
+    def look(self, first: FirstStep) -> Finding:
+        """A rehearsal of the training step on two ranks."""
+        from lightning_autopar.strategies.fsdp.rehearsal import why_unsharded
 
-    def rehearse(self, plan: Plan, trainer: Any, first: Any, footprint: Footprint) -> Any:
+        return Finding(refusals={self.name: why_unsharded(first, shardable(first.footprint)[0])})
+
+    def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
+        """Of training on several devices planning has rehearsed all but what a plan does besides to a module that shards itself."""
+        besides = bool(plan.offload) or plan.replicas > 1
+        return footprint.training and (plan.world_size == 1 or (besides and footprint.configures_model))
+
+    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
         """Its step on two ranks against one process's."""
         from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
 
-        told: dict[str, Any] = {"flops": footprint.flops, "conduct": footprint.conduct}
+        told: dict[str, Any] = {"flops": first.footprint.flops, "conduct": first.footprint.conduct}
         by_plan = bool(plan.offload) or plan.replicas > 1
-        return rehearse_fsdp(trainer.lightning_module, trainer, first, plan.shard, by_plan=by_plan, **told)
+        return rehearse_fsdp(first.trainer.lightning_module, first.trainer, first.batch, plan.shard, by_plan=by_plan, **told)
 
     def ruled_out(self, plan: Plan) -> tuple[str, ...]:
         """Of several devices what the plan does besides."""

@@ -20,13 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.engines import FirstStep
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.fsdp.strategy import onto_shards, shard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, numbers_of_whole_tensors
-from lightning_autopar.strategies.parity.check import PASSED, Check, failed
+from lightning_autopar.strategies.parity.check import Check, failed, not_made
 from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 
 if TYPE_CHECKING:
@@ -76,10 +77,33 @@ def rehearse_fsdp(
     return rehearse(module, trainer, first, engine, flops=flops, conduct=conduct)
 
 
-def evaluable(module: nn.Module) -> Check:
-    """Whether FSDP2 can run a module's evaluation, in which nothing is lost on shards: as far as the module alone tells."""
-    refusal = unshardable(module)
-    return PASSED if refusal is None else failed(refusal)
+def why_unsharded(first: FirstStep, units: Sequence[str]) -> str | None:
+    """Why FSDP2 doesn't run a step right; None where nothing is known against it.
+
+    An evaluation loses nothing on shards. On one device, where FSDP2 only offloads, the very plan is rehearsed once it is chosen.
+
+    Args:
+        first: the step; meant for a forked child.
+        units: FQNs of the blocks that are sharded as units of their own.
+    """
+    trainer, footprint, refusal = first.trainer, first.footprint, None
+    module = trainer.lightning_module
+    if first.stage == "fit" and first.untried is not None:
+        refusal = unshardable(module) or not_made(first.untried).refusal
+    elif first.stage == "fit" and first.several:
+        refusal = rehearse_fsdp(module, trainer, first.batch, units, flops=footprint.flops, conduct=footprint.conduct).refusal
+    if refusal is None and first.split is not None:
+        refusal = _routed(module, first.split.uneven_calls, units)
+    return refusal or unshardable(module)
+
+
+def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
+    """Why the module can't be sharded where the samples decide which of its blocks are called: all ranks must gather a block together."""
+    outermost = () if module.automatic_optimization else [name for name, _ in module.named_children()]
+    for name in uneven_calls:
+        if name in units or name in outermost:
+            return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call every block"
+    return None
 
 
 def unshardable(module: nn.Module) -> str | None:

@@ -13,10 +13,12 @@ class Check:
     Args:
         outcome: ``"not made"`` is no ``"passed"``: nothing is known of the plan then.
         reason: why it failed or couldn't be made, in one sentence.
+        notes: what a reader should know of a plan that passed, a sentence each.
     """
 
     outcome: Literal["passed", "failed", "not made"]
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def refusal(self) -> str | None:

@@ -8,12 +8,13 @@ from typing import Any
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Question, Rank, Searching
+from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, Searching
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.candidates import build_plan
-from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan
+from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
+from lightning_autopar.strategies.parity.check import not_made
 from lightning_autopar.strategies.pipeline.memory import rank_bytes
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
@@ -72,6 +73,33 @@ class Pipeline(Engine):
                 f"a pipeline shards over its replicas, but has 1 and shards {plan.shard[0]!r}; raise replicas, or leave shard empty"
             )
 
+    def words(self, plan: Plan) -> dict[str, str]:
+        """Stages, micro-batches by their schedule, and whether replicas are shards."""
+        told = super().words(plan)
+        told |= {"devices": f"pipeline {plan.stages} stages, {plan.schedule} ×{plan.micro_batches}", "micro_batches": ""}
+        return {**told, "replicas": f"{plan.replicas} sharded replicas"} if plan.shard else told
+
+    def against(self, plan: Plan, question: Question) -> str | None:
+        """Cuts where no stage may begin."""
+        reasons = question.constraints.uncuttable
+        for fqn in plan.cuts:
+            if fqn in reasons:
+                return f"cuts at {fqn!r}, with which no stage may begin: {reasons[fqn]}; cut elsewhere"
+        return None
+
+    def sample(self, devices: Sequence[Device], blocks: Sequence[str], micro_batches: int) -> Plan:
+        """Two stages."""
+        ids, cuts = tuple(device.id for device in devices), (blocks[len(blocks) // 2],)
+        schedule: Schedule = "gpipe" if micro_batches == 1 else "1f1b"
+        return Plan(engine=self.name, devices=ids, cuts=cuts, schedule=schedule, micro_batches=micro_batches)
+
+    def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
+        """Its step, recorded."""
+        from lightning_autopar.strategies.pipeline.stages.record import record
+        from lightning_autopar.strategies.pipeline.stages.recording import Staging
+
+        return Staging(hooks={"training_step": record(module, None, "training_step", batch, list(blocks), rows=2)})
+
     def refusal(self, question: Question) -> str | None:
         """What ``torch.distributed.pipelining`` asks for."""
         footprint, constraints = question.footprint, question.constraints
@@ -109,6 +137,27 @@ class Pipeline(Engine):
 
         return unstaged_run(trainer, kinds)
 
+    def look(self, first: FirstStep) -> Finding:
+        """Where the steps of the run can be cut into stages; the stages are run beside the whole module."""
+        from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
+
+        kept, trainer = stage_probe.kept_apart(first), first.trainer
+        if not first.several or "multi" in first.excluded:
+            return Finding(refusals={self.name: kept})
+        if first.untried is not None:
+            found = stage_probe.refused(not_made(first.untried).reason if first.fakes else first.untried)
+        else:
+            told = {"precision": stage_probe.precision_of(str(trainer.precision)), "flops": first.footprint.flops}
+            batches = stage_probe.batches_of(first)
+            found = stage_probe.probe_stages(trainer.lightning_module, trainer, batches, first.stage, **told)
+        return replace(found, refusals={self.name: found.value.refusal or kept})
+
+    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
+        """The stages of these cuts beside the whole module."""
+        from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import check_cuts
+
+        return check_cuts(first, plan.cuts, finding.notes)
+
     def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
         """Of each schedule the fastest pipeline that memory suffices for."""
         return pipeline_plans(search.appraiser, [devices], search.speed, search.rates, search.limit, shown=shown)
@@ -116,10 +165,6 @@ class Pipeline(Engine):
     def polished(self, search: Searching, plan: Plan) -> Plan:
         """With its cuts moved."""
         return with_better_cuts(search.appraiser, plan, search.speed, search.rates)
-
-    def notes(self, constraints: Constraints) -> tuple[str, ...]:
-        """What the probe of its stages found."""
-        return constraints.pipeline_notes
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """None by themselves: where to cut depends on bytes and seconds."""

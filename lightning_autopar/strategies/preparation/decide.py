@@ -18,30 +18,25 @@ from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.exact.data.share import Dealing
-from lightning_autopar.exact.step.attributes import title
 from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.learned.cache_files import cache_folder
-from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.memory.learned.records import load_residuals
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.planning.refusals import missing_packages
-from lightning_autopar.plans import Engine, Plan
+from lightning_autopar.plans import Engine, Plan, all_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.sharing.turn import Turn
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated
-from lightning_autopar.strategies.fsdp.rehearsal import unshardable
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
 from lightning_autopar.strategies.preparation.prospect import Prospect
 from lightning_autopar.strategies.preparation.trainer_options import exclusions
 from lightning_autopar.strategies.processes.script import NO_WORKERS, runs_script
-from lightning_autopar.strategies.zero.disk import disk_folder, no_disk
-from lightning_autopar.strategies.zero.refusals import unseen_gradients
 from lightning_autopar.timing.measured_rates import MeasuredRates
 
 if TYPE_CHECKING:
@@ -174,7 +169,9 @@ def _look(
     inventory, max_devices = bound
     several = alone is None and (_several(inventory, max_devices) or (elastic and max_devices != 1))
     verify_configuration(trainer)  # in Lightning's own words what it would say later
-    excluded = {**exclusions(trainer), **({} if alone is None else {"multi": alone, "pipeline": alone})}
+    excluded = exclusions(trainer)
+    if alone is not None:  # and engines whose ranks share their samples have several
+        excluded |= dict.fromkeys(("multi", *(name for name in all_engines() if not engines.named(name).splits)), alone)
 
     def asked(engine: Engine) -> bool:
         return (engine in settings.allow if settings.plan is None else settings.plan.engine == engine) and engine not in excluded
@@ -184,9 +181,9 @@ def _look(
         Questions(
             split=_splits(settings, several),
             room_bytes=_room_bytes(inventory, settings),
-            sharded=several and asked("fsdp"),
-            partitioned=asked("zero"),
-            staged=several and asked("pipeline") and "multi" not in excluded,
+            engines=tuple(filter(asked, all_engines())),
+            several=several,
+            excluded=excluded,
             target=target_of(inventory.devices),
             despite=settings.despite,
         ),
@@ -197,19 +194,10 @@ def _look(
     if findings.split is not None and (reason := unevenly_dealt(findings.together, range(2, max(2, most) + 1))) is not None:
         findings = replace(findings, split=replace(findings.split, splittable=False, reason=reason))
     training = findings.footprint.training
-    refusal = findings.sharded.refusal
-    if refusal is None and not several and asked("fsdp"):  # with offload it runs on one device as well
-        refusal = unshardable(trainer.lightning_module)
-    if refusal is not None:
-        excluded.setdefault("fsdp", refusal)
-    if findings.unpartitionable is not None:
-        excluded.setdefault("zero", findings.unpartitionable)
-    if training and (reason := unseen_gradients(trainer.lightning_module, findings.footprint.conduct)) is not None:
-        excluded.setdefault("zero", reason)
-    if findings.ungathered is not None:
-        excluded.setdefault("zero_3", findings.ungathered)
-    if training and asked("zero") and (reason := no_disk(disk_folder(trainer.default_root_dir), findings.footprint.optimizer_bytes)):
-        excluded.setdefault("disk", reason)
+    for finding in findings.engines.values():
+        for name, sentence in finding.refusals.items():
+            if sentence is not None:
+                excluded.setdefault(name, sentence)
     for engine, missing in missing_packages(inventory).items():
         excluded.setdefault(engine, missing)
     if findings.several_loaders:
@@ -226,12 +214,6 @@ def _look(
         excluded.setdefault("micro_batches", f"training_step writes to the parameter {written[0]!r}, which each part of a batch would do")
     if findings.split is not None and findings.split.part_reason is not None:
         excluded.setdefault("micro_batches", findings.split.part_reason)
-    if findings.staging is not None and findings.staging.staging.refusal is not None:
-        excluded.setdefault("pipeline", findings.staging.staging.refusal)
-    if findings.split is not None and findings.split.kept_rules:
-        hook, rules = next(iter(findings.split.kept_rules.items()))
-        name = title(trainer.lightning_module, next(iter(rules))[0])
-        excluded.setdefault("pipeline", f"{hook} keeps {name}, which the ranks of a pipeline would have of their own stages alone")
     constraints = Constraints(
         allow=settings.allow,
         max_devices=max_devices if world_size is None else world_size,
@@ -243,8 +225,8 @@ def _look(
         precision=str(trainer.precision),
         pinned=settings.plan,
         excluded=excluded,
-        uncuttable={} if findings.staging is None else findings.staging.uncuttable,
-        pipeline_notes=() if findings.staging is None else findings.staging.notes,
+        uncuttable={block: reason for finding in findings.engines.values() for block, reason in finding.uncuttable.items()},
+        notes={name: finding.notes for name, finding in findings.engines.items() if finding.notes},
         split=findings.split if settings.batch == "global" else None,
         despite=settings.despite,
         split_batch=settings.batch == "global",
@@ -256,7 +238,9 @@ def _look(
 
     rates = _rates(trainer, settings, inventory, max_devices, fits)
     if training:
-        constraints = replace(constraints, residuals=_residuals(trainer, inventory, rates))
+        by = {} if rates is None else {"rates": rates.identity}
+        residuals = load_residuals(trainer.lightning_module, constraints.precision, inventory, **by)
+        constraints = replace(constraints, residuals=residuals)
     return PlanningInputs(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
 
 
@@ -281,12 +265,6 @@ def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) ->
         f"the loaders' batches of one step have {' and '.join(map(str, sizes or ()))} samples, so that their parts weigh differently on "
         f"each of {count} devices; set drop_last=True with batch sizes that the devices divide evenly"
     )
-
-
-def _residuals(trainer: Trainer, inventory: Inventory, rates: MeasuredRates | None) -> Corrections:
-    """What earlier runs of the module took here."""
-    by = {} if rates is None else {"rates": rates.identity}
-    return load_residuals(trainer.lightning_module, str(trainer.precision), inventory, **by)
 
 
 def _rates(

@@ -1,5 +1,4 @@
-"""What planning finds out about a module in forked children: its footprint, and whether its step works with shards, stages and a split
-batch.
+"""What planning finds out about a module in forked children: its footprint, what a split batch changes, and what each engine finds.
 
 It reads the trainer and changes nothing in it; it doesn't know which plans there are.
 """
@@ -15,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_autopar import engines
 from lightning_autopar._clean import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
-from lightning_autopar.constraints import SPLIT_TOLERANCE
+from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
+from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.share import Dealing
@@ -27,21 +28,14 @@ from lightning_autopar.exact.step.draws import DrawPlan
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory import scaling
-from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, fresh, tensors_of
 from lightning_autopar.memory.trace.guess import guess
 from lightning_autopar.memory.trace.trace import first_batch, trace
 from lightning_autopar.memory.workspace import Target
-from lightning_autopar.planning.candidates import SplitFinding, shardable
 from lightning_autopar.strategies.base.failure import Failure
-from lightning_autopar.strategies.fsdp.rehearsal import evaluable, rehearse_fsdp, unshardable
-from lightning_autopar.strategies.parity.check import PASSED, Check, failed, not_made
+from lightning_autopar.strategies.parity.check import not_made
 from lightning_autopar.strategies.parity.probe import probe_evaluation, probe_split
-from lightning_autopar.strategies.parity.rehearsal import rehearsed
-from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding, precision_of, probe_stages, refused
-from lightning_autopar.strategies.zero.refusals import unpartitioned_module, unpartitioned_optimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -67,18 +61,18 @@ class Questions:
     Args:
         split: whether some of them split the batch.
         room_bytes: from where on a step is so large that one device may have to work its batch off in parts; None where no plan does.
-        sharded: whether some shard the module with FSDP2.
-        partitioned: whether some partition it with DeepSpeed.
-        staged: whether some run it in stages.
+        engines: names of those whose plans may be taken.
+        several: whether some run on several devices.
+        excluded: what is ruled out already, as ``Constraints.excluded``.
         target: what the step is traced for.
         despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
     """
 
     split: bool = False
     room_bytes: int | None = None
-    sharded: bool = False
-    partitioned: bool = False
-    staged: bool = False
+    engines: tuple[str, ...] = ()
+    several: bool = False
+    excluded: Mapping[str, str] = field(default_factory=dict)
     target: Target = "cpu"
     despite: tuple[str, ...] = ()
 
@@ -92,13 +86,10 @@ class Findings:
         split: what a split batch changes; None where no candidate splits it.
         draws: the step's random draws; None where it draws nothing.
         data_draws: where making a batch draws, see :class:`.run_plan.RunPlan`.
-        sharded: whether FSDP2 runs it right.
-        unpartitionable: why DeepSpeed can't, by what the module and its optimizer are; None where that isn't known.
-        ungathered: why it can't gather parameters module by module, at stage 3; None where it can.
+        engines: what each engine finds, by its name; of those that were asked.
         several_loaders: whether a batch comes from several of them.
         whole: why a training step's batch can't be worked off in parts; None where it can.
         rowless: the same of parts that are rows of its tensors, whose shapes follow from the batch's; None where they are.
-        staging: where it can be cut into stages; None where no candidate does so.
         counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         loadings: how ranks may make the batches of loaders, by :func:`.batch_making.loader_key`.
@@ -110,13 +101,10 @@ class Findings:
     split: SplitFinding | None
     draws: DrawPlan | None
     data_draws: tuple[str, ...]
-    sharded: Check
-    unpartitionable: str | None = None
-    ungathered: str | None = None
+    engines: Mapping[str, Finding] = field(default_factory=dict)
     several_loaders: bool = False
     whole: str | None = None
     rowless: str | None = None
-    staging: StagingFinding | None = None
     counted: tuple[str, ...] = ()
     batches: int | None = None
     loadings: Mapping[str, Loading] = field(default_factory=dict)
@@ -172,7 +160,7 @@ def drawn_by_rank(findings: Findings) -> Findings:
 
 
 def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
-    """In the forked child: the user's first batch, the traced step, and whether it survives shards and its batch being split.
+    """In the forked child: the user's first batch, the traced step, and whether it survives engines and its batch being split.
 
     The batch is had here, once. What runs a backward pass is forked from here, so that this process never does.
     """
@@ -186,13 +174,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
     footprint, untraced = _looked_at(trainer, questions, batch, validation)
     room_bytes = questions.room_bytes
     probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
-    unpartitionable = _unpartitionable(module, trainer) if questions.partitioned and stage == "fit" else None
-    staging = _staged(module, trainer, stage, batch, validation, footprint) if questions.staged else None
-    sharded, units = PASSED, shardable(footprint)[0]
-    if questions.sharded:
-        sharded = evaluable(module)
-        if stage == "fit":
-            sharded = rehearse_fsdp(module, trainer, batch, units, flops=footprint.flops, conduct=footprint.conduct)
+    as_drawn = batch, validation
     # An evaluation has no loss that anything is trained on; what it draws is told by shape.
     split, draws = None, DrawPlan() if footprint.random_draws else None
     loadings: dict[str, Loading] = {}
@@ -224,30 +206,39 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         is_open = any(len(ways) > 1 for ways in split.log_rules.values())
         if split.probed and (is_open or time.monotonic() - began < QUICK_SECONDS):
             split, draws = _on_others(split_one, module, more, split, draws)
-        routed = _routed(module, split.uneven_calls, units)
-        if routed is not None and sharded.refusal is None:
-            sharded = failed(routed)
     if probe and stage != "predict":
         evaluated = [validation, *others] if stage == "fit" else [batch, *more]
         split = _with_evaluation(split or SplitFinding(), module, trainer, [each for each in evaluated if each is not None], stage)
+    told: Any = {"batch": as_drawn[0], "validation": lambda: as_drawn[1], "footprint": footprint, "split": split}
+    found = _looks(questions, FirstStep(trainer=trainer, stage=stage, **told))
     return Findings(
         footprint=footprint,
         split=split,
         draws=draws,
         data_draws=batch.draws,
-        sharded=sharded,
-        unpartitionable=unpartitionable,
-        ungathered=None if split is None else _uneven(module, split.uneven_calls),
+        engines=found,
         several_loaders=batch.kind == "combined",
         whole=whole,
         rowless=rowless,
-        staging=staging,
-        counted=(*(() if staging is None else staging.counted), *(() if split is None else split.counted)),
+        counted=(*(name for each in found.values() for name in each.counted), *(() if split is None else split.counted)),
         batches=_batches_of_fit(trainer, batch),
         loadings=loadings,
         together=batch.together,
         untraced=untraced,
     )
+
+
+def _looks(questions: Questions, first: FirstStep) -> dict[str, Finding]:
+    """What each engine that is asked for finds; one that fails to look is ruled out."""
+    first, found = replace(first, several=questions.several, excluded=questions.excluded), {}
+    for name in questions.engines:
+        try:
+            found[name] = engines.named(name).look(first)
+        except Exception as error:  # whatever the module does in another place than a plain step's
+            log.debug("the engine %s can't look at the step", name, exc_info=True)
+            words = not_made(f"looking at it came to no end ({type(error).__name__}: {error})").reason
+            found[name] = Finding(refusals={name: words})
+    return found
 
 
 def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> tuple[Footprint, str | None]:
@@ -346,31 +337,6 @@ def _split(
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
 
 
-def _unpartitionable(module: LightningModule, trainer: Trainer) -> str | None:
-    """What of the module as it will be built, and of its optimizer, DeepSpeed can't partition; a fake copy is built."""
-    mode = fake_mode()
-    try:
-        with drawing_nothing(), as_if_real(None, "cpu"):
-            copy = fake_copy(module, mode, None)
-            with mode:
-                rehearsal = rehearsed(copy, trainer)
-                rehearsal.build()
-                return unpartitioned_module(copy, str(trainer.precision)) or unpartitioned_optimizer(copy, rehearsal.optimizers)
-    except Exception:  # tracing says why; what comes of it in a run, a rehearsal finds out
-        log.debug("the optimizer can't be looked at", exc_info=True)
-        return None
-
-
-def _staged(
-    module: LightningModule, trainer: Trainer, stage: str, batch: FirstBatch, validation: FirstBatch | None, footprint: Footprint
-) -> StagingFinding:
-    """Where the steps of the run can be cut into stages."""
-    batches = {STEPS[stage]: batch}
-    if validation is not None:
-        batches[STEPS["validate"]] = validation
-    return probe_stages(module, trainer, batches, stage, precision=precision_of(str(trainer.precision)), flops=footprint.flops)
-
-
 def stage_of(trainer: Trainer) -> str:
     """What the trainer is about to do; ``"fit"`` where it doesn't say."""
     return str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
@@ -417,14 +383,13 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
         questions: as for :func:`find_out`.
         reason: why there is none, as the end of a sentence.
     """
-    module = trainer.lightning_module
     stage = stage_of(trainer)
     batches = run_forked(_batches, trainer, stage, timeout_seconds=TRACE_SECONDS)
     if isinstance(batches, Failure):
         return batches
     batch, validation = batches
     footprint = _traced(trainer, questions, batch, validation)
-    unpartitionable = _unpartitionable(module, trainer) if questions.partitioned and stage == "fit" else None
+    first = FirstStep(trainer=trainer, stage=stage, batch=batch, validation=lambda: validation, footprint=footprint, untried=reason)
     untried = SplitFinding(
         splittable=False, probed=False, reason=f"not checked: whether the parts of a batch make up the whole, as {reason}"
     )
@@ -433,20 +398,12 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
         split=untried if stage != "predict" else None,
         draws=DrawPlan() if stage == "fit" or footprint.random_draws else None,
         data_draws=batch.draws,
-        sharded=_unlooked(module, reason) if stage == "fit" else evaluable(module),
-        unpartitionable=unpartitionable,
+        engines=_looks(questions, first),
         several_loaders=batch.kind == "combined",
         whole=_whole_of((batch,), stage, collates=True),
         rowless=_whole_of((batch,), stage, collates=False),
-        staging=refused(not_made(reason).reason) if questions.staged else None,
         batches=_batches_of_fit(trainer, batch),
     )
-
-
-def _unlooked(module: LightningModule, reason: str) -> Check:
-    """Of a module that isn't rehearsed with FSDP2."""
-    refusal = unshardable(module)
-    return failed(refusal) if refusal is not None else not_made(reason)
 
 
 def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | None] | Failure:
@@ -493,26 +450,6 @@ def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | 
         return None
 
 
-def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
-    """Why the module can't be sharded where the samples decide which of its blocks are called: all ranks must gather a block together."""
-    outermost = () if module.automatic_optimization else [name for name, _ in module.named_children()]
-    for name in uneven_calls:
-        if name in units or name in outermost:
-            return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call every block"
-    return None
-
-
-def _uneven(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
-    """The same under DeepSpeed's stage 3, which gathers parameters in the order in which a rank comes to them."""
-    for name in uneven_calls:
-        if next(module.get_submodule(name).parameters(), None) is not None:
-            return (
-                f"the samples decide whether {name!r} is called (as with routed experts), and ZeRO-3 needs every rank to call the same "
-                "modules"
-            )
-    return None
-
-
 def _with_evaluation(
     split: SplitFinding, module: LightningModule, trainer: Trainer, batches: Sequence[FirstBatch], stage: str
 ) -> SplitFinding:
@@ -543,16 +480,16 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
     except RAISED as error:  # as above
         return Failure.of(error)
     footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
-    split = SplitFinding(probed=False, reason=f"the step could not be traced: {reason}")
+    words = f"the step could not be traced: {reason}"
+    told: Any = {"validation": lambda: None, "footprint": footprint, "untried": words, "fakes": False}
     return Findings(
         footprint=footprint,
-        split=split,
+        split=SplitFinding(probed=False, reason=words),
         draws=DrawPlan(),
         data_draws=batch.draws,
-        sharded=_unlooked(module, f"the step could not be traced: {reason}") if stage == "fit" else evaluable(module),
+        engines=_looks(questions, FirstStep(trainer=trainer, stage=stage, batch=batch, **told)),
         several_loaders=batch.kind == "combined",
         whole=_whole_of((batch,), stage, collates=True),
         rowless=_whole_of((batch,), stage, collates=False),
-        staging=refused(f"the step could not be traced: {reason}") if questions.staged else None,
         batches=_batches_of_fit(trainer, batch),
     )

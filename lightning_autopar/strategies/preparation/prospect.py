@@ -7,7 +7,6 @@ a plan is executed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,10 @@ from lightning_autopar._clean import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.logs.log_rules import LogComparison
-from lightning_autopar.memory.footprint import Conduct, Footprint
-from lightning_autopar.memory.trace.bare_step import STEPS
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import first_batch
 from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import best_candidate
@@ -26,7 +26,6 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.parity.check import Check, not_made
-from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding, confirm_stages, precision_of, refused
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
 from lightning_autopar.strategies.preparation.findings import stage_of, validation_batch
 
@@ -42,79 +41,42 @@ _CONFIRM_SECONDS = 180.0
 
 def after_trial(trainer: Trainer, look: PlanningInputs, plan: Plan) -> Constraints:
     """The constraints, with what a trial of the plan found out; only what tracing didn't try is tried."""
-    constraints, findings = look.constraints, look.findings
-    engine, refusal = engines.of(plan), None
-    if plan.engine == "pipeline" and findings.staging is not None and findings.staging.untried is not None:
-        confirmed = confirm(trainer, findings.footprint, plan.cuts)
-        refusal = confirmed.staging.refusal
-        if refusal is None and confirmed.untried is None:
-            return replace(constraints, pipeline_notes=())
-        refusal = refusal or unstaged(findings.footprint.conduct, str(confirmed.untried))
-    elif findings.footprint.training and engine.untried(plan, findings.footprint):
-        refusal = rehearse(trainer, findings.footprint, plan).refusal
-    if refusal is None:
+    constraints, footprint, engine = look.constraints, look.findings.footprint, engines.of(plan)
+    finding = look.findings.engines.get(plan.engine, Finding())
+    if not engine.untried(plan, footprint, finding):
         return constraints
-    return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(engine.ruled_out(plan), refusal)})
+    check = rehearse(trainer, footprint, plan, finding)
+    if check.refusal is not None:
+        return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(engine.ruled_out(plan), check.refusal)})
+    notes = {**constraints.notes, plan.engine: check.notes}
+    return replace(constraints, notes={name: told for name, told in notes.items() if told})
 
 
-def unstaged(conduct: Conduct | None, untried: str) -> str | None:
-    """Why a pipeline whose stages can't be tried isn't taken; None where the traced step does nothing that stages may do otherwise.
-
-    Args:
-        conduct: what the step does with parameters by themselves; None where it wasn't traced.
-        untried: why they can't be tried, as the end of a sentence.
-    """
-    if conduct is None:
-        return not_made(f"{untried}, and it couldn't be traced either").reason
-    names = (*dict(conduct.written), *conduct.exchanged)
-    return not_made(f"{untried}, and it writes to the parameter {names[0]!r} by itself").reason if names else None
-
-
-def confirm(trainer: Trainer, footprint: Footprint, cuts: Sequence[str]) -> StagingFinding:
-    """Whether stages cut so compute what the whole module does, where they were only recorded so far: tried in a forked child.
-
-    Returns:
-        With a refusal where they don't, or where that can't be told; with ``untried`` where the step is too large to be tried.
-    """
-    try:
-        return run_clean(_confirm, trainer, footprint, tuple(cuts), timeout_seconds=_CONFIRM_SECONDS)
-    except (ChildFailed, CannotTravel) as error:
-        log.debug("the plan's stages can't be tried", exc_info=True)
-        return refused(not_made(_why(error)).reason)
-
-
-def _confirm(trainer: Trainer, footprint: Footprint, cuts: tuple[str, ...]) -> StagingFinding:
-    module = trainer.lightning_module
-    stage = stage_of(trainer)
-    batches = {STEPS[stage]: first_batch(module, trainer, stage)}
-    if stage == "fit" and (validation := validation_batch(module, trainer)) is not None:
-        batches[STEPS["validate"]] = validation
-    precision = precision_of(str(trainer.precision))
-    return confirm_stages(module, trainer, batches, stage, cuts, precision=precision, flops=footprint.flops)
-
-
-def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> Check:
-    """Whether a plan that shards or partitions runs the training step as one process does, tried in a forked child.
+def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Finding) -> Check:
+    """Whether a plan runs the step as one process does, tried in a forked child.
 
     Args:
         trainer: with module and data attached.
         footprint: of its step.
         plan: of an engine that leaves something untried.
+        finding: the engine's.
     """
     try:
-        return run_clean(_rehearse, trainer, footprint, plan, timeout_seconds=_CONFIRM_SECONDS)
+        return run_clean(_rehearse, trainer, footprint, plan, finding, timeout_seconds=_CONFIRM_SECONDS)
     except (ChildFailed, CannotTravel) as error:
         log.debug("the plan can't be rehearsed", exc_info=True)
-        return not_made(_why(error))
+        return not_made(error.reason if isinstance(error, CannotTravel) else f"trying it came to no end ({error.reason})")
 
 
-def _why(error: ChildFailed | CannotTravel) -> str:
-    return error.reason if isinstance(error, CannotTravel) else f"trying it came to no end ({error.reason})"
+def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Finding) -> Check:
+    module, stage = trainer.lightning_module, stage_of(trainer)
 
+    def validation() -> FirstBatch | None:
+        return validation_batch(module, trainer) if stage == "fit" else None
 
-def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan) -> Check:
-    found: Check = engines.of(plan).rehearse(plan, trainer, first_batch(trainer.lightning_module, trainer, "fit"), footprint)
-    return found
+    batch = first_batch(module, trainer, stage)
+    first = FirstStep(trainer=trainer, stage=stage, batch=batch, validation=validation, footprint=footprint)
+    return engines.of(plan).rehearse(plan, first, finding)  # type: ignore[no-any-return]  # a Check
 
 
 #: From this size on, a module is built whole on rank 0 alone.
@@ -173,7 +135,7 @@ class Prospect:
                 large=findings.footprint.parameter_bytes >= LARGE_BYTES,
                 candidate=report.best_candidate,
                 budgets=report.budgets,
-                finding=None if findings.staging is None else findings.staging.staging,
+                findings={name: each.value for name, each in findings.engines.items() if each.value is not None},
                 elastic=self._elastic,
             ),
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Question, Rank
+from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.candidates import build_plan
@@ -43,6 +43,7 @@ class Zero(Engine):
     whole = False
     builds_on_each = True
     another_library = True
+    loop = "single"  # what DeepSpeed adds is known by its calls
 
     def check(self, plan: Plan) -> None:
         """The stage, and what it can offload."""
@@ -56,6 +57,12 @@ class Zero(Engine):
             raise ValueError(
                 f"ZeRO offloads parameters at stage 3, but zero_stage is {plan.zero_stage}; raise it, or offload the optimizer alone"
             )
+
+    def words(self, plan: Plan) -> dict[str, str]:
+        """With the stage, and where the state lies."""
+        told = super().words(plan)
+        told["devices"] = told["devices"].replace(self.name, f"{self.name}-{plan.zero_stage}", 1)
+        return {**told, "offload": f"{told['offload']}, state on disk"} if plan.optimizer_on_disk else told
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """Each stage, with and without offload."""
@@ -117,16 +124,31 @@ class Zero(Engine):
 
         return unpartitioned_run(trainer, kinds) if trainer.state.fn == TrainerFn.FITTING else None
 
-    def untried(self, plan: Plan, footprint: Footprint) -> bool:
-        """Planning tries none of its plans, as few are chosen."""
-        return True
+    def look(self, first: FirstStep) -> Finding:
+        """By what the module, its optimizer and its hooks are, which parts of it the samples call, and the disk."""
+        from lightning_autopar.strategies.zero.disk import disk_folder, no_disk
+        from lightning_autopar.strategies.zero.refusals import routed, unpartitioned, unseen_gradients
 
-    def rehearse(self, plan: Plan, trainer: Any, first: Any, footprint: Footprint) -> Any:
+        trainer, footprint, whole, disk = first.trainer, first.footprint, None, None
+        module = trainer.lightning_module
+        if first.stage == "fit" and first.fakes:
+            whole = unpartitioned(module, trainer)
+        if footprint.training:
+            whole = whole or unseen_gradients(module, footprint.conduct)
+            disk = no_disk(disk_folder(trainer.default_root_dir), footprint.optimizer_bytes)
+        uneven = () if first.split is None else first.split.uneven_calls
+        return Finding(refusals={self.name: whole, _STAGE_3: routed(module, uneven), "disk": disk})
+
+    def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
+        """Planning tries none of its plans, as few are chosen."""
+        return footprint.training
+
+    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
         """Its stage, what it offloads and what it recomputes, on two ranks at most."""
         from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 
-        told: dict[str, Any] = {"flops": footprint.flops, "conduct": footprint.conduct}
-        return rehearse_zero(trainer.lightning_module, trainer, first, plan, **told)
+        told: dict[str, Any] = {"flops": first.footprint.flops, "conduct": first.footprint.conduct}
+        return rehearse_zero(first.trainer.lightning_module, first.trainer, first.batch, plan, **told)
 
     def before_fork(self, devices: Sequence[Device]) -> None:
         """Import DeepSpeed once, rather than in each worker; for GPUs it asks CUDA, which nobody must before a fork."""

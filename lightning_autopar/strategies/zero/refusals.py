@@ -6,8 +6,9 @@ whether a ZeRO plan will be taken.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Callback
@@ -17,13 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar.memory.fakes.fakes import is_compiled
+from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.parameter_use import GRADIENT_HOOKS
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
+from lightning_autopar.strategies.parity.rehearsal import rehearsed
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
 
 #: Precisions that are plain Lightning's to the last rounding under DeepSpeed as our engine drives it.
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -61,6 +65,37 @@ def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
         if is_overridden(name, module):
             return f"the module overrides {name}, and {_NONE if name in _GRADIENT_HOOKS else 'DeepSpeed runs the step by itself'}"
     return unpartitioned_module(module, str(trainer.precision))
+
+
+def unpartitioned(module: LightningModule, trainer: Trainer) -> str | None:
+    """What of the module as it will be built, and of its optimizer, DeepSpeed can't partition; a fake copy is built."""
+    mode = fake_mode()
+    try:
+        with drawing_nothing(), as_if_real(None, "cpu"):
+            copy = fake_copy(module, mode, None)
+            with mode:
+                rehearsal = rehearsed(copy, trainer)
+                rehearsal.build()
+                return unpartitioned_module(copy, str(trainer.precision)) or unpartitioned_optimizer(copy, rehearsal.optimizers)
+    except Exception:  # tracing says why; what comes of it in a run, a rehearsal finds out
+        log.debug("the optimizer can't be looked at", exc_info=True)
+        return None
+
+
+def routed(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
+    """Why stage 3, which gathers parameters in the order in which a rank comes to them, can't run what the samples decide about.
+
+    Args:
+        module: any.
+        uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
+    """
+    for name in uneven_calls:
+        if next(module.get_submodule(name).parameters(), None) is not None:
+            return (
+                f"the samples decide whether {name!r} is called (as with routed experts), and ZeRO-3 needs every rank to call the same "
+                "modules"
+            )
+    return None
 
 
 def unseen_gradients(module: LightningModule, conduct: Conduct | None) -> str | None:
@@ -138,11 +173,6 @@ def unpartitioned_optimizer(module: LightningModule, optimizers: Iterable[Optimi
             return f"the optimizer {kind.__name__} has hooks of its own around its step, which would see partitions"
         if optimizer.defaults.get("differentiable"):
             return f"the optimizer {kind.__name__} is differentiable, and DeepSpeed steps without a graph"
-        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in _tensors(group)):
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             return f"the optimizer {kind.__name__} has parameters that aren't the module's, which DeepSpeed doesn't see"
     return None
-
-
-def _tensors(group: Mapping[str, Any]) -> Iterable[Any]:
-    """A parameter group's parameters."""
-    return group["params"]  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.trace import FirstBatch, trace
 from lightning_autopar.planning.block_units import shardable
-from lightning_autopar.strategies.preparation.prospect import unstaged
+from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import unstaged
 from tests.strategies.fitted import BLOCKS, Fitted
 from tests.strategies.written import Averaged, Exchanging, FollowedByHook, InPlace, Normed, Penalised, Sharing, Spectral, Tying
 
@@ -121,7 +121,8 @@ def test_hooks_that_look_at_gradients() -> None:
 
 def test_stages_that_cannot_be_tried_are_taken_where_nothing_is_written() -> None:
     assert unstaged(seen(Fitted()), "it is too long") is None
-    assert "it is too long, and it writes to the parameter 'target.0.weight' by itself" in (
-        unstaged(seen(InPlace()), "it is too long") or ""
-    )
-    assert "it is too long, and it couldn't be traced either" in (unstaged(None, "it is too long") or "")
+    written, untraced = unstaged(seen(InPlace()), "it is too long"), unstaged(None, "it is too long")
+    assert written is not None
+    assert "it is too long, and it writes to the parameter 'target.0.weight' by itself" in str(written.refusal)
+    assert untraced is not None
+    assert "it is too long, and it couldn't be traced either" in str(untraced.refusal)

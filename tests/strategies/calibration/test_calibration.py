@@ -22,6 +22,7 @@ from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.engines import named
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.calibration import calibration
@@ -370,7 +371,7 @@ def test_a_tiny_step_of_every_engine(engine: str) -> None:
     devices = parse_spec("2xcpu:64MiB", cores=2).devices[: 1 if engine == "single" else 2]
 
     def measure(_: Calibration) -> list[Curve]:
-        seconds = calibration_steps.step_taken(calibration_steps.tiny_plan(engine, devices), devices).seconds
+        seconds = calibration_steps.step_taken(named(engine).sample(devices, calibration_steps.TINY_BLOCKS, 1), devices).seconds
         return [Curve(subject="cpu/1", thing=engine, sizes=(1,), seconds=(seconds,))]
 
     curves, failures = calibration._measure([Measurement(title=engine, run=measure)], Calibration(), 60.0, progress=False)

@@ -113,7 +113,7 @@ def train(folder: Path, *, later: bool, resume: Path | None, epochs: int) -> tup
         **options,
     )
     data = TensorDataset(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0)))
-    with _decided(PLAN, finding=staging, large=later):
+    with _decided(PLAN, findings={"pipeline": staging}, large=later):
         trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=resume)
     return module, [int((folder / f"private{rank}").read_text()) for rank in range(RANKS)]
 

@@ -156,6 +156,6 @@ def test_validation_that_runs_other_blocks_is_known_as_a_whole_only() -> None:
 
 
 def test_what_a_reader_should_know_of_pipelines_stands_with_each_of_them(training: Footprint) -> None:
-    found = report(training, pipeline_notes=("the stages were checked in structure only",))
+    found = report(training, notes={"pipeline": ("the stages were checked in structure only",)})
     told = {one.plan.engine for one in found.candidates if "the stages were checked in structure only" in one.notes}
     assert told == {"pipeline"}

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import NothingFits
-from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import StagingFinding
+from lightning_autopar.engines import Finding
+from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
-from lightning_autopar.strategies.preparation import findings
 from lightning_autopar.strategies.preparation import prospect as confirm
 from tests.strategies.preparation.test_decide import Stack, pinned, plan, staged, trainer_for
 
@@ -23,18 +23,21 @@ from tests.strategies.preparation.test_decide import Stack, pinned, plan, staged
 def test_stages_that_were_only_recorded_are_tried_before_they_are_taken(
     found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe, asked = findings.probe_stages, []
+    probe, asked = stage_probe.probe_stages, []
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        return replace(probe(*args, **kwargs), untried="a step is too long to try on the CPU")
+        why = "a step is too long to try on the CPU"
+        return replace(probe(*args, **kwargs), untried=why, notes=(stage_probe.untried_words(why),))
 
-    def confirmed(trainer: Any, footprint: Any, cuts: Any) -> StagingFinding:
+    def confirmed(module: Any, trainer: Any, batches: Any, fn: str, cuts: Any, **options: Any) -> Finding:
+        assert set(batches) == {"training_step"}
         asked.append(cuts)
         refusal = "in stages the loss is 1 instead of 2" if found == "wrong" else None
-        return StagingFinding(staging=Staging(refusal=refusal), untried="of its length" if found == "unknown" else None)
+        return Finding(value=Staging(refusal=refusal), untried="of its length" if found == "unknown" else None)
 
-    monkeypatch.setattr(findings, "probe_stages", recorded)
-    monkeypatch.setattr(confirm, "confirm", confirmed)
+    monkeypatch.setattr(stage_probe, "probe_stages", recorded)
+    monkeypatch.setattr(stage_probe, "confirm_stages", confirmed)
+    monkeypatch.setattr(confirm, "run_clean", lambda function, *args, timeout_seconds: function(*args))  # in here, to be counted
     decision = staged(Stack(), tmp_path, allow=("ddp", "pipeline"), plan=pinned("blocks.2")) if found != "wrong" else None
     if decision is None:
         with pytest.raises(NothingFits, match="in stages the loss is 1 instead of 2"):
@@ -51,17 +54,16 @@ def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monk
     loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4)
     trainer = trainer_for(module, loader, tmp_path)
     footprint = plan(trainer).report.footprint
-    confirm_stages = confirm.confirm_stages
+    confirm_stages = stage_probe.confirm_stages
 
-    def noted(*args: Any, **kwargs: Any) -> StagingFinding:
+    def noted(*args: Any, **kwargs: Any) -> Finding:
         pids.write_text(str(os.getpid()))
         return confirm_stages(*args, **kwargs)
 
-    monkeypatch.setattr(confirm, "confirm_stages", noted)
-    found = confirm.confirm(trainer, footprint, ("blocks.2",))
-    assert (found.staging.refusal, found.untried) == (None, None)
+    monkeypatch.setattr(stage_probe, "confirm_stages", noted)
+    found = confirm.rehearse(trainer, footprint, pinned("blocks.2"), Finding(notes=("it was only recorded",)))
+    assert (found.refusal, found.notes) == (None, ())
     assert int(pids.read_text()) != os.getpid()
-    monkeypatch.setattr(confirm, "confirm_stages", lambda *args, **kwargs: os._exit(3))
-    lost = confirm.confirm(trainer, footprint, ("blocks.2",))
-    assert lost.staging.refusal is not None
-    assert "couldn't be checked, as trying it came to no end" in lost.staging.refusal
+    monkeypatch.setattr(stage_probe, "confirm_stages", lambda *args, **kwargs: os._exit(3))
+    lost = confirm.rehearse(trainer, footprint, pinned("blocks.2"), Finding())
+    assert "couldn't be checked, as trying it came to no end" in str(lost.refusal)

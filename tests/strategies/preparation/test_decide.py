@@ -21,6 +21,7 @@ from lightning_autopar import AutoParallelStrategy, NothingFits
 from lightning_autopar._lightning_compat import TrainerFn, attach_data
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 from lightning_autopar.strategies.preparation import decide as deciding
 from lightning_autopar.strategies.preparation import findings
 from lightning_autopar.strategies.preparation.decide import Settings, decide
@@ -272,12 +273,23 @@ def test_stages_are_looked_for_where_a_plan_may_have_them(tmp_path: Path, monkey
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("nobody asked for stages")
 
-    monkeypatch.setattr(findings, "probe_stages", refuse)
-    assert staged(Stack(), tmp_path, allow=("single", "ddp")).run_plan.finding is None
-    assert staged(Stack(), tmp_path, allow=("single", "pipeline"), spec="1xcpu:1GiB").run_plan.finding is None
+    monkeypatch.setattr(stage_probe, "probe_stages", refuse)
+    assert staged(Stack(), tmp_path, allow=("single", "ddp")).run_plan.findings == {}
+    assert staged(Stack(), tmp_path, allow=("single", "pipeline"), spec="1xcpu:1GiB").run_plan.findings == {}
     module = Stack()
     module.noise = torch.Generator()  # type: ignore[assignment]
-    assert staged(module, tmp_path, allow=("single", "pipeline")).run_plan.finding is None, "it is ruled out anyway"
+    assert staged(module, tmp_path, allow=("single", "pipeline")).run_plan.findings == {}, "it is ruled out anyway"
+
+
+def test_an_engine_that_fails_to_look_at_the_step_is_no_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("stages")
+
+    monkeypatch.setattr(stage_probe, "probe_stages", fail)
+    decision = staged(Stack(), tmp_path, allow=("single", "pipeline"))
+    (words,) = {each.reason for each in decision.report.candidates if each.plan.engine == "pipeline"}
+    assert words == "whether it runs the step right couldn't be checked, as looking at it came to no end (KeyError: 'stages')"
+    assert decision.report.footprint.traced, "what others found holds"
 
 
 def test_a_module_without_stages_is_told_so(tmp_path: Path) -> None:
@@ -287,17 +299,17 @@ def test_a_module_without_stages_is_told_so(tmp_path: Path) -> None:
         staged(Twice(), tmp_path, plan=pinned("blocks.1"))
     decision = staged(Twice(), tmp_path, allow=("single", "pipeline"))
     assert decision.run_plan.plan.engine == "single"
-    assert decision.run_plan.finding is not None
-    assert decision.run_plan.finding.refusal is not None
+    assert decision.run_plan.finding is None
+    assert decision.run_plan.findings["pipeline"].refusal is not None
 
 
 def test_a_block_that_no_stage_begins_with_is_no_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = findings.probe_stages
+    probe = stage_probe.probe_stages
 
     def narrowed(*args: Any, **kwargs: Any) -> Any:
         return replace(probe(*args, **kwargs), uncuttable={"blocks.2": "it is read by Python", "blocks.3": "it is read by Python"})
 
-    monkeypatch.setattr(findings, "probe_stages", narrowed)
+    monkeypatch.setattr(stage_probe, "probe_stages", narrowed)
     assert staged(Stack(), tmp_path).run_plan.plan.cuts == ("blocks.1",)
     with pytest.raises(ValueError, match=r"cuts at 'blocks\.2', with which no stage may begin: it is read by Python"):
         staged(Stack(), tmp_path, plan=pinned("blocks.2"))

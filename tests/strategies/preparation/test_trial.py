@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,11 @@ def run_of(times: dict[str, float | None], tried: list[str] | None = None) -> tr
 
 def test_the_fastest_is_taken_and_says_why() -> None:
     ticks = iter([10.0, 14.5])
-    found = choose(decision(single=1.0, ddp=1.1, fsdp=1.2), run_of({"single": 1.5, "ddp": 0.9, "fsdp": 2.0}), clock=lambda: next(ticks))
+    predicted = decision(single=1.0, ddp=1.1, fsdp=1.2)
+    predicted = replace(predicted, run_plan=replace(predicted.run_plan, findings={"single": "one", "ddp": "two"}))
+    found = choose(predicted, run_of({"single": 1.5, "ddp": 0.9, "fsdp": 2.0}), clock=lambda: next(ticks))
     assert found.run_plan.plan.engine == "ddp"
+    assert found.run_plan.finding == "two", "what its own engine found"
     assert found.report.best == found.run_plan.plan
     assert len(found.run_plan.devices) == 2
     assert found.run_plan.candidate == found.report.best_candidate

@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,12 +19,16 @@ from torch.optim import LBFGS
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar.engines import Finding, FirstStep
+from lightning_autopar.exact.step.attributes import title
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
+from lightning_autopar.memory.footprint import Conduct
+from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
-from lightning_autopar.strategies.parity.check import not_made
+from lightning_autopar.strategies.parity.check import PASSED, Check, failed, not_made
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
 from lightning_autopar.strategies.pipeline.stages.record import record
@@ -35,37 +38,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagingFinding:
-    """Whether and where a module's steps can be cut into stages.
-
-    Args:
-        staging: for the engine; with the reason where there are no stages.
-        uncuttable: FQNs of the blocks that no stage may begin with, with the reason in a sentence.
-        untried: why the stages weren't run beside the whole module when they were recorded; None where they were. Then a plan's own cuts
-            are tried before it is taken (:func:`.probe.confirm_stages`).
-        counted: FQNs of the buffers that a training step changes, which it would do once for each micro-batch.
-    """
-
-    staging: Staging
-    uncuttable: Mapping[str, str] = field(default_factory=dict)
-    untried: str | None = None
-    counted: tuple[str, ...] = ()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Further sentences for whoever reads of a pipeline."""
-        return () if self.untried is None else (untried_words(self.untried),)
-
-
 def untried_words(reason: str) -> str:
     """That nothing was compared, and why."""
     return f"whether its stages compute the same is only checked as they run: no trial was made, as {reason}"
 
 
-def refused(reason: str) -> StagingFinding:
+def refused(reason: str) -> Finding:
     """That of a module that can't run in stages."""
-    return StagingFinding(staging=Staging(refusal=reason))
+    return Finding(value=Staging(refusal=reason))
 
 
 _LOG = logging.getLogger(__name__)
@@ -91,8 +71,11 @@ def probe_stages(
     *,
     precision: Precision | None = None,
     flops: int = 0,
-) -> StagingFinding:
+) -> Finding:
     """Record the steps that a run will call, and compare them in stages with the whole ones.
+
+    The finding's value is a :class:`Staging`, with the reason where there are no stages. What is only recorded is ``untried``, as a plan's
+    own cuts are before it is taken (:func:`confirm_stages`).
 
     Args:
         module: the user's module, set up; it stays as it is.
@@ -121,7 +104,7 @@ def probe_stages(
             if time.monotonic() - began < _TIMEOUT_SECONDS:
                 return refused(f"the step can't be tried in stages ({error.reason})")
             finding = f"trying them takes more than {_TIMEOUT_SECONDS:.0f} s"
-        if isinstance(finding, StagingFinding):
+        if isinstance(finding, Finding):
             return finding
         why = finding
     try:
@@ -140,7 +123,7 @@ def confirm_stages(
     *,
     precision: Precision | None = None,
     flops: int = 0,
-) -> StagingFinding:
+) -> Finding:
     """Try one plan's cuts where :func:`probe_stages` has only recorded, with a step or two of few samples; in this process.
 
     Args:
@@ -158,7 +141,7 @@ def confirm_stages(
     """
     why = _too_large(module, batches, flops, steps=_CONFIRM_STEPS, most=_CONFIRM_FLOPS)
     if why is not None:
-        return StagingFinding(staging=Staging(), untried=why)
+        return Finding(value=Staging(), untried=why)
     count = _samples(batches, flops, _CONFIRM_STEPS, _CONFIRM_FLOPS)
     trial, several = _trial(module, trainer, batches, fn, precision or Precision(), count, steps=1)
     if isinstance(trial, str):
@@ -167,7 +150,56 @@ def confirm_stages(
         return refused(several)
     recordings = trial.record()
     words = trial.compare(tuple(cuts))
-    return StagingFinding(staging=Staging(hooks=recordings, refusal=words))
+    return Finding(value=Staging(hooks=recordings, refusal=words))
+
+
+def kept_apart(first: FirstStep) -> str | None:
+    """Why what a step keeps on the module can't be kept by stages; None where it keeps nothing that its samples decide about."""
+    if first.split is None or not first.split.kept_rules:
+        return None
+    hook, rules = next(iter(first.split.kept_rules.items()))
+    name = title(first.trainer.lightning_module, next(iter(rules))[0])
+    return f"{hook} keeps {name}, which the ranks of a pipeline would have of their own stages alone"
+
+
+def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) -> Check:
+    """Whether stages cut so compute what the whole module does, where they were only recorded so far.
+
+    Args:
+        first: the step; meant for a forked child.
+        cuts: FQNs of the blocks with which the second and each later stage begins.
+        notes: of the probe, which a plan keeps that can't be tried and does nothing that stages may do otherwise.
+    """
+    trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
+    flops = first.footprint.flops
+    found = confirm_stages(trainer.lightning_module, trainer, batches_of(first), first.stage, cuts, precision=precision, flops=flops)
+    if found.value.refusal is not None:
+        return failed(found.value.refusal)
+    if found.untried is None:
+        return PASSED
+    check = unstaged(first.footprint.conduct, found.untried)
+    return Check(outcome="passed", notes=notes) if check is None else check
+
+
+def unstaged(conduct: Conduct | None, untried: str) -> Check | None:
+    """Why a pipeline whose stages can't be tried isn't taken; None where the traced step does nothing that stages may do otherwise.
+
+    Args:
+        conduct: what the step does with parameters by themselves; None where it wasn't traced.
+        untried: why they can't be tried, as the end of a sentence.
+    """
+    if conduct is None:
+        return not_made(f"{untried}, and it couldn't be traced either")
+    names = (*dict(conduct.written), *conduct.exchanged)
+    return not_made(f"{untried}, and it writes to the parameter {names[0]!r} by itself") if names else None
+
+
+def batches_of(first: FirstStep) -> dict[str, FirstBatch]:
+    """Those of the hooks that the run calls."""
+    batches: dict[str, FirstBatch] = {STEPS[first.stage]: first.batch}
+    if (validation := first.validation()) is not None:
+        batches[STEPS["validate"]] = validation
+    return batches
 
 
 def _too_large(
@@ -195,7 +227,7 @@ def _samples(batches: Mapping[str, FirstBatch], flops: int, steps: int = _STEPS,
 
 def _try(
     module: LightningModule, trainer: Trainer | None, batches: Mapping[str, FirstBatch], fn: str, precision: Precision, flops: int
-) -> StagingFinding | str:
+) -> Finding | str:
     """Record for real, and compare; a reason where the whole step can't be run, so that nothing can be said of its stages."""
     trial, several = _trial(module, trainer, batches, fn, precision, _samples(batches, flops))
     if isinstance(trial, str):
@@ -206,7 +238,7 @@ def _try(
     uncuttable = merged(recordings)
     refusal = nowhere(recordings, uncuttable) or trial.narrow(next(iter(recordings.values())).blocks, uncuttable)
     refusal = refusal or nowhere(recordings, uncuttable)
-    return StagingFinding(staging=Staging(hooks=recordings, refusal=refusal), uncuttable=uncuttable, counted=trial.counted)
+    return Finding(value=Staging(hooks=recordings, refusal=refusal), uncuttable=uncuttable, counted=trial.counted)
 
 
 def _trial(
@@ -232,7 +264,7 @@ def _trial(
 
 def _structure(
     module: LightningModule, trainer: Trainer | None, batches: Mapping[str, FirstBatch], precision: Precision, why: str
-) -> StagingFinding:
+) -> Finding:
     """Record under fake tensors."""
 
     def one(hook: str, written: frozenset[str]) -> StepRecording:
@@ -251,10 +283,11 @@ def _structure(
     recordings = recorded_together(list(batches), one)
     uncuttable = merged(recordings)
     written = recordings["training_step"].written if "training_step" in recordings else ()
-    return StagingFinding(
-        staging=Staging(hooks=recordings, refusal=nowhere(recordings, uncuttable)),
+    return Finding(
+        value=Staging(hooks=recordings, refusal=nowhere(recordings, uncuttable)),
         uncuttable=uncuttable,
         untried=why,
+        notes=(untried_words(why),),
         counted=tuple(sorted(name for name, _ in module.named_buffers() if name in written)),
     )
 

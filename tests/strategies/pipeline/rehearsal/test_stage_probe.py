@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_autopar.engines import Finding
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.pipeline.rehearsal import side_by_side as trial
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe as probing
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import ways_to_cut
 from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import (
-    StagingFinding,
     confirm_stages,
     merged,
     nowhere,
@@ -76,20 +76,20 @@ def batch() -> FirstBatch:
     return FirstBatch(batch=words, samples=list(words), collate=torch.stack, batch_size=8)
 
 
-def probed(module: pl.LightningModule, *hooks: str, fn: str = "fit", **options: Any) -> StagingFinding:
+def probed(module: pl.LightningModule, *hooks: str, fn: str = "fit", **options: Any) -> Finding:
     hooks = hooks or ("training_step",)
     return probe_stages(module, None, {hook: batch() for hook in hooks}, fn, **options)
 
 
-def tried_here(module: pl.LightningModule, *, precision: Precision | None = None) -> StagingFinding:
+def tried_here(module: pl.LightningModule, *, precision: Precision | None = None) -> Finding:
     """In this process, where something is patched."""
     found = probing._try(module, None, {"training_step": batch()}, "fit", precision or Precision(), 0)
-    assert isinstance(found, StagingFinding)
+    assert isinstance(found, Finding)
     return found
 
 
-def cuttable(finding: StagingFinding) -> list[str]:
-    blocks = finding.staging.hooks["training_step"].blocks
+def cuttable(finding: Finding) -> list[str]:
+    blocks = finding.value.hooks["training_step"].blocks
     return [block for block in blocks[1:] if block not in finding.uncuttable]
 
 
@@ -99,8 +99,8 @@ def test_a_plain_module_is_cut_at_every_block() -> None:
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     state, attributes = torch.get_rng_state(), set(vars(module))
     finding = probed(module, "training_step", "validation_step")
-    assert finding.staging.refusal is None
-    assert set(finding.staging.hooks) == {"training_step", "validation_step"}
+    assert finding.value.refusal is None
+    assert set(finding.value.hooks) == {"training_step", "validation_step"}
     assert cuttable(finding) == ["blocks.1", "blocks.2", "blocks.3"]
     assert finding.notes == ()
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in weights.items())
@@ -125,24 +125,24 @@ def test_names_of_precisions() -> None:
 
 def test_predictions_are_compared() -> None:
     finding = probed(Stack(), "predict_step", fn="predict")
-    assert finding.staging.refusal is None
-    assert set(finding.staging.hooks) == {"predict_step"}
+    assert finding.value.refusal is None
+    assert set(finding.value.hooks) == {"predict_step"}
 
 
 def test_gradients_of_shared_parameters_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were they not added up over the stages, the probe would say so."""
     monkeypatch.setattr(Together, "_add_shared", lambda self: None)
     finding = tried_here(Stack())
-    assert finding.staging.refusal is not None
-    assert "can't be cut before any of its blocks: in stages the gradient of 'words.weight' differs by" in finding.staging.refusal
+    assert finding.value.refusal is not None
+    assert "can't be cut before any of its blocks: in stages the gradient of 'words.weight' differs by" in finding.value.refusal
 
 
 def test_a_loss_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Together.training_step
     monkeypatch.setattr(Together, "training_step", lambda self, *args: (step(self, *args) or torch.zeros(())) + 1e-3)
     finding = tried_here(Stack())
-    assert finding.staging.refusal is not None
-    assert "in stages the loss is" in finding.staging.refusal
+    assert finding.value.refusal is not None
+    assert "in stages the loss is" in finding.value.refusal
 
 
 class Global(torch.optim.SGD):
@@ -181,15 +181,15 @@ def test_optimizers_that_look_at_all_parameters(make: Callable[[Any], Any], word
     module = Stack(2)
     module.configure_optimizers = lambda: make(module.parameters())  # type: ignore[method-assign]
     finding = probed(module)
-    assert finding.staging.refusal is not None
-    assert words in finding.staging.refusal
+    assert finding.value.refusal is not None
+    assert words in finding.value.refusal
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adafactor, torch.optim.RMSprop])
 def test_optimizers_of_single_parameters(make: Callable[..., Any]) -> None:
     module = Stack(2)
     module.configure_optimizers = lambda: make(module.parameters(), lr=1e-2)  # type: ignore[method-assign]
-    assert probed(module).staging.refusal is None
+    assert probed(module).value.refusal is None
 
 
 class Mixes(Stack):
@@ -209,7 +209,7 @@ class Mixes(Stack):
 def test_what_numpy_draws_before_the_cut_is_the_same_on_every_stage() -> None:
     np.random.seed(3)
     finding = probed(Mixes(), "training_step", "validation_step")
-    assert finding.staging.refusal is None
+    assert finding.value.refusal is None
     assert cuttable(finding) == ["blocks.1", "blocks.2", "blocks.3"]
 
 
@@ -234,22 +234,22 @@ class Decides(Stack):
 @pytest.mark.parametrize(("kind", "words"), [(Shared, "blocks.0"), (Decides, "")])
 def test_steps_that_have_no_stages(kind: type[Stack], words: str) -> None:
     finding = probed(kind())
-    assert finding.staging.refusal is not None
-    assert words in finding.staging.refusal
+    assert finding.value.refusal is not None
+    assert words in finding.value.refusal
 
 
 def test_a_module_without_blocks() -> None:
     module = Stack(1)
-    assert probed(module).staging.refusal == "a pipeline is cut between repeated blocks that share no parameters, and the module has 0"
+    assert probed(module).value.refusal == "a pipeline is cut between repeated blocks that share no parameters, and the module has 0"
 
 
 def test_what_needs_no_trial() -> None:
     module = Stack()
     module.late = nn.LazyLinear(2)
-    assert probed(module).staging.refusal == "the parameter 'late.weight' gets its shape in the first step, and a pipeline is cut before"
+    assert probed(module).value.refusal == "the parameter 'late.weight' gets its shape in the first step, and a pipeline is cut before"
     module = Stack()
     module.automatic_optimization = False
-    assert probed(module).staging.refusal == "a pipeline's schedule runs backward by itself, and the module does so by hand"
+    assert probed(module).value.refusal == "a pipeline's schedule runs backward by itself, and the module does so by hand"
 
 
 class Remembers(Stack):
@@ -272,11 +272,11 @@ class Averages(Remembers):
 
 def test_what_a_step_keeps_for_later_hooks() -> None:
     finding = probed(Averages())
-    assert finding.staging.refusal is not None
+    assert finding.value.refusal is not None
     assert "keeps 'losses' on the module, which only some of the stages would have when on_train_epoch_end may read it" in (
-        finding.staging.refusal
+        finding.value.refusal
     )
-    assert probed(Remembers()).staging.refusal is None
+    assert probed(Remembers()).value.refusal is None
 
 
 class Clips(Stack):
@@ -291,8 +291,8 @@ class Looks(Stack):
 
 def test_hooks_that_look_at_gradients() -> None:
     """Norms are the engine's to take over all stages; anything else would be of a part of the gradients."""
-    assert probed(Clips()).staging.refusal is None
-    refusal = probed(Looks()).staging.refusal
+    assert probed(Clips()).value.refusal is None
+    refusal = probed(Looks()).value.refusal
     assert refusal is not None
     assert "on_after_backward" in refusal
     assert "the gradient of the parameter" in refusal
@@ -311,7 +311,7 @@ class Normalised(Stack):
 
 
 def test_buffers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probed(Normalised()).staging.refusal is None
+    assert probed(Normalised()).value.refusal is None
     step = Together.training_step
 
     def spoilt(self: Together, *args: Any) -> Any:
@@ -320,7 +320,7 @@ def test_buffers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         return loss
 
     monkeypatch.setattr(Together, "training_step", spoilt)
-    refusal = tried_here(Normalised()).staging.refusal
+    refusal = tried_here(Normalised()).value.refusal
     assert refusal is not None
     assert "the buffer 'blocks.2.1.running_mean' has other values after the step" in refusal
 
@@ -377,7 +377,7 @@ def test_a_module_that_is_built_late() -> None:
 
 def test_a_step_too_large_to_try_is_recorded_only() -> None:
     finding = probed(Stack(), flops=10**15)
-    assert finding.staging.refusal is None
+    assert finding.value.refusal is None
     assert cuttable(finding) == ["blocks.1", "blocks.2", "blocks.3"]
     assert finding.notes == (
         "whether its stages compute the same is only checked as they run: no trial was made, as a step of 1.0e+15 floating-point "
@@ -385,24 +385,24 @@ def test_a_step_too_large_to_try_is_recorded_only() -> None:
     )
     module = Stack()
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
-    refusal = probed(module, flops=10**15).staging.refusal
+    refusal = probed(module, flops=10**15).value.refusal
     assert refusal is not None
     assert refusal.startswith("LBFGS takes products over all parameters together")
 
 
-def confirmed(module: pl.LightningModule, cuts: tuple[str, ...] = ("blocks.2",), flops: int = 10**11) -> StagingFinding:
+def confirmed(module: pl.LightningModule, cuts: tuple[str, ...] = ("blocks.2",), flops: int = 10**11) -> Finding:
     return confirm_stages(copy.deepcopy(module), None, {"training_step": batch()}, "fit", cuts, flops=flops)
 
 
 def test_a_plans_cuts_are_tried_where_they_were_only_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = confirmed(Stack())
     assert found.untried is None
-    assert found.staging.refusal is None
-    assert found.staging.hooks["training_step"].rows == 8
-    assert confirmed(Stack(), flops=10**12).staging.hooks["training_step"].rows == 2
+    assert found.value.refusal is None
+    assert found.value.hooks["training_step"].rows == 8
+    assert confirmed(Stack(), flops=10**12).value.hooks["training_step"].rows == 2
     assert confirmed(Stack(), flops=10**14).untried == "a step of 1.0e+14 floating-point operations is too long to try on the CPU"
     monkeypatch.setattr(Together, "_add_shared", lambda self: None)
-    refusal = confirmed(Stack()).staging.refusal
+    refusal = confirmed(Stack()).value.refusal
     assert refusal is not None
     assert "in stages the gradient of 'words.weight' differs" in refusal
 
@@ -410,7 +410,7 @@ def test_a_plans_cuts_are_tried_where_they_were_only_recorded(monkeypatch: pytes
 def test_a_long_step_is_tried_on_two_samples() -> None:
     finding = probed(Stack(), flops=3 * 10**10)
     assert finding.notes == ()
-    assert finding.staging.hooks["training_step"].rows == 2
+    assert finding.value.hooks["training_step"].rows == 2
 
 
 def test_double_precision_decides_where_rounding_might(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,10 +427,10 @@ def test_double_precision_decides_where_rounding_might(monkeypatch: pytest.Monke
         return run
 
     monkeypatch.setattr(Together, "training_step", rounded(0.0))
-    assert tried_here(Stack(2)).staging.refusal is None
+    assert tried_here(Stack(2)).value.refusal is None
     assert any(doubles)
     monkeypatch.setattr(Together, "training_step", rounded(3e-6))
-    refusal = tried_here(Stack(2)).staging.refusal
+    refusal = tried_here(Stack(2)).value.refusal
     assert refusal is not None
     assert "in stages the loss is" in refusal
 
