@@ -124,7 +124,7 @@ class RunDisplay:
         if self._files is None:
             return
         progress = RunProgress(decision.run_plan.plan.world_size)
-        progress.watch(engine, trainer, 0, self.look)
+        engine.at_batch.append(lambda: progress.at_batch(trainer, 0, engine.root_device, self.look))
         self.running(decision, progress)
 
     def look(self) -> None:
