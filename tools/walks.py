@@ -3,7 +3,7 @@
 A tiny module trains on CPU devices, and every module of the package whose code runs is noted, in the order of its first call:
 
 - a batch through one DDP step, and one FSDP2 step: rank 0, from one batch's start to the next, with a logged value;
-- a plan, from the search's end to the first batch: modules that are handed the plan or an object that holds one;
+- a plan, from the search's end to rank 0's first batch: modules that are handed the plan or an object that holds one;
 - a move, from the request to the new generation's first batch: modules that neither a start nor a step runs.
 
 Whoever shortens a walk lowers its ceiling.
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -96,17 +97,17 @@ class Recorder:
             self._seen.add(key)
             os.write(self._file, " ".join(map(str, key)).encode() + b"\n")
 
-    def modules(self, phase: int, *, process: int | None = None, plan: bool = False) -> list[str]:
+    def modules(self, phase: int, *, processes: Collection[int] = (), plan: bool = False) -> list[str]:
         """What ran in a phase, in the order of the first calls.
 
         Args:
-            process: by this process alone.
+            processes: by these alone; by all unless given.
             plan: that were handed a plan.
         """
         found: dict[str, None] = {}
         for line in self.path.read_text(encoding="utf-8").splitlines():
             its, pid, handed, name = line.split()
-            if int(its) == phase and process in (None, int(pid)) and (handed == "True" or not plan):
+            if int(its) == phase and (not processes or int(pid) in processes) and (handed == "True" or not plan):
                 found[name.removeprefix(PACKAGE)] = None
         return list(found)
 
@@ -205,9 +206,9 @@ def main() -> int:
         (replicated, rank), (sharded, its_rank), (moved, _) = walk(runs[0], ddp), walk(runs[1], fsdp), walk(runs[2], ddp, elsewhere)
         known = {module for phase in (SEARCH, START, STEP, OTHER) for module in replicated.modules(phase)}
         walks = {
-            "ddp step": replicated.modules(STEP, process=rank),
-            "fsdp step": sharded.modules(STEP, process=its_rank),
-            "plan": replicated.modules(START, plan=True),
+            "ddp step": replicated.modules(STEP, processes=[rank]),
+            "fsdp step": sharded.modules(STEP, processes=[its_rank]),
+            "plan": replicated.modules(START, processes=[os.getpid(), rank], plan=True),
             "move": [module for module in moved.modules(MOVE) if module not in known],
         }
     longer = 0

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_autopar._lightning_compat import TrainerFn, combined_mode, hyperparameters_added, loaders_of_one_device
+from lightning_autopar._temporary import Calls, Exits
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
@@ -33,7 +34,7 @@ from lightning_autopar.strategies.base import measure, resume
 from lightning_autopar.strategies.base.failure import LACKED, out_of_memory
 from lightning_autopar.strategies.base.gpu_limit import GpuLimit, shortage_words
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
-from lightning_autopar.strategies.base.measure import Exits, Meter
+from lightning_autopar.strategies.base.measure import Meter
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
 from lightning_autopar.strategies.base.run_plan import RunPlan
 
@@ -80,7 +81,7 @@ class EngineMixin(Strategy):
         #: How an elastic run came to this plan.
         self.plan_changes = PlanChanges()
         #: Called when a batch begins, of whatever loop, before anything is done with it; who raises there ends the run between two batches.
-        self.at_batch: list[Callable[[], None]] = []
+        self.at_batch = Calls()
         #: Called when Lightning is about to enter its loops.
         self.before_loops: Callable[[], None] | None = None
 

@@ -48,7 +48,7 @@ def after_trial(trainer: Trainer, look: PlanningInputs, plan: Plan) -> Constrain
         confirmed = confirm(trainer, findings.footprint, plan.cuts)
         refusal = confirmed.staging.refusal
         if refusal is None and confirmed.untried is None:
-            return replace(constraints, pipeline_notes=())
+            return replace(constraints, pipeline_notes=()) if constraints.pipeline_notes else constraints
         refusal = refusal or unstaged(findings.footprint.conduct, str(confirmed.untried))
     elif findings.footprint.training and engine.untried(plan, findings.footprint):
         refusal = rehearse(trainer, findings.footprint, plan).refusal
@@ -191,7 +191,7 @@ class Prospect:
             return True
         self._tried.add(what)
         constraints = after_trial(self._trainer, self._look, plan)
-        if constraints == self._look.constraints:
+        if constraints is self._look.constraints:
             return True
         self._look = replace(self._look, constraints=constraints)
         return False
