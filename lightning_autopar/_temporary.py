@@ -1,4 +1,5 @@
-"""Two things that last for a while: an attribute of somebody else's module or class that is replaced, and lines on stderr that are hidden.
+"""What lasts for a while: an attribute of somebody else's module or class that is replaced, lines on stderr that are hidden, and what one
+run has that a copy of its trainer hasn't.
 
 C++ libraries write some lines to stderr that no setting turns off. This module knows attributes and file descriptors, not why they are
 touched.
@@ -9,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 #: What the profiler and the allocator write to stderr whenever memory is profiled, and nobody can turn off (torch 2.13, kineto).
@@ -38,6 +39,20 @@ def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
             if kept:
                 os.write(real, kept)
             os.close(real)
+
+
+class Exits(ExitStack):
+    """What is to be undone at an end. Who copies a trainer or a callback of a run copies this with it, and a copy has nothing to undo."""
+
+    def __reduce__(self) -> tuple[type[Exits], tuple[()]]:
+        return Exits, ()
+
+
+class Calls(list[Callable[[], None]]):
+    """Whom a run calls. A copy, as of :class:`Exits`, calls nobody."""
+
+    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
+        return Calls, ()
 
 
 @contextmanager

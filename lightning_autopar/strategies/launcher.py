@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,6 +182,20 @@ class AutoLauncher(Launcher):
             return self._run_as_peer(decision, peers, function, args, kwargs, trainer)
         return self._run_generation(decision, function, args, kwargs, trainer)
 
+    def _show(self, decision: Decision, progress: RunProgress) -> None:
+        """Others on this host see from now on which plan runs and how far it has come."""
+        run_plan = decision.run_plan
+        self._shown.running(run_plan.plan.title(), run_plan.plan.devices, run_plan.reserved_bytes, decision.expected_seconds, progress)
+
+    def _show_at_batches(self, decision: Decision, engine: EngineMixin, trainer: Trainer) -> None:
+        """The run's first process is this one: it shows at its batches how far it has come."""
+        shown = self._shown
+        if shown.run_id is None:
+            return
+        progress = RunProgress(decision.run_plan.plan.world_size)
+        engine.at_batch.append(partial(progress.at_batch, trainer, 0, engine.root_device, shown.look))
+        self._show(decision, progress)
+
     # -- one device: this process ------------------------------------------------------------------------------------------------------
 
     def _run_here(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
@@ -189,7 +204,7 @@ class AutoLauncher(Launcher):
         device = run_plan.devices[0]
         with installed(trainer, engine, trainer.lightning_module, run_plan.torch_devices, keep_sampler=False), _threads(device.threads):
             engine.gpu_limit = gpu_limit_for(run_plan, 0)
-            self._shown.watch(decision, engine, trainer)
+            self._show_at_batches(decision, engine, trainer)
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
             finally:
@@ -222,7 +237,7 @@ class AutoLauncher(Launcher):
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
             progress = RunProgress(run_plan.plan.world_size)
             job = replace(make_job(run_plan, trainer, function, args, kwargs, folder), progress=progress)
-            self._shown.running(decision, progress)
+            self._show(decision, progress)
             return self._take_back(run_generation(job, self._shown.look), job, trainer)
 
     def _run_elastic(
@@ -353,7 +368,7 @@ class AutoLauncher(Launcher):
             installed(trainer, engine, trainer.lightning_module, devices, keep_sampler=keep_sampler, external=peers.environment),
         ):
             engine.gpu_limit = gpu_limit_for(run_plan, peers.rank)
-            self._shown.watch(decision, engine, trainer)
+            self._show_at_batches(decision, engine, trainer)
             try:
                 with nullcontext((args, kwargs)) if run is None else run.going_on() as (args, kwargs):
                     value = self._function_with_hooks(engine, function, args, kwargs, trainer)

@@ -3,12 +3,11 @@
 Modules, in reading order:
 
     loader         the exact loader: the user's batches cut for one rank, resumable
-    loader_pass    one pass over it
+    loader_pass    one pass over it; the user's data code as one device would run it
     order          the order of the batches
     share          a rank's rows of a batch, and who gets which
     track          the record of a pass, for checkpoints
     worker_random  random states of loader workers
-    alone          the user's data code as one device would run it
     collate        what a rank's loader collates: its own samples, or the whole batch
     rows           the rows of a collated batch
     fingerprint    a number that tells batches apart, equal in every process

@@ -16,9 +16,8 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.alone import alone
 from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
-from lightning_autopar.exact.data.loader_pass import LoaderPass
+from lightning_autopar.exact.data.loader_pass import LoaderPass, alone
 from lightning_autopar.exact.data.order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.exact.data.share import BatchShare, Dealing
 from lightning_autopar.exact.data.track import STATE_VERSION, EpochProgress, PassRecord, SharedRandomState
@@ -28,8 +27,8 @@ __all__ = ["BatchShare", "ExactLoader", "is_loader_state", "orders_alike", "unwr
 
 #: What Lightning asks a DataLoader for, of an iterable that is none.
 _WITHOUT_WORKERS: Mapping[str, Any] = {"num_workers": 0, "multiprocessing_context": None, "persistent_workers": False, "pin_memory": False}
-#: How many shares are remembered besides those of batches that workers have prefetched.
-SHARES_KEPT = 64
+#: How many shares are kept where nobody takes them; who takes them is a batch or two behind.
+_SHARES_KEPT = 64
 
 Split = Literal["indices", "samples", "rows", "none"]
 Source = Literal["order", "stream", "iterable"]
@@ -101,9 +100,8 @@ class ExactLoader(DataLoader[Any]):
     _track: PassRecord | None
     _resume: dict[str, Any] | None
     _shared_random: SharedRandomState
-    _shares: dict[int, BatchShare]
-    _indices: dict[int, int]
-    _unasked: deque[BatchShare]
+    #: This rank's shares of the batches that were handed out, the earliest first; whoever sees a batch takes its share.
+    shares: deque[BatchShare]
 
     def __init__(
         self,
@@ -136,8 +134,7 @@ class ExactLoader(DataLoader[Any]):
         self.__dict__.update(_load_all=load_all or collate_all, _collate_all=collate_all, _by_samples=by_samples, _alike=alike)
         self.__dict__.update(_sync=sync, _boundary=boundary, _progress=progress, _own=own)
         self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _shared_random=None)
-        self.__dict__.update(_shares={}, _indices={}, _unasked=deque())
-        self.__dict__["_split"] = self._find_split()
+        self.__dict__.update(shares=deque(maxlen=_SHARES_KEPT), _split=self._find_split())
         if world_size > 1 or sync is not None:
             _check_distributable(loader, sync is not None)
 
@@ -172,60 +169,15 @@ class ExactLoader(DataLoader[Any]):
         length = alone(len, self.wrapped)
         return -(-length // self._world_size) if self._whole_batches else length
 
-    # -- what was handed out --------------------------------------------------------------------------------------------------------
-
-    def share(self, position: int) -> BatchShare:
-        """This rank's share of a batch that was handed out lately.
-
-        Args:
-            position: the batch's index in the epoch.
-
-        Raises:
-            KeyError: if that batch wasn't handed out yet, or too long ago.
-        """
-        return self._shares[position]
-
     @property
     def knows_samples(self) -> bool:
         """Whether a share counts samples, of which a batch's rows may be more or fewer."""
         return self._split in ("indices", "samples")
 
     @property
-    def has_share(self) -> bool:
-        """Whether a batch was handed out whose share wasn't asked for by :meth:`next_share`."""
-        return bool(self._unasked)
-
-    def next_share(self) -> BatchShare:
-        """The share of the earliest batch that was handed out and not asked for here: for a caller who sees each batch once, in order."""
-        return self._unasked.popleft()
-
-    def global_index(self, position: int) -> int:
-        """The index, in the user's loader, of a batch that was handed out lately; differs from ``position`` with whole batches.
-
-        Raises:
-            KeyError: as :meth:`share`.
-        """
-        return self._indices[position]
-
-    def _remember(self, position: int, share: BatchShare, index: int) -> None:
-        self._shares[position], self._indices[position] = share, index
-        kept = SHARES_KEPT + int(getattr(self.wrapped, "num_workers", 0) or 0) * int(getattr(self.wrapped, "prefetch_factor", 0) or 0)
-        while len(self._shares) > kept:
-            oldest = next(iter(self._shares))
-            del self._shares[oldest], self._indices[oldest]
-        self._unasked.append(share)
-        if len(self._unasked) > kept:
-            self._unasked.popleft()
-
-    @property
     def generators(self) -> Mapping[str, Any]:
         """The generator objects that the user gave to the loader, its samplers or its dataset, by the names they have in a state."""
         return dict(self._own)
-
-    def _forget(self) -> None:
-        """A new epoch begins."""
-        for kept in (self._shares, self._indices, self._unasked):
-            kept.clear()
 
     # -- iteration ------------------------------------------------------------------------------------------------------------------
 

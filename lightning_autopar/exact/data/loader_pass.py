@@ -1,6 +1,9 @@
 """One pass over an exact loader: the iterator that loads the batches.
 
 The record of the pass (``track``) outlives the iterator: the loader keeps the record, while Lightning drops the iterator and its workers.
+
+The user's data code runs as on one device: ``torch.distributed`` tells it that there is no process group. Batches are cut for the ranks
+after they are made. A sampler or dataset that dealt samples out by rank itself would deal them out twice.
 """
 
 from __future__ import annotations
@@ -8,15 +11,16 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.alone import alone
 from lightning_autopar.exact.data.collate import CollateRows
 from lightning_autopar.exact.data.order import DrawLog, Order
 from lightning_autopar.exact.data.rows import part_number
@@ -28,6 +32,26 @@ if TYPE_CHECKING:
     from lightning_autopar.exact.data.loader import ExactLoader
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@contextmanager
+def without_group() -> Iterator[None]:
+    """While open, this process is in no group as far as torch says, and so are workers that it forks. For code without collectives."""
+    if not dist.is_available() or not dist.is_initialized():
+        yield
+        return
+    group, dist.group.WORLD = dist.group.WORLD, None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = group
+
+
+def alone(call: Callable[..., _T], *args: Any) -> _T:
+    """What the user's code gives where there is no process group."""
+    with without_group():
+        return call(*args)
 
 
 class LoaderPass(Iterator[Any]):
@@ -50,6 +74,7 @@ class LoaderPass(Iterator[Any]):
         #: Whether batches may be handed out and not finished, so that their fetches' random states are kept.
         self._keeps = loader._progress is not None
         self._late = loader._draws_late
+        self._counts = loader._counts
         if loader._resume is None:
             self._start()
         else:  # at the first batch: only then has Lightning told the sampler its epoch
@@ -192,7 +217,7 @@ class LoaderPass(Iterator[Any]):
         if first and track.unsettled is None:
             track.base = _base(loader._progress() if loader._progress else None, self._previous)
         if first and track.base == 0:
-            loader._forget()
+            loader.shares.clear()
         if self._ahead:
             rng.restore(self._ahead.popleft(), self._own)
         elif self._settle is not None:
@@ -204,14 +229,14 @@ class LoaderPass(Iterator[Any]):
         # What a repeated fetch of this batch must find: its indices are known by then, but its samples are loaded again.
         self._before = rng.capture(self._own) if track.order is None else None
         try:
-            batch, share, index = self._fetch(self._inner)
+            batch, share = self._fetch(self._inner)
         except StopIteration:
             track.exhausted = True
             self._note()
             raise
         if self._running and not self._ahead:
             self._settled()
-        loader._remember(track.base + track.handed, share, index)
+        loader.shares.append(share)
         if self._keeps or track.order is None:
             after = self._note()
             track.fetches.append((track.handed, self._before or after, after))
@@ -235,7 +260,7 @@ class LoaderPass(Iterator[Any]):
             self._track.log.note(self._track.handed + 1, self._before, after)
         return after
 
-    def _fetch(self, inner: Iterator[Any]) -> tuple[Any, BatchShare, int]:
+    def _fetch(self, inner: Iterator[Any]) -> tuple[Any, BatchShare]:
         loader, track = self._loader, self._track
         if loader._whole_batches and track.order is None:
             return self._fetch_whole(inner)
@@ -244,7 +269,6 @@ class LoaderPass(Iterator[Any]):
         finally:
             self._leave_stream()
         rows: int | None = None
-        index = track.handed
         if loader._source == "iterable":
             got = CollateRows(None, *loader._cutting())(got)
         if track.workers is not None:
@@ -252,19 +276,18 @@ class LoaderPass(Iterator[Any]):
             track.workers.note(track.handed, told)
         if track.order is not None:
             taken = track.order.taken.popleft()
-            rows, of, index = taken.rows, taken.of, taken.index
+            rows, of = taken.rows, taken.of
             if loader._alike is not None and not loader._alike(part_number(got, max(rows, 1))):
                 of, got = loader.collated_whole(taken.indices)
-                return got, self._share(of, None), index
-        if loader._counts:
+                return got, self._share(of, None)
+        if self._counts:
             of, got = got
             rows = min(rows, 1) * of if loader._whole_batches and rows is not None else None
-        return got, self._share(of, rows), index
+        return got, self._share(of, rows)
 
-    def _fetch_whole(self, inner: Iterator[Any]) -> tuple[Any, BatchShare, int]:
+    def _fetch_whole(self, inner: Iterator[Any]) -> tuple[Any, BatchShare]:
         """A round of a stream: every rank reads all its batches and keeps one."""
         loader = self._loader
-        first = self._track.handed * loader._world_size
         got: Any = None
         read = 0
         while read < loader._world_size:
@@ -278,8 +301,7 @@ class LoaderPass(Iterator[Any]):
                 got = item
             read += 1
         of, batch = CollateRows(None, 0, Dealing.even(1))(got) if loader._source == "iterable" else got
-        mine = min(loader._rank, read - 1)
-        return batch, self._share(of, of if loader._rank < read else 0), first + mine
+        return batch, self._share(of, of if loader._rank < read else 0)
 
     def _share(self, of: int, rows: int | None) -> BatchShare:
         share = share_of(of, self._loader._rank, self._loader._dealing)

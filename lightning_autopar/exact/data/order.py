@@ -108,7 +108,6 @@ class DrawnBatch:
 
     rows: int
     of: int
-    index: int
     #: The whole batch's, of a sampler that gives batches of them.
     indices: Any = None
 
@@ -221,12 +220,11 @@ class Order:
 
     def _next_batch(self, source: Iterator[Any]) -> Any:
         batch = self._next(source)
-        index = self.made - len(self._pending) - 1
         if self._batched and not hasattr(batch, "__len__"):
             batch = list(batch)
         of = len(batch) if self._batched else 1
         rows = of if self._split is None else self._split.rows(of, self._rank)
-        self.taken.append(DrawnBatch(rows=rows, of=of, index=index, indices=batch))
+        self.taken.append(DrawnBatch(rows=rows, of=of, indices=batch))
         return batch if self._split is None or self._world_size == 1 else cut(batch, self._rank, self._split)
 
     def _next_round(self, source: Iterator[Any]) -> Any:
@@ -236,10 +234,9 @@ class Order:
                 group.append(self._next(source))
             except StopIteration:
                 break
-        first = self.made - len(group)
         mine = min(self._rank, len(group) - 1)
         of = len(group[mine]) if self._batched and hasattr(group[mine], "__len__") else 1
-        self.taken.append(DrawnBatch(rows=of if self._rank < len(group) else 0, of=of, index=first + mine))
+        self.taken.append(DrawnBatch(rows=of if self._rank < len(group) else 0, of=of))
         # Lightning's predict loop reads a round's sample indices off this list of its batch sampler, by the rank's own batch count.
         seen = getattr(self.batches, "seen_batch_indices", None)
         if isinstance(seen, list) and self._world_size > 1:

@@ -99,33 +99,21 @@ class RunDisplay:
         """
         self.show(state="queued", waits_for=waits_for, predicted_bytes=dict(wanted_bytes or {}), ends_at=ends_at, **changes)
 
-    def running(self, decision: Decided, progress: RunProgress | None = None, **changes: Any) -> None:
-        """The run has begun under this decision.
+    def running(
+        self, plan: str, devices: tuple[str, ...], predicted_bytes: Mapping[str, int], seconds: float | None, progress: RunProgress
+    ) -> None:
+        """The run has begun.
 
         Args:
-            decision: what it runs.
+            plan: its title.
+            devices: ids, in rank order.
+            predicted_bytes: what the plan is predicted to take of each device, by id.
+            seconds: how long it trains by its prediction; None where nobody knows.
             progress: where its processes tell how far they are; :meth:`look` reads it.
-            changes: of further fields.
         """
-        plan, expected = decision.run_plan.plan, decision.expected_seconds
-        self._progress, self._devices, self._pace = progress, plan.devices, RunSpeed()
-        self.show(
-            state="running",
-            plan=plan.title(),
-            devices=plan.devices,
-            predicted_bytes=decision.run_plan.reserved_bytes,
-            waits_for="",
-            ends_at=None if expected is None else time.time() + expected,
-            **changes,
-        )
-
-    def watch(self, decision: Decided, engine: Any, trainer: Trainer) -> None:
-        """The run has begun under this decision in this very process, which is its first: show at its batches how far it has come."""
-        if self._files is None:
-            return
-        progress = RunProgress(decision.run_plan.plan.world_size)
-        progress.watch(engine, trainer, 0, self.look)
-        self.running(decision, progress)
+        self._progress, self._devices, self._pace = progress, devices, RunSpeed()
+        ends_at = None if seconds is None else time.time() + seconds
+        self.show(state="running", plan=plan, devices=devices, predicted_bytes=predicted_bytes, waits_for="", ends_at=ends_at)
 
     def look(self) -> None:
         """Show how far the run has come; cheap enough for every round of whoever waits for it."""

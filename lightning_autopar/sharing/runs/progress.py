@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -69,34 +69,26 @@ class RunProgress:
 
     # -- in a process that trains ------------------------------------------------------------------------------------------------------
 
-    def watch(self, engine: Any, trainer: Trainer, rank: int, look: Callable[[], None] | None = None) -> None:
-        """Note how the run comes along at its batches: Lightning calls ``batch_to_device`` once for each, in every loop.
+    def at_batch(self, trainer: Trainer, rank: int, device: torch.device, look: Callable[[], None] | None = None) -> None:
+        """A batch begins, of whatever loop: note how the run comes along, a few times a second at most.
 
         Args:
-            engine: of this process's run.
             trainer: whose counters they are.
             rank: of this process; the first one tells of the run, the others only what their GPU holds.
-            look: called after each note, which is a few times a second at most.
+            device: this rank's.
+            look: called after each note.
         """
-        if rank and engine.run_plan.devices[rank].kind != "cuda":
-            return
-        original: Callable[..., Any] = engine.batch_to_device
+        now = time.monotonic_ns()
+        if now >= self._next_ns:
+            self._next_ns = now + NOTE_NS
+            self._note(trainer, rank, device, now)
+            if look is not None:
+                look()
 
-        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
-            now = time.monotonic_ns()
-            if now >= self._next_ns:
-                self._next_ns = now + NOTE_NS
-                self._note(engine, trainer, rank, now)
-                if look is not None:
-                    look()
-            return original(*args, **kwargs)
-
-        engine.batch_to_device = batch_to_device
-
-    def _note(self, engine: Any, trainer: Trainer, rank: int, now: int) -> None:
+    def _note(self, trainer: Trainer, rank: int, device: torch.device, now: int) -> None:
         cells = self._cells
-        if engine.run_plan.devices[rank].kind == "cuda":
-            cells[_FIRST + rank] = torch.cuda.memory_reserved(engine.root_device)
+        if device.type == "cuda":
+            cells[_FIRST + rank] = torch.cuda.memory_reserved(device)
         if rank:
             return
         cells[_AT] = 0  # whoever reads meanwhile reads nothing

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lightning_autopar._lightning_compat import combined_mode
 from lightning_autopar.exact.data.batch_making import collation_for
 from lightning_autopar.exact.data.loader import ExactLoader, orders_alike
 from lightning_autopar.exact.data.share import Dealing
@@ -67,17 +66,6 @@ def exact_loader(
         by_samples=collation is None and "collate" not in draws,
         alike=alike if splits and collation == "rows" and "collate" not in draws else None,
     )
-
-
-def current_loaders(trainer: Trainer, dataloader_idx: int) -> list[ExactLoader]:
-    """The loaders that the current batch came from; of several at once those that aren't exhausted."""
-    loop = trainer.fit_loop if trainer.training else trainer._active_loop
-    combined = getattr(loop, "_combined_loader", None)
-    if combined is None:
-        return []
-    together = combined_mode(combined) != "sequential"
-    loaders = combined.flattened if together else [combined.flattened[dataloader_idx]]
-    return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.has_share]
 
 
 class Dropped:

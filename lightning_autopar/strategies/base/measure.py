@@ -6,7 +6,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_autopar._lightning_compat import bare_optimizer
-from lightning_autopar._temporary import without_noise
+from lightning_autopar._temporary import Exits, without_noise
 from lightning_autopar.devices.host import thread_times, waited_share
 from lightning_autopar.devices.nvml import NvmlUnavailable, read_devices
 from lightning_autopar.exact.absent.tensor import is_absent
@@ -143,13 +142,6 @@ class Measured:
     def to_dict(self) -> dict[str, Any]:
         """As ``strategy.measured`` has it for each device."""
         return asdict(self)
-
-
-class Exits(ExitStack):
-    """What is to be undone at an end. Who copies a trainer or a callback of a run copies this with it, and a copy has nothing to undo."""
-
-    def __reduce__(self) -> tuple[type[Exits], tuple[()]]:
-        return Exits, ()
 
 
 class Meter:

@@ -17,9 +17,10 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_autopar._lightning_compat import TrainerFn, hyperparameters_added, loaders_of_one_device
-from lightning_autopar.exact.data.alone import without_group
+from lightning_autopar._lightning_compat import TrainerFn, combined_mode, hyperparameters_added, loaders_of_one_device
+from lightning_autopar._temporary import Calls, Exits
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
+from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step import own_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
@@ -32,8 +33,8 @@ from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
 from lightning_autopar.strategies.base.failure import LACKED, out_of_memory
 from lightning_autopar.strategies.base.gpu_limit import GpuLimit, shortage_words
-from lightning_autopar.strategies.base.loaders import Dropped, current_loaders, exact_loader
-from lightning_autopar.strategies.base.measure import Exits, Meter
+from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
+from lightning_autopar.strategies.base.measure import Meter
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
 from lightning_autopar.strategies.base.run_plan import RunPlan
 
@@ -79,6 +80,8 @@ class EngineMixin(Strategy):
         self.gpu_limit: GpuLimit | None = None
         #: How an elastic run came to this plan.
         self.plan_changes = PlanChanges()
+        #: Called when a batch begins, of whatever loop, before anything is done with it; who raises there ends the run between two batches.
+        self.at_batch = Calls()
         #: Called when Lightning is about to enter its loops.
         self.before_loops: Callable[[], None] | None = None
 
@@ -147,12 +150,14 @@ class EngineMixin(Strategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
+        for begins in self.at_batch:
+            begins()
         self._share, self._drawing, self._samples = None, False, None
         if self._micro is not None:
             self._micro.part = None
         counts = self.splits or self.in_parts
-        loaders = current_loaders(self._trainer, dataloader_idx) if counts else []
-        shares = [loader.next_share() for loader in loaders]
+        loaders = self._current_loaders(dataloader_idx) if counts else []
+        shares = [loader.shares.popleft() for loader in loaders]
         if shares and not self.splits:
             self._samples = shares[0].of if loaders[0].knows_samples else None
         elif shares:
@@ -167,6 +172,16 @@ class EngineMixin(Strategy):
             self._drawing = True
         self.batch_arrives()
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _current_loaders(self, dataloader_idx: int) -> list[ExactLoader]:
+        """The loaders that the current batch came from; of several at once those that aren't exhausted."""
+        trainer = self._trainer
+        combined = getattr(trainer.fit_loop if trainer.training else trainer._active_loop, "_combined_loader", None)
+        if combined is None:
+            return []
+        together = combined_mode(combined) != "sequential"
+        loaders = combined.flattened if together else [combined.flattened[dataloader_idx]]
+        return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.shares]
 
     def batch_arrives(self) -> None:
         """The batch's share is known, and its transfer is about to begin: what its hooks draw is the batch's."""

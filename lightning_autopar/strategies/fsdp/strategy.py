@@ -39,8 +39,7 @@ from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
 from lightning_autopar.strategies.base.mixin import SplitMixin
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, numbers_of_whole_tensors
-from lightning_autopar.strategies.fsdp.written_parameters import groups_of
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of, numbers_of_whole_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -1,24 +1,30 @@
-"""When FSDP2's parameters are whole: in the user's steps and in calls from hooks. Everywhere else they are shards. Knows modules, no plan.
+"""FSDP2's whole parameters: when there are any, and how their shards take over what is written to them. Knows modules; no plan, no trainer.
 
-FSDP2 gathers a unit's parameters for its ``forward`` and may leave them whole after it. The shards take over a write to a whole parameter
-(:mod:`.written_parameters`). After the optimizer has stepped on the shards, a parameter that was left whole is stale: hence this rule.
+Parameters are whole in the user's steps and in calls from hooks. Everywhere else they are shards. FSDP2 gathers a unit's parameters for its
+``forward`` and may leave them whole after it. After the optimizer has stepped on the shards, a parameter that was left whole is stale:
+hence this rule.
+
+FSDP2 gathers a parameter into a buffer of its own and frees it again: what a step has written there (an average of another network's
+weights, weights of norm one) would be lost silently. Each rank holds the same whole parameter and has written the same, so that each takes
+its own part of it without communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
-from lightning_autopar.strategies.fsdp.written_parameters import begin_step, groups_of, keep_writes
 
 
 def numbers_of_whole_tensors() -> None:
@@ -52,7 +58,7 @@ class WholeParameters:
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._inside = False
         self._visits = 0
-        keep_writes(self._units)
+        _keep_writes(self._units)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
         if isinstance(root, FSDPModule):
             # The root is what runs first, unless it is said before; and a hook may well call a part of it first.
@@ -67,7 +73,7 @@ class WholeParameters:
     def inside(self, *, backward: bool = False) -> Iterator[None]:
         """Around a step or its backward pass, where FSDP2 itself knows when to gather."""
         if not backward:
-            begin_step(self._units)
+            _begin_step(self._units)
         before, self._inside = self._inside, True
         try:
             yield
@@ -118,3 +124,147 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
             yield from walk(child, outermost and container)
 
     yield from dict.fromkeys(walk(root, True))
+
+
+# -- what is written to them -----------------------------------------------------------------------------------------------------------
+
+
+class _Gathered(nn.Parameter):
+    """A gathered parameter that notices when its ``data`` is taken: what is written there leaves the version counter as it is."""
+
+    @property
+    def data(self) -> Tensor:
+        self.__dict__["_taken"] = True
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.__dict__["_taken"] = True
+        _DATA.__set__(self, value)
+
+
+_DATA: Any = torch._C.TensorBase.__dict__["data"]
+
+
+def _keep_writes(units: Iterable[FSDPModule]) -> None:
+    """Have the units' shards take over what is written to their gathered parameters, from now on.
+
+    Args:
+        units: sharded modules, the root among them.
+    """
+    DTensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+    groups = [group for unit in units for group in groups_of(unit)]
+    for group in groups:
+        if "unshard" in vars(group):
+            continue
+        group.unshard = partial(_unshard, group, group.unshard)
+        for parameter in group.fsdp_params:
+            parameter.to_unsharded = partial(_to_unsharded, parameter, parameter.to_unsharded)
+            for name in ("to_sharded", "to_sharded_post_forward"):
+                setattr(parameter, name, partial(_to_sharded, groups, group, parameter, getattr(parameter, name)))
+
+
+def _set_data(shard: DTensor, value: Tensor) -> None:
+    """``shard.data = value``: torch 2.13 leaves the local tensor, with all the values, as it was, without a word."""
+    if (shard.shape, shard.dtype, shard.device) != (value.shape, value.dtype, value.device):
+        _DATA.__set__(shard, value)
+        return
+    if isinstance(value, DTensor):
+        part = value.redistribute(shard.device_mesh, shard.placements)._local_tensor
+    else:  # whole, and on each rank the same
+        part = _part(value, shard)
+    with torch.no_grad():
+        shard._local_tensor.copy_(part)
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """A unit's groups of parameters: torch 2.11 has one group or None, 2.13 a list."""
+    state = unit._get_fsdp_state()
+    return [group for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)] if group]
+
+
+def _unshard(group: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+    """Gather; on a GPU after what has been written to the shards in this step, as the gathers run beside the step."""
+    shards = [parameter.sharded_param for parameter in group.fsdp_params]
+    frozen = not any(shard.requires_grad for shard in shards)
+    versions = [_version(shard) for shard in shards]
+    if group.device.type == "cuda" and (frozen or versions != vars(group).get("_versions", versions)):
+        _order(group)
+    original(*args, **kwargs)
+
+
+def _begin_step(units: Iterable[FSDPModule]) -> None:
+    """A step begins; gathers wait for what was written to shards before, by themselves."""
+    for unit in units:
+        for group in groups_of(unit):
+            group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
+
+
+def _to_unsharded(parameter: Any, original: Any) -> None:
+    original()
+    whole = parameter._unsharded_param
+    if type(whole) is nn.Parameter:
+        whole.__class__ = _Gathered
+    whole.__dict__["_taken"] = False
+    parameter._gathered_version = _version(whole)
+
+
+def _to_sharded(groups: list[Any], group: Any, parameter: Any, original: Any) -> None:
+    """Let the shard have its part of the whole parameter, if somebody may have written to that; then free it."""
+    whole = parameter._unsharded_param
+    info = parameter._module_info
+    for module, name in ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)):
+        if module._parameters.get(name) is not whole and not isinstance(module._parameters.get(name), DTensor):
+            raise RuntimeError(
+                f"the step has put another parameter in the place of {name!r} of {type(module).__name__}, which FSDP2 holds in shards; "
+                "write to the parameter instead (with torch.no_grad(): parameter.copy_(...)), or run with allow=['single', 'ddp']"
+            )
+    if whole.__dict__.get("_taken", False) or _version(whole) != parameter._gathered_version:
+        _take_part(groups, parameter, whole)
+        _order(group)
+    original()
+
+
+def _take_part(groups: list[Any], parameter: Any, whole: Tensor) -> None:
+    """Copy this rank's part; and let the parameter be where it is gathered, in case its ``data`` was exchanged."""
+    local = whole._local_tensor if isinstance(whole, DTensor) else whole.detach()
+    gathered = parameter.all_gather_outputs[0] if len(parameter.all_gather_outputs) == 1 else None
+    elsewhere = gathered is not None and local.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr()
+    if elsewhere and (not local.untyped_storage().size() or local.untyped_storage().data_ptr() in _storages(groups)):
+        raise RuntimeError(
+            f"the step has given the parameter {parameter._module_info.param_name!r} the values of another one to share (by its data), "
+            "which FSDP2 holds in shards; copy them instead (with torch.no_grad(): parameter.copy_(other)), or run with "
+            "allow=['single', 'ddp']"
+        )
+    with torch.no_grad():
+        parameter.sharded_param._local_tensor.copy_(_part(local, parameter.sharded_param))
+    if elsewhere:
+        assert gathered is not None
+        _DATA.__set__(whole, gathered.as_strided(parameter._orig_size, parameter._contiguous_orig_stride, 0))
+
+
+def _part(whole: Tensor, shard: DTensor) -> Tensor:
+    """Of a whole tensor what a shard has of it."""
+    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    for dimension, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        if length != whole.shape[dimension]:
+            whole = whole.narrow(dimension, min(start, whole.shape[dimension]), length)
+    return whole
+
+
+def _storages(groups: Iterable[Any]) -> Iterator[int]:
+    """Where parameters are gathered."""
+    for group in groups:
+        for parameter in group.fsdp_params:
+            yield from (output.untyped_storage().data_ptr() for output in parameter.all_gather_outputs if output.untyped_storage().size())
+
+
+def _order(group: Any) -> None:
+    """Let the next gather wait for what the current stream does: as FSDP2 has it after a reshard whose memory the gather reads."""
+    event = group.device_handle.Event()
+    event.record()
+    group._reshard_after_forward_event = event
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else int(tensor._version)

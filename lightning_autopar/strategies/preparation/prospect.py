@@ -153,7 +153,7 @@ class Prospect:
             return True
         self._tried.add(what)
         constraints = after_trial(self._trainer, self._look, plan)
-        if constraints == self._look.constraints:
+        if constraints is self._look.constraints:
             return True
         self._look = replace(self._look, constraints=constraints)
         return False

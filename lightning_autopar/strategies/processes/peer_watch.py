@@ -60,7 +60,12 @@ def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device
     own = psutil.Process()
     here = _Process(rank=rank, host=socket.gethostname(), pid=own.pid, created=own.create_time())
     store.set(f"autopar/process/{run}/{rank}", pickle.dumps(here))
-    main, ended, begun = threading.get_ident(), threading.Event(), _count_batches(engine)
+    main, ended, begun = threading.get_ident(), threading.Event(), [0]
+
+    def count() -> None:
+        begun[0] += 1
+
+    engine.at_batch.append(count)
 
     def body() -> None:
         found = [pickle.loads(store.get(f"autopar/process/{run}/{each}")) for each in range(len(devices)) if each != rank]
@@ -177,18 +182,6 @@ class Standstill:
             f"no rank has begun a batch for {now - self._moved:.0f} s, as GPUs don't do what they were given ({hung}), "
             f"and this rank waited in {self._stand.place}"
         )
-
-
-def _count_batches(engine: EngineMixin) -> list[int]:
-    """A list of one number that counts an engine's batches: Lightning calls ``batch_to_device`` once for each, in every loop."""
-    begun, original = [0], engine.batch_to_device
-
-    def batch_to_device(*args: Any, **kwargs: Any) -> Any:
-        begun[0] += 1
-        return original(*args, **kwargs)
-
-    engine.batch_to_device = batch_to_device  # type: ignore[method-assign]  # as protocol.StopRendezvous.watch does
-    return begun
 
 
 def _told(store: Any, key: str) -> str:

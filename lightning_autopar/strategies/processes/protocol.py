@@ -12,18 +12,15 @@ import mmap
 import pickle
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.strategies.base.plan_log import PlanChange, PlanChanges
-
-if TYPE_CHECKING:
-    pass
 
 #: What the agent may ask for: a snapshot, after which training goes on, or one after which the workers leave.
 Ask = Literal["snapshot", "pause"]
@@ -120,16 +117,6 @@ class StopRendezvous(_Rendezvous):
         """
         if self._come(rank):
             raise _INTERRUPTS[self._cells[_ASK]]
-
-    def watch(self, engine: Any, rank: int) -> None:
-        """Make each of an engine's batches a boundary: Lightning calls ``batch_to_device`` once for each, in every loop."""
-        original: Callable[..., Any] = engine.batch_to_device
-
-        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
-            self.boundary(rank)
-            return original(*args, **kwargs)
-
-        engine.batch_to_device = batch_to_device
 
     # -- in the parent -----------------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -167,9 +168,9 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
     job.before.survey.begin()
     try:
         engine = job.make_engine(job.run_plan)
-        stop_rendezvous.watch(engine, rank)
-        if job.progress is not None:
-            job.progress.watch(engine, trainer, rank)
+        if job.progress is not None and (rank == 0 or device.kind == "cuda"):  # a CPU's rank has nothing to tell but of the run
+            engine.at_batch.append(partial(job.progress.at_batch, trainer, rank, job.run_plan.torch_devices[rank]))
+        engine.at_batch.append(partial(stop_rendezvous.boundary, rank))
         with installed(trainer, engine, module, job.run_plan.torch_devices, keep_sampler=job.run_plan.batch == "per_device"):
             engine.gpu_limit = gpu_limit_for(job.run_plan, rank)
             word, value = "done", None

@@ -273,7 +273,7 @@ def _ranks(make, world_size, *, state=None, epochs=1, **settings):
         batches = []
         for epoch in range(epochs):
             for batch in _epoch(loader, epoch):
-                batches.append((batch, loader.next_share()))
+                batches.append((batch, loader.shares.popleft()))
         runs.append((loader, batches, _rng()))
     return runs
 
@@ -371,8 +371,8 @@ def test_rank_without_a_sample_is_fed_the_first_and_weighs_nothing():
     runs = _ranks(lambda: DataLoader(Numbers(5), batch_size=4), 3)
     assert [share.rows for _, batches, _ in runs for _, share in batches[-1:]] == [1, 0, 0]
     assert [batches[-1][0] for _, batches, _ in runs] == [[4], [4], [4]]
-    assert runs[1][0].share(1) == BatchShare(rows=0, of=1, rank=1, world_size=3)
-    assert runs[0][0].share(1).weight == 3
+    assert runs[1][1][1][1] == BatchShare(rows=0, of=1, rank=1, world_size=3)
+    assert runs[0][1][1][1].weight == 3
 
 
 @settings(max_examples=40, deadline=None)
@@ -394,9 +394,9 @@ def test_nothing_is_lost_or_repeated_over_a_resume_with_other_shares(size, batch
         _seed(7 if rank == 0 else rank)
         loader = ExactLoader(make(), rank=rank, world_size=len(before), dealing=Dealing(deal(before)), sync=lockstep.of(rank))
         iterator = iter(loader)
-        for position in range(stop):
+        for _ in range(stop):
             batch = next(iterator).tolist()
-            done += batch if loader.share(position).rows else []
+            done += batch if loader.shares.popleft().rows else []
         state = state or loader.state_dict()
     for loader, batches, _ in _ranks(make, len(after), state=state, dealing=Dealing(deal(after))):
         done += [number for batch, share in batches if share.rows for number in batch]
@@ -588,6 +588,14 @@ def test_state_after_a_sized_loaders_last_batch_is_an_epochs_end(progress):
     assert len(list(resumed)) == len(loader)
 
 
+def test_shares_that_nobody_took_are_forgotten_with_their_epoch():
+    loader = ExactLoader(MAP_LOADERS["shuffle"]())
+    _epoch(loader)
+    assert len(loader.shares) == len(loader)
+    next(iter(loader))
+    assert len(loader.shares) == 1
+
+
 def test_positions_go_on_after_a_resume_and_begin_again_with_an_epoch():
     seen = []
     loader = ExactLoader(MAP_LOADERS["shuffle"](), boundary=seen.append)
@@ -599,7 +607,7 @@ def test_positions_go_on_after_a_resume_and_begin_again_with_an_epoch():
     _epoch(resumed)
     list(resumed)
     assert seen == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5][: len(seen)]
-    assert resumed.share(0).of == 3
+    assert resumed.shares[0].of == 3
 
 
 def test_positions_count_on_where_a_shorter_loader_is_cycled():
@@ -610,7 +618,7 @@ def test_positions_count_on_where_a_shorter_loader_is_cycled():
             counter.started += 1
             counter.finished += 1
     assert seen == [0, 1, 2, 2, 3, 4]  # a boundary also stands before the end is found
-    assert loader.share(3).rows == 2
+    assert [share.rows for share in loader.shares] == [2] * 4, "the epoch is one, though the loader has begun anew in it"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -620,17 +628,15 @@ def test_whole_batches_go_round(name, world_size):
     _seed(7)
     expected = [_numbers(batch) for batch in _epoch(make())]
     found = {}
-    for loader, batches, _ in _ranks(make, world_size, whole_batches=True):
+    for _, batches, _ in _ranks(make, world_size, whole_batches=True):
         assert len(batches) == -(-len(expected) // world_size)
         for position, (batch, share) in enumerate(batches):
-            index = loader.global_index(position)
+            index = min(position * world_size + share.rank, len(expected) - 1)
             assert _numbers(batch) == expected[index]
             if share.rows:
                 assert index == position * world_size + share.rank
                 assert share.rows == share.of == len(expected[index])
                 found[index] = True
-            else:
-                assert index == len(expected) - 1
     assert sorted(found) == list(range(len(expected)))
 
 

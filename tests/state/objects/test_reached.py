@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate
 from lightning_autopar._fork import run_forked
 from lightning_autopar.strategies.processes.handover import results
-from lightning_autopar.strategies.processes.handover.carry import read_objects, write_objects
-from lightning_autopar.strategies.processes.handover.loggers import carry_loggers_in
+from lightning_autopar.strategies.processes.handover.carry import carry_loggers_in, read_objects, write_objects
 
 LOSSES: list[torch.Tensor] = []
 COUNT = 0

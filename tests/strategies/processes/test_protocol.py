@@ -162,16 +162,3 @@ def test_ranks_of_any_pace_leave_at_the_same_boundary(seed: int, reason: type[Ba
     assert left_at[0][1] is reason
     assert stop_rendezvous.stopping
     assert 0 < stop_rendezvous.longest_seconds < 5
-
-
-def test_watching_makes_each_batch_a_boundary() -> None:
-    class Engine:
-        def batch_to_device(self, batch: int, device: str | None = None, dataloader_idx: int = 0) -> tuple[int, int]:
-            return batch, dataloader_idx
-
-    stop_rendezvous, engine = StopRendezvous(1), Engine()
-    stop_rendezvous.watch(engine, 0)
-    assert engine.batch_to_device(3, dataloader_idx=2) == (3, 2)
-    stop_rendezvous.stop(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.batch_to_device(4)

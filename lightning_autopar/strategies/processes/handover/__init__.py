@@ -3,8 +3,7 @@
 Modules, in reading order:
 
     results        what a run leaves, for the parent
-    carry          what a generation changed, for the next one
+    carry          what a generation changed, for the next one; its loggers first
     carried_files  as two files
-    loggers        loggers, first of all
     run_objects    what a process of a run has besides weights
 """

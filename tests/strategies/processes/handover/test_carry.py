@@ -36,8 +36,7 @@ from lightning_autopar._lightning_compat import mute_hooks
 from lightning_autopar.exact.absent.tensor import absent_like
 from lightning_autopar.state.objects import pickles as pickling
 from lightning_autopar.strategies.processes.handover import carried_files, results
-from lightning_autopar.strategies.processes.handover.carry import read_objects, write_objects
-from lightning_autopar.strategies.processes.handover.loggers import carry_loggers_in
+from lightning_autopar.strategies.processes.handover.carry import carry_loggers_in, read_objects, write_objects
 
 
 class Note:
