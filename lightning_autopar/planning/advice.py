@@ -1,21 +1,22 @@
 """Advice: which one change would make a plan fit, or the run much faster. It asks the search again with that change, and predicts nothing
 itself.
 
-A change is advised only where its effect is predicted as any plan's is. Another precision is not: the step was traced under this one.
+A change is advised only where its effect is predicted as any plan's is. Another precision's isn't: the step was traced under this one.
 :mod:`lightning_autopar.planning.what_if` makes the question with one thing changed.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Literal, Protocol
 
 from lightning_autopar import engines
-from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.inventory import Device, Inventory, device_label
+from lightning_autopar.devices.inventory import device_label
+from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.planning import what_if
@@ -32,75 +33,99 @@ _LEAST_MEMORY_SHARE, _LEAST_BATCH_SHARE = 0.25, 0.5
 #: Plans that don't fit and would be faster, looked at for what they lack; and plans tried for a smaller batch where nothing fits.
 _MOST_TARGETS, _MOST_TRIED = 4, 6
 _MOST_SENTENCES = 5
-#: No further search is begun after so many, or so long: somebody waits for the report.
+#: No further search is begun after so many, or so many seconds: somebody waits for the report; more where nothing fits, as no run waits.
 _MOST_SEARCHES, _MOST_SECONDS = 10, 4.0
+_MOST_SEARCHES_UNFIT, _MOST_SECONDS_UNFIT = 60, 10.0
 #: Validation that takes a smaller share of a device is in nobody's way; batches that are tried, beside the present one.
 _LEAST_VALIDATION_SHARE = 0.02
 _VALIDATION_SHARES = (0.5, 0.25, 0.125, 0.0625)
+#: Devices that are added at most, and the largest host that is advised, in GiB.
+_MOST_DEVICES, _MOST_HOST_GIB = 7, 4096
+#: Precisions under which weights, gradients and the optimizer's states lie in 32 bits, and what has them in 16.
+_WIDE, _NARROW, _STATES = ("32-true", "bf16-mixed", "16-mixed"), "bf16-true", ("parameters", "gradients", "optimizer")
 
 Kind = Literal["memory", "batch_size", "setting", "others", "package", "module", "devices"]
 
 
 class Ask(Protocol):
-    """The search, for another footprint, inventory or constraints. Neither method raises where nothing fits, nor asks for advice."""
+    """The search, for another question. Neither method raises where nothing fits, nor asks for advice."""
 
-    def best(self, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> Candidate | None:
-        """The best candidate that fits, or None."""
+    def best(self, asked: Question) -> Candidate | None:
+        """The best candidate, or where nothing fits the one that lacks least; None where there is none at all."""
 
-    def evaluate(
-        self, footprint: Footprint, inventory: Inventory, constraints: Constraints, plan: Plan, *, confirm: bool = False
-    ) -> Candidate:
+    def evaluate(self, asked: Question, plan: Plan, *, confirm: bool = False) -> Candidate:
         """One plan's prediction; with ``confirm`` its allocations are replayed where they can be."""
 
 
-def advise(
-    footprint: Footprint, inventory: Inventory, constraints: Constraints, candidates: Sequence[Candidate], ask: Ask
-) -> tuple[Advice, ...]:
-    """What would make a plan fit where none does, the least change first; else what would make the run much faster, the fastest first.
-
-    The whole search is asked again at most ten times, no more once four seconds are over, and only for what can matter here. The rest is
-    arithmetic on candidates, and some thirty predictions of single plans.
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """One thing that may be changed, by as little as will do.
 
     Args:
-        footprint: what was planned for.
-        inventory: the devices.
-        constraints: what ruled the search.
+        kind: as an advice's.
+        said: of a size and the candidate that is best then, the beginning of a sentence, and the same for a program.
+        made: of a question and a size, the question after the change; None where nothing would change.
+        sizes: from the least to the most; a single one where there is nothing to choose.
+        searched: whether plans differ from size to size, so that one that fits at some is no guide to others.
+    """
+
+    kind: Kind
+    said: Callable[[Any, Candidate], tuple[str, Mapping[str, Any]]]
+    made: Callable[[Question, Any], Question | None]
+    sizes: Sequence[Any] = (None,)
+    searched: bool = False
+
+    def and_(self, other: _Change) -> _Change:
+        """Both in one; sizes go from the least to the most together."""
+        count = max(len(self.sizes), len(other.sizes))
+        both = [tuple(one.sizes[-(-(index + 1) * len(one.sizes) // count) - 1] for one in (self, other)) for index in range(count)]
+
+        def made(asked: Question, sizes: Any) -> Question | None:
+            between = self.made(asked, sizes[0])
+            return None if between is None else other.made(between, sizes[1])
+
+        def said(sizes: Any, best: Candidate) -> tuple[str, Mapping[str, Any]]:
+            (words, change), (more, further) = self.said(sizes[0], best), other.said(sizes[1], best)
+            return f"{words}, and {more}", {**change, **further}
+
+        return _Change(kind=self.kind, said=said, made=made, sizes=both, searched=self.searched or other.searched)
+
+
+def advise(asked: Question, candidates: Sequence[Candidate], ask: Ask) -> tuple[Advice, ...]:
+    """What would make a plan fit where none does, the least change first; else what would make the run much faster, the fastest first.
+
+    Where something fits, the whole search is asked again at most ten times, no more once four seconds are over; where nothing does, sixty
+    times in ten seconds. If no single change lets a plan fit, the first pair of changes does that is found, the smallest first.
+
+    Args:
+        asked: what was planned for.
         candidates: what it found, in order.
         ask: the search.
     """
     if not candidates:
         return ()
-    question = _Question(footprint, inventory, replace(constraints, pinned=None), candidates, ask)
-    if candidates[0].fits:
-        if constraints.objective == "memory":
-            return ()
-        found = [*question.more_memory(), *question.smaller_batch(), *question.settings(unpin=constraints.pinned is not None)]
-        found += [*question.step_changes(), *question.machine_changes()]
-        return tuple(sorted(found, key=lambda advice: -(advice.speedup or 0))[:_MOST_SENTENCES])
-    found = [*question.settings(unpin=constraints.pinned is not None), *question.step_changes()]
-    found += [*question.largest_batch(), *question.machine_changes()]
-    missing = question.missing_memory()
-    # A device that would have to be twice as large is no small change.
-    within = [
-        one for one in missing if all(lack <= inventory.device(name).total_bytes for name, lack in one.change["more_free_bytes"].items())
-    ]
-    return (*within, *found, *(one for one in missing if one not in within), *_no_recomputation(footprint))
+    question = _Adviser(asked, candidates, ask)
+    if not candidates[0].fits:
+        return question.least_changes()
+    if asked.constraints.objective == "memory":
+        return ()
+    found = [*question.more_memory(), *question.smaller_batch(), *filter(None, map(question.suppose, question.changes()))]
+    return tuple(sorted(found, key=lambda advice: -(advice.speedup or 0))[:_MOST_SENTENCES])
 
 
-class _Question:
+class _Adviser:
     """What was planned for, and the search to ask about it."""
 
-    def __init__(
-        self, footprint: Footprint, inventory: Inventory, constraints: Constraints, candidates: Sequence[Candidate], ask: Ask
-    ) -> None:
-        self.footprint = footprint
-        self.inventory = inventory
-        self.constraints = constraints
+    def __init__(self, asked: Question, candidates: Sequence[Candidate], ask: Ask) -> None:
+        self.pinned = asked.constraints.pinned is not None
+        self.asked = asked = replace(asked, constraints=replace(asked.constraints, pinned=None))
+        self.footprint, self.inventory, self.constraints = asked.footprint, asked.inventory, asked.constraints
         self.candidates = candidates
         self.ask = ask
         self.now = candidates[0] if candidates[0].fits else None
-        self.budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}
-        self._searches, self._until = 0, time.perf_counter() + _MOST_SECONDS
+        self.budget = {device.id: self.constraints.budget_bytes(device) for device in self.inventory.devices}
+        self._searches = _MOST_SEARCHES if self.now else _MOST_SEARCHES_UNFIT
+        self._until = time.perf_counter() + (_MOST_SECONDS if self.now else _MOST_SECONDS_UNFIT)
 
     # -- where something fits ----------------------------------------------------------------------------------------------------------
 
@@ -108,7 +133,7 @@ class _Question:
         """The fastest plan that a little more memory would let fit."""
         for target in self._targets():
             lack = self._lack(target)
-            if not lack or not all(self._can_have(self.inventory.device(device), size) for device, size in lack.items()):
+            if not lack or not all(map(self._can_have, lack.items())):
                 continue
             speedup = self._speedup(target)
             better = f"{target.plan.title()} would fit, {_times(speedup)} faster than {self._now_title()}{self._gain_words(target)}"
@@ -121,11 +146,13 @@ class _Question:
         found: list[Advice] = []
         whole = self.footprint.batch_size
         for target in self._targets():
-            batch = self._largest_for([target.plan], least=max(1, int(whole * _LEAST_BATCH_SHARE)))
-            if batch is None:
+            sizes = range(whole - 1, max(1, int(whole * _LEAST_BATCH_SHARE)) - 1, -1)
+            index = self._first_that_fits([target.plan], _batch_of(whole, sizes), self.asked, 0, len(sizes))
+            if index == len(sizes):
                 continue
-            smaller = scaled(self.footprint, batch)
-            then = self.ask.evaluate(smaller, self.inventory, self.constraints, target.plan, confirm=True)
+            batch = sizes[index]
+            smaller = replace(self.asked, footprint=scaled(self.footprint, batch))
+            then = self.ask.evaluate(smaller, target.plan, confirm=True)
             if not then.fits or (speedup := self._speedup(then, batch)) < _LEAST_SPEEDUP:
                 continue
             text = (
@@ -141,9 +168,10 @@ class _Question:
         worth = [one for one in unfit if self._speedup(one) >= _LEAST_SPEEDUP]
         return sorted(worth, key=self._seconds_a_sample)[:_MOST_TARGETS]
 
-    def _can_have(self, device: Device, lack_bytes: int) -> bool:
-        """Whether it is a small change, and there to be had: held by others, or a budget that somebody set."""
-        if lack_bytes > _LEAST_MEMORY_SHARE * device.total_bytes:
+    def _can_have(self, lack: tuple[str, int]) -> bool:
+        """Whether a device's lack is a small change, and there to be had: held by others, or a budget that somebody set."""
+        device, lack_bytes = self.inventory.device(lack[0]), lack[1]
+        if lack_bytes > (_LEAST_MEMORY_SHARE if self.now is not None or device.kind != "cpu" else 1) * device.total_bytes:
             return False
         return device.kind == "cpu" or (device.kind == "cuda" and device.free_bytes + lack_bytes <= device.total_bytes)
 
@@ -158,9 +186,8 @@ class _Question:
         return self._seconds_a_sample(self.now) / self._seconds_a_sample(candidate, batch_size)
 
     def _gains(self, then: Candidate, batch_size: int | None = None) -> dict[str, Any]:
-        """What a change would gain beside the best that fits now, as an advice's values; nothing where nothing fits now."""
-        if self.now is None:
-            return {}
+        """What a change would gain beside the best that fits now, as an advice's values."""
+        assert self.now is not None, "nothing to compare with"
         samples = self.footprint.batch_size if batch_size is None else batch_size
         now, after = self._seconds_a_sample(self.now), self._seconds_a_sample(then, batch_size)
         return {
@@ -183,83 +210,136 @@ class _Question:
 
     # -- in either case ----------------------------------------------------------------------------------------------------------------
 
-    def settings(self, *, unpin: bool) -> list[Advice]:
-        """What the user, or somebody else, excludes; each asked for where it can matter."""
-        inventory, constraints = self.inventory, self.constraints
-        found: list[Advice | None] = []
-        if unpin:
-            found.append(self._suppose("leave the plan unpinned", change={"plan": None}))
-        found.append(self._wider())
+    def changes(self) -> Iterator[_Change]:
+        """What may be changed, what asks least of the user first; each only where it can matter."""
+        unfit, constraints = self.now is None, self.constraints
+        if self.pinned:
+            yield _setting("leave the plan unpinned", {"plan": None})
+        named = tuple(engine for engine, entry in all_engines().items() if not entry.offered and engine not in constraints.excluded)
+        if not set(constraints.allow) >= {*offered_engines(), *named}:
+            allow = (*offered_engines(), *named)
+            yield replace(_setting("", {}, allow=allow), said=lambda _, best: self._allow_words(named, best))
+        if constraints.max_devices is not None and constraints.max_devices < len(self.inventory.devices) and not constraints.min_devices:
+            many = len(self.inventory.devices)
+            yield _setting(f"let it use all {many} devices", {"devices": many}, max_devices=None)
+        if constraints.memory_limit_bytes is not None:
+            yield _setting("lift the memory limit", {"memory_limit": None}, memory_limit_bytes=None)
+        if constraints.memory_margin and (unfit or self._targets()):
+            yield _setting("memory_margin=0.0", {"memory_margin": 0.0}, memory_margin=0.0)
+        yield from self._packages()
+        if (held := self._held()) is not None:
+            yield held
+        if what_if.fused(self.footprint) is not None and constraints.precision != "16-mixed":
+            # Lightning clips no gradients for a fused optimizer that unscales them itself (``MixedPrecision.clip_gradients``).
+            words = f"fused=True in {' and '.join(self.footprint.optimizer_classes)}"
+            yield _step(words, {"optimizer": {"fused": True}}, what_if.fused)
+        if self._validation_may_be_in_the_way():
+            yield _Change(
+                kind="module",
+                said=lambda share, _: (f"a validation batch of {share:g} of its size", {"validation_batch": share}),
+                made=lambda asked, share: replace(asked, footprint=what_if.validated(asked.footprint, share)),
+                sizes=_VALIDATION_SHARES,
+            )
         if constraints.exact:
-            found.append(self._suppose("exact=False, which accepts the changed loss", change={"exact": False}, exact=False))
+            yield _setting("exact=False, which accepts the changed loss", {"exact": False}, exact=False)
         elif constraints.split_batch and draws_whole(self.footprint):
             words = "batch=Batch(draws='per-rank'), which is another run than one device's"
-            found.append(self._suppose(words, change={"draws": "per-rank"}, footprint=drawn_by_rank(self.footprint)))
-        if constraints.max_devices is not None and constraints.max_devices < len(inventory.devices) and constraints.min_devices is None:
-            many = len(inventory.devices)
-            found.append(self._suppose(f"let it use all {many} devices", change={"devices": many}, max_devices=None))
-        if constraints.memory_limit_bytes is not None:
-            found.append(self._suppose("lift the memory limit", change={"memory_limit": None}, memory_limit_bytes=None))
-        if constraints.memory_margin and (self.now is None or self._targets()):
-            found.append(self._suppose("memory_margin=0.0", change={"memory_margin": 0.0}, memory_margin=0.0))
-        found += [self._others(), *self._packages()]
-        return [advice for advice in found if advice is not None]
+            yield replace(_step(words, {"draws": "per-rank"}, drawn_by_rank), kind="setting")
+        whole = self.footprint.batch_size
+        if unfit and whole > 1:
+            yield _batch_of(whole, range(whole - 1, 0, -1))
+        if unfit and self.footprint.batch_norm and "batch_norm" not in constraints.despite:
+            words = "batch=Batch(despite=['batch_norm']), which is another run than one device's"
+            yield _setting(words, {"despite": ["batch_norm"]}, despite=(*constraints.despite, "batch_norm"))
+        if what_if.eight_bit(self.footprint) is not None and not all(device.kind == "cpu" for device in self.inventory.devices):
+            classes = " and ".join(self.footprint.optimizer_classes)
+            words = f"bitsandbytes' {classes}8bit, whose steps are not those of {classes}"
+            yield replace(_step(words, {"optimizer": {"bits": 8}}, what_if.eight_bit), made=_eight_bit)
+        may_offload = unfit and self.inventory.host_free_bytes and "offload" not in constraints.excluded
+        if may_offload or any(one.host is not None and not one.host.fits for one in self.candidates):
+            have = min(map(self.inventory.host_free_on, {device.node for device in self.inventory.devices}))
+            yield _Change(
+                kind="memory",
+                said=self._host_words,
+                made=lambda asked, size: replace(asked, inventory=what_if.with_host(asked.inventory, size)),
+                sizes=[size << 30 for size in range((have >> 30) + 1, _MOST_HOST_GIB + 1)],
+            )
+        first = self.inventory.devices[0]
+        bounded = constraints.max_devices or constraints.min_devices or (first.kind != "catalogue" and not unfit)
+        if not bounded and what_if.more_devices(self.inventory, 1) is not None:
+            yield _Change(
+                kind="devices",
+                said=lambda count, _: (f"{'one' if count == 1 else count} {first.name} more", {"more_devices": count}),
+                made=lambda asked, count: replace(asked, inventory=what_if.more_devices(asked.inventory, count) or asked.inventory),
+                sizes=range(1, _MOST_DEVICES + 1) if unfit else (1,),
+                searched=True,
+            )
 
-    def _wider(self) -> Advice | None:
-        """Engines that the user doesn't allow; what is asked for by name, only where it is what would help."""
-        asked = tuple(engine for engine, entry in all_engines().items() if not entry.offered and engine not in self.constraints.excluded)
-        if set(self.constraints.allow) >= {*offered_engines(), *asked}:
+    def suppose(self, change: _Change) -> Advice | None:
+        """The advice to change that, by as little as will do, if it would help."""
+        found = self._least(change, self.asked)
+        if found is None:
             return None
-        best = self._best(self.footprint, self.inventory, replace(self.constraints, allow=(*offered_engines(), *asked)))
+        size, best = found
+        words, changed = change.said(size, best)
+        if self.now is None:
+            return _promise(change.kind, words, changed, best)
+        than = "now" if best.plan.title() == self._now_title() else self._now_title()
+        text = f"{words}: {best.plan.title()} would be {_times(self._speedup(best))} faster than {than}{self._gain_words(best)}"
+        return Advice(kind=change.kind, text=text, change=changed, plan=best.plan, **self._gains(best))
+
+    def _least(self, change: _Change, asked: Question) -> tuple[Any, Candidate] | None:
+        """The least size of a change that helps, and the best candidate then; None where not even the most does."""
+        low, most = 0, len(change.sizes) - 1
+        best = self._best(change.made(asked, change.sizes[most]))
         if best is None:
             return None
-        allow = [*offered_engines(), *(engine for engine in asked if engine == best.plan.engine or engine in self.constraints.allow)]
-        return self._advice(best, f"allow={allow!r}", kind="setting", change={"allow": allow})
+        nearest: list[Candidate] = []
+        if self.now is None:
+            nearest = sorted(filter(_lacks_devices_alone, self.candidates), key=lambda one: sum(self._lack(one).values()))[:_MOST_TRIED]
+        while low < most:
+            plans = [best.plan, *(one.plan for one in nearest)]
+            guess = (low + most) // 2 if change.searched else min(most - 1, self._first_that_fits(plans, change, asked, low, most))
+            then = self._best(change.made(asked, change.sizes[guess]))
+            if then is None:
+                low = guess + 1
+            else:
+                best, most = then, guess
+        return change.sizes[most], best
 
-    def step_changes(self) -> list[Advice]:
-        """Another optimizer, or a smaller validation batch."""
-        found: list[Advice | None] = []
-        classes = " and ".join(self.footprint.optimizer_classes)
-        if (changed := what_if.fused(self.footprint)) is not None and self.constraints.precision != "16-mixed":
-            # Lightning clips no gradients for a fused optimizer that unscales them itself (``MixedPrecision.clip_gradients``).
-            change: dict[str, Any] = {"optimizer": {"fused": True}}
-            found.append(self._suppose(f"fused=True in {classes}", kind="module", change=change, footprint=changed))
-        if (changed := what_if.eight_bit(self.footprint)) is not None:
-            allow = tuple(engine for engine in self.constraints.allow if engines.named(engine).whole)
-            if allow and not all(device.kind == "cpu" for device in self.inventory.devices):
-                excluded = {**self.constraints.excluded, "offload": "bitsandbytes updates on the GPU"}
-                words = f"bitsandbytes' {classes}8bit, whose steps are not those of {classes}"
-                change = {"optimizer": {"bits": 8}}
-                found.append(self._suppose(words, kind="module", change=change, footprint=changed, allow=allow, excluded=excluded))
-        if self._validation_may_be_in_the_way():
-            found.append(self._smaller_validation())
-        return [advice for advice in found if advice is not None]
+    def _first_that_fits(self, plans: Sequence[Plan], change: _Change, asked: Question, low: int, most: int) -> int:
+        """Which of a change's sizes, from ``low`` on, is the first with which one of the plans fits by its moments; ``most`` for none."""
 
-    def machine_changes(self) -> list[Advice]:
-        """More memory of the host, or one device more."""
-        found: list[Advice | None] = []
-        if any(one.host is not None and not one.host.fits for one in self.candidates):
-            found.append(self._more_host())
-        narrowed = self.constraints.max_devices is not None or self.constraints.min_devices is not None
-        if not narrowed and (more := what_if.one_more(self.inventory)) is not None:
-            inventory, device = more
-            words, change = f"one {device.name} more", {"more_devices": 1}
-            found.append(self._suppose(words, kind="devices", change=change, inventory=inventory))
-        return [advice for advice in found if advice is not None]
+        def fits(index: int) -> bool:
+            made = change.made(asked, change.sizes[index])
+            return made is not None and any(_can_take(plan, made) and self.ask.evaluate(made, plan).fits for plan in plans)
 
-    def _more_host(self) -> Advice | None:
-        """The host's memory with which a plan fits that offloads."""
-        boundless = what_if.unbounded_host(self.inventory)
-        best = self._best(self.footprint, boundless, self.constraints)
-        if best is None or best.host is None:
+        return low + bisect_left(range(low, most), True, key=fits)
+
+    def _best(self, asked: Question | None) -> Candidate | None:
+        """The best that would fit then, much faster than now; None also where enough has been asked."""
+        if asked is None or self.is_cut_short:
             return None
-        need = math.ceil(best.host.total / (1 - self.constraints.memory_margin))
-        have = self.inventory.host_free_on(best.host.node)
-        if need <= have:
-            return None
-        where = f" on node {best.host.node}" if len(self.inventory.node_host_bytes) > 1 else ""
-        words = f"{format_bytes(need)} of host memory{where} instead of {format_bytes(have)}"
-        return self._advice(best, words, kind="memory", change={"host_bytes": need})
+        self._searches -= 1
+        best = self.ask.best(asked)
+        return best if best is not None and best.fits and (self.now is None or self._speedup(best) >= _LEAST_SPEEDUP) else None
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether enough has been asked."""
+        return self._searches <= 0 or time.perf_counter() > self._until
+
+    def _allow_words(self, named: Sequence[str], best: Candidate) -> tuple[str, Mapping[str, Any]]:
+        """``allow`` with all that is offered; what is asked for by name, only where it is what would help."""
+        allow = [*offered_engines(), *(engine for engine in named if engine == best.plan.engine or engine in self.constraints.allow)]
+        return f"allow={allow!r}", {"allow": allow}
+
+    def _host_words(self, size: int, best: Candidate) -> tuple[str, Mapping[str, Any]]:
+        """The host's memory instead of what it has."""
+        node = 0 if best.host is None else best.host.node
+        where = f" on node {node}" if len(self.inventory.node_host_bytes) > 1 else ""
+        have = format_bytes(self.inventory.host_free_on(node))
+        return f"{format_bytes(size)} of host memory{where} instead of {have}", {"host_bytes": size}
 
     def _validation_may_be_in_the_way(self) -> bool:
         """Whether a plan lacks memory that would be faster, or nothing fits, and validation takes as much that it may be what is lacking.
@@ -270,21 +350,7 @@ class _Question:
         worth = self.footprint.training and evaluation > _LEAST_VALIDATION_SHARE * min(self.budget.values())
         return worth and (self.now is None or bool(self._targets()))
 
-    def _smaller_validation(self) -> Advice | None:
-        """The largest validation batch with which the plan fits that is best without any."""
-        least = what_if.validated(self.footprint, _VALIDATION_SHARES[-1])
-        best = self._best(least, self.inventory, self.constraints)
-        if best is None or (self.now is not None and self._speedup(best) < _LEAST_SPEEDUP):
-            return None
-        for share in _VALIDATION_SHARES:
-            changed = what_if.validated(self.footprint, share)
-            then = self.ask.evaluate(changed, self.inventory, self.constraints, best.plan, confirm=True)
-            if then.fits:
-                words = f"a validation batch of {share:g} of its size"
-                return self._advice(then, words, kind="module", change={"validation_batch": share})
-        return None
-
-    def _others(self) -> Advice | None:
+    def _held(self) -> _Change | None:
         """If nobody else were on the GPUs."""
         held = [
             device
@@ -293,92 +359,75 @@ class _Question:
         ]
         if not held:
             return None
-        names = ", ".join(map(device_label, held))
         emptied = tuple(
             replace(device, free_bytes=device.total_bytes, utilization=None, processes=()) if device.kind == "cuda" else device
             for device in self.inventory.devices
         )
-        change = {"free": [device.id for device in held]}
-        inventory = replace(self.inventory, devices=emptied)
-        return self._suppose(f"free what others hold on {names}", kind="others", change=change, inventory=inventory)
+        words = f"free what others hold on {', '.join(map(device_label, held))}"
+        return _Change(
+            kind="others",
+            said=lambda *_: (words, {"free": [device.id for device in held]}),
+            made=lambda asked, _: replace(asked, inventory=replace(asked.inventory, devices=emptied)),
+        )
 
-    def _packages(self) -> list[Advice | None]:
+    def _packages(self) -> Iterator[_Change]:
         """Engines that only lack a package."""
-        found = []
         for engine, entry in all_engines().items():
             if entry.package and entry.offered and engine in self.constraints.allow and lacks_package_alone(engine, self.constraints):
                 package, extra = entry.package
                 excluded = {name: why for name, why in self.constraints.excluded.items() if name != engine}
                 words = f"pip install 'lightning-autopar[{extra}]'"
-                found.append(self._suppose(words, kind="package", change={"install": package}, excluded=excluded))
-        return found
-
-    def _suppose(
-        self,
-        words: str,
-        *,
-        change: Mapping[str, Any],
-        kind: Kind = "setting",
-        footprint: Footprint | None = None,
-        inventory: Inventory | None = None,
-        **changes: Any,
-    ) -> Advice | None:
-        """The advice to change that, if it would help."""
-        constraints = replace(self.constraints, **changes)
-        best = self._best(footprint or self.footprint, inventory or self.inventory, constraints)
-        return None if best is None else self._advice(best, words, kind=kind, change=change)
-
-    def _best(self, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> Candidate | None:
-        """The best that would fit then; None also where enough has been asked."""
-        if self._searches >= _MOST_SEARCHES or time.perf_counter() > self._until:
-            return None
-        self._searches += 1
-        return self.ask.best(footprint, inventory, constraints)
-
-    def _advice(self, best: Candidate, words: str, *, kind: Kind, change: Mapping[str, Any]) -> Advice | None:
-        """The advice that leads to this plan, if that is worth it."""
-        if self.now is None:
-            return Advice(kind=kind, text=f"{words}: {best.plan.title()} would fit", change=change, plan=best.plan)
-        if (speedup := self._speedup(best)) < _LEAST_SPEEDUP:
-            return None
-        than = "now" if best.plan.title() == self._now_title() else self._now_title()
-        text = f"{words}: {best.plan.title()} would be {_times(speedup)} faster than {than}{self._gain_words(best)}"
-        return Advice(kind=kind, text=text, change=change, plan=best.plan, **self._gains(best))
+                yield replace(_setting(words, {"install": package}, excluded=excluded), kind="package")
 
     # -- where nothing fits ------------------------------------------------------------------------------------------------------------
 
+    def least_changes(self) -> tuple[Advice, ...]:
+        """What lets a plan fit, the least change first: a little memory, one thing, a pair of things; last, how much memory is missing."""
+        missing = self.missing_memory()
+        small = [one for one in missing if all(map(self._can_have, one.change["more_free_bytes"].items()))]
+        changes = list(self.changes())
+        found = [*small, *filter(None, map(self.suppose, changes))]
+        for first, second in sorted(combinations(range(len(changes)), 2), key=sum) if not found else ():
+            if (both := self.suppose(changes[first].and_(changes[second]))) is not None:
+                found.append(both)
+                break
+        if self.is_cut_short:
+            words = f"other changes weren't tried: advice ends after {_MOST_SEARCHES_UNFIT} searches or {_MOST_SECONDS_UNFIT:g} s"
+            found.append(Advice(kind="setting", text=words))
+        found += self.half_as_wide()
+        return (*found, *(one for one in missing if one not in small), *_no_recomputation(self.footprint))
+
+    def nearest(self, candidates: Sequence[Candidate]) -> tuple[dict[str, int], Candidate] | None:
+        """The candidate that lacks least memory, and how much; what a single device lacks is the harder to come by, the more it is."""
+        lacking = [(lack, one) for one in candidates if _lacks_devices_alone(one) and (lack := self._lack(one))]
+        return min(lacking, key=lambda item: (max(item[0].values()), sum(item[0].values()))) if lacking else None
+
     def missing_memory(self) -> list[Advice]:
-        """How much more would do, for the candidate that lacks least."""
-        lacking = [(lack, one) for one in self.candidates if _lacks_devices_alone(one) and (lack := self._lack(one))]
-        if not lacking:
+        """How much more would do, for the candidate that lacks least; where no plan is predicted, for one of any engine that is offered."""
+        words, change, nearest = "", {}, self.nearest(self.candidates)
+        if nearest is None and not any(one.needs for one in self.candidates):
+            allow = offered_engines()
+            best = self.ask.best(replace(self.asked, constraints=replace(self.constraints, allow=allow)))
+            words, change, nearest = f"allow={list(allow)!r}, and ", {"allow": list(allow)}, self.nearest([best] if best else [])
+        if nearest is None:
             return []  # the host's memory is what lacks; its candidate's reason says so
-        # What a single device lacks is the harder to come by, the more it is.
-        lack, nearest = min(lacking, key=lambda item: (max(item[0].values()), sum(item[0].values())))
-        text = f"{self._lack_words(lack)}: {nearest.plan.title()} would fit"
-        return [Advice(kind="memory", text=text, change={"more_free_bytes": lack}, plan=nearest.plan)]
+        lack, best = nearest
+        return [_promise("memory", words + self._lack_words(lack), {**change, "more_free_bytes": lack}, best)]
 
-    def largest_batch(self) -> list[Advice]:
-        """The largest batch, smaller than the present one, for which something fits."""
-        nearest = sorted(filter(_lacks_devices_alone, self.candidates), key=lambda one: sum(self._lack(one).values()))[:_MOST_TRIED]
-        batch = self._largest_for([one.plan for one in nearest], least=1)
-        best = None if batch is None else self._best(scaled(self.footprint, batch), self.inventory, self.constraints)
-        if batch is None or best is None:
+    def half_as_wide(self) -> list[Advice]:
+        """Where 16 bits for weights, gradients and states would save what is missing; said as a guess, as nothing was traced with them."""
+        if (nearest := self.nearest(self.candidates)) is None or self.constraints.precision not in _WIDE:
             return []
+        _, best = nearest
+        states = {device: sum(map(need.to_dict().__getitem__, _STATES)) for device, need in best.bytes.items()}
+        if any(best.needs[device] - size // 2 > self.budget[device] for device, size in states.items()):
+            return []
+        before = max(states.values())
         text = (
-            f"a batch of {batch} instead of {self.footprint.batch_size} would fit with {best.plan.title()} "
-            "(accumulate_grad_batches keeps the effective size)"
+            f"precision={_NARROW!r}, in which weights, gradients and the optimizer's states take {format_bytes(before // 2)} instead of "
+            f"{format_bytes(before)}: {best.plan.title()} may fit; nobody knows, as the step was traced in {self.constraints.precision}"
         )
-        return [Advice(kind="batch_size", text=text, change={"batch_size": batch}, plan=best.plan)]
-
-    def _largest_for(self, plans: Sequence[Plan], *, least: int) -> int | None:
-        """The largest batch below the present one, and at least ``least``, with which one of the plans fits; by bisection."""
-
-        def fits(batch: int) -> bool:
-            smaller = scaled(self.footprint, batch)
-            able = [plan for plan in plans if not self.constraints.split_batch or plan.world_size <= batch]
-            return any(self.ask.evaluate(smaller, self.inventory, self.constraints, plan).fits for plan in able)
-
-        return _largest(fits, least, self.footprint.batch_size - 1)
+        return [Advice(kind="setting", text=text, change={"precision": _NARROW})]
 
     def _lack(self, candidate: Candidate) -> dict[str, int]:
         """Free bytes missing by device, the margin's share of them included."""
@@ -394,22 +443,68 @@ class _Question:
         return ", ".join(where)
 
 
+def _setting(words: str, change: Mapping[str, Any], **changes: Any) -> _Change:
+    """Constraints that are replaced."""
+    return _Change(
+        kind="setting",
+        said=lambda *_: (words, change),
+        made=lambda asked, _: replace(asked, constraints=replace(asked.constraints, **changes)),
+    )
+
+
+def _step(words: str, change: Mapping[str, Any], changed: Callable[[Footprint], Footprint | None]) -> _Change:
+    """Another step."""
+
+    def made(asked: Question, _: Any) -> Question | None:
+        footprint = changed(asked.footprint)
+        return None if footprint is None else replace(asked, footprint=footprint)
+
+    return _Change(kind="module", said=lambda *_: (words, change), made=made)
+
+
+def _batch_of(whole: int, sizes: Sequence[int]) -> _Change:
+    """A smaller batch."""
+    keeps = "accumulate_grad_batches keeps the effective size"
+    return _Change(
+        kind="batch_size",
+        said=lambda batch, _: (
+            f"a batch of {batch} instead of {whole} ({keeps})",
+            {"batch_size": batch},
+        ),
+        made=lambda asked, batch: replace(asked, footprint=scaled(asked.footprint, batch)),
+        sizes=sizes,
+    )
+
+
+def _eight_bit(asked: Question, _: Any) -> Question | None:
+    """Bitsandbytes' Adam, which takes whole parameters on the GPU; None where no engine may be used that has them."""
+    footprint, constraints = what_if.eight_bit(asked.footprint), asked.constraints
+    allow = tuple(engine for engine in constraints.allow if engines.named(engine).whole)
+    if footprint is None or not allow:
+        return None
+    excluded = {**constraints.excluded, "offload": "bitsandbytes updates on the GPU"}
+    return replace(asked, footprint=footprint, constraints=replace(constraints, allow=allow, excluded=excluded))
+
+
+def _can_take(plan: Plan, asked: Question) -> bool:
+    """Whether a plan that was found for another question makes sense for this one: its devices are there, and a sample for each part."""
+    batch = asked.footprint.batch_size
+    there = {device.id for device in asked.inventory.devices}
+    if not there.issuperset(plan.devices):
+        return False
+    return not asked.constraints.split_batch or (plan.data_ranks <= batch and plan.micro_batches <= max(plan.rows(batch)))
+
+
+def _promise(kind: Kind, words: str, change: Mapping[str, Any], then: Candidate) -> Advice:
+    """That a plan would fit, with what it takes."""
+    text = f"{words}: {then.plan.title()} would fit, with {format_bytes(max(then.needs.values()))} on the fullest device"
+    text += f" and {format_seconds(then.step_seconds)} a step" if then.seconds is not None else ""
+    return Advice(kind=kind, text=text, change=change, plan=then.plan)
+
+
 def _lacks_devices_alone(candidate: Candidate) -> bool:
     """Whether it would fit if its devices had more memory, or it took less of them: its host has what it takes."""
     return bool(candidate.needs) and candidate.runnable and (candidate.host is None or candidate.host.fits)
-
-
-def _largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:
-    """The largest number between the two that fits, where all below one that fits do, too; None for none."""
-    if most < least or not fits(least):
-        return None
-    while least < most:
-        middle = (least + most + 1) // 2
-        if fits(middle):
-            least = middle
-        else:
-            most = middle - 1
-    return least
 
 
 def _times(speedup: float) -> str:

@@ -167,13 +167,14 @@ def make_report(
     if not inventory.devices:
         raise ValueError("there is no device to plan for; see `lightning-autopar devices` for what was found, or give devices='2xcpu:4GiB'")
     ask = _Ask(predict, rates)
+    asked = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     if constraints.pinned is not None:
         # An evaluation takes whole batches, whatever the plan does in training. A pipeline's schedule keeps those it was made for.
         plan = constraints.pinned
         if not footprint.training and engines.of(plan).takes_remedies:
             plan = replace(plan, micro_batches=1)
         check_pinned(plan, footprint, inventory, constraints)
-        candidates = [ask.evaluate(footprint, inventory, constraints, plan, confirm=True)]
+        candidates = [ask.evaluate(asked, plan, confirm=True)]
     else:
         candidates = Search(footprint, inventory, constraints, predict, rates).all()
     best = 0 if candidates and candidates[0].fits else None
@@ -189,7 +190,7 @@ def make_report(
         footprint=footprint,
         candidates=tuple(candidates),
         best_index=best,
-        adviser=partial(advise, footprint, inventory, constraints, tuple(candidates), ask),
+        adviser=partial(advise, asked, tuple(candidates), ask),
         precision=constraints.precision,
         rates=rates,
         budgets={device.id: constraints.budget_bytes(device) for device in inventory.devices},
@@ -210,12 +211,14 @@ def best_candidate(footprint: Footprint, inventory: Inventory, constraints: Cons
     if not inventory.devices:
         return None
     if constraints.pinned is None:
-        return _Ask(None, rates).best(footprint, inventory, constraints)
+        first = Search(footprint, inventory, constraints, None, rates).first()
+        return first if first is not None and first.fits else None
     plan = constraints.pinned
     if not footprint.training and engines.of(plan).takes_remedies:
         plan = replace(plan, micro_batches=1)  # as in make_report
     check_pinned(plan, footprint, inventory, constraints)
-    found = _Ask(None, rates).evaluate(footprint, inventory, constraints, plan, confirm=True)
+    asked = Question(footprint=footprint, inventory=inventory, constraints=constraints)
+    found = _Ask(None, rates).evaluate(asked, plan, confirm=True)
     return found if found.fits else None
 
 
@@ -225,19 +228,17 @@ class _Ask:
     def __init__(self, predict: Predict | None, rates: Rates | None) -> None:
         self.predict, self.rates = predict, rates
 
-    def best(self, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> Candidate | None:
-        """The best candidate that fits, or None."""
-        return Search(footprint, inventory, constraints, self.predict, self.rates).best()
+    def best(self, asked: Question) -> Candidate | None:
+        """The best candidate, or where nothing fits the one that lacks least; None where there is none at all."""
+        return Search(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates).first()
 
-    def evaluate(
-        self, footprint: Footprint, inventory: Inventory, constraints: Constraints, plan: Plan, *, confirm: bool = False
-    ) -> Candidate:
+    def evaluate(self, asked: Question, plan: Plan, *, confirm: bool = False) -> Candidate:
         """One plan's prediction; with ``confirm`` its allocations are replayed where they can be."""
-        appraiser = Appraiser(footprint, inventory, constraints, self.predict, self.rates)
+        appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates)
         found = appraiser.candidate(plan)
         if not confirm:
             return found
-        finalists = Finalists(footprint, inventory, constraints, appraiser.budget)
+        finalists = Finalists(asked.footprint, asked.inventory, asked.constraints, appraiser.budget)
         return finalists.decide([found], appraiser.order, appraiser.shortage, appraiser.preferred)[0]
 
 

@@ -112,11 +112,10 @@ class Search:
 
         return Remedies(self.appraiser, seconds, self.speed)
 
-    def best(self) -> Candidate | None:
-        """The best that fits, without a look at what can't be run."""
+    def first(self) -> Candidate | None:
+        """The best, or where nothing fits the one that lacks least, without a look at what can't be run."""
         self._explore()
-        candidates = self._in_order()
-        return candidates[0] if candidates and candidates[0].fits else None
+        return next(iter(self._in_order()), None)
 
     def all(self) -> list[Candidate]:
         """Of each configuration the best choice of devices, the best of all first; what is ruled out at the end."""

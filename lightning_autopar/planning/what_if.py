@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import assumed_host_bytes, catalogue_link
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import Tape
@@ -23,8 +23,6 @@ _EIGHT_BIT = frozenset({"Adam", "AdamW"})
 _EIGHT_BIT_BYTES = 2 * (1 + Fraction(4, 256))
 #: An operation of the update that goes over no more is none over parameters.
 _SMALL_BYTES = 2048
-#: More than any host has.
-_BOUNDLESS = 1 << 50
 
 
 def fused(footprint: Footprint) -> Footprint | None:
@@ -75,37 +73,33 @@ def validated(footprint: Footprint, share: float) -> Footprint:
     return replace(footprint, evaluation_bytes=None if evaluation is None else round(evaluation * share), evaluation_parts=parts)
 
 
-def one_more(inventory: Inventory) -> tuple[Inventory, Device] | None:
-    """With one more device like the others on the first node, and that device; None where devices aren't alike, or are this host's."""
+def more_devices(inventory: Inventory, count: int) -> Inventory | None:
+    """With so many more devices like the others on the first node; None where devices aren't alike, or aren't whole GPUs."""
+    if count > 1 and (fewer := more_devices(inventory, count - 1)) is not None:
+        inventory = fewer
     devices = [device for device in inventory.devices if device.node == inventory.devices[0].node]
-    if devices[0].kind != "catalogue" or len({device.name for device in inventory.devices}) > 1:
-        return None
-    numbers = [int(device.id.rpartition(":")[2]) for device in inventory.devices]
     last = devices[-1]
-    more = replace(last, id=f"{last.name}:{max(numbers) + 1}", index=(last.index or 0) + 1, free_bytes=last.total_bytes)
+    if last.kind == "cpu" or last.part_of or len({device.name for device in inventory.devices}) > 1:
+        return None
+    known = {device.id for device in inventory.devices}
+    new = next(name for number in itertools.count() if (name := f"{last.name}:{number}") not in known)
+    more = replace(last, id=new, index=(last.index or 0) + 1, free_bytes=last.total_bytes)
+    place = inventory.devices.index(last) + 1
+    found = replace(inventory, devices=(*inventory.devices[:place], more, *inventory.devices[place:]))
+    if last.kind != "catalogue":
+        return found  # linked through the host: another socket than the others' is what is sure to be there
     hosts = list(inventory.node_host_bytes)
     if last.node in inventory.assumed_hosts:
         hosts[last.node] += assumed_host_bytes(more)
-    place = inventory.devices.index(last) + 1
-    changed = replace(
-        inventory,
-        devices=(*inventory.devices[:place], more, *inventory.devices[place:]),
-        links=(*inventory.links, *(catalogue_link(device, more) for device in devices)),
-        node_host_bytes=tuple(hosts),
-        host_total_bytes=hosts[0],
-        host_free_bytes=hosts[0],
-    )
-    return changed, more
+    links = (*inventory.links, *(catalogue_link(device, more) for device in devices))
+    return replace(found, links=links, node_host_bytes=tuple(hosts), host_total_bytes=hosts[0], host_free_bytes=hosts[0])
 
 
-def unbounded_host(inventory: Inventory) -> Inventory:
-    """With hosts that have all the memory that a plan could want."""
-    return replace(
-        inventory,
-        host_total_bytes=_BOUNDLESS,
-        host_free_bytes=_BOUNDLESS,
-        node_host_bytes=tuple(_BOUNDLESS for _ in inventory.node_host_bytes),
-    )
+def with_host(inventory: Inventory, size: int) -> Inventory:
+    """With hosts that have so many bytes at least."""
+    nodes = tuple(max(size, have) for have in inventory.node_host_bytes)
+    total, free = (max(size, have) for have in (inventory.host_total_bytes, inventory.host_free_bytes))
+    return replace(inventory, host_total_bytes=total, host_free_bytes=free, node_host_bytes=nodes)
 
 
 def _has_plain_update(footprint: Footprint) -> bool:

@@ -17,9 +17,9 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.work.work import moved_bytes
 from lightning_autopar.planning.memory import predict
 from lightning_autopar.planning.timing import predict_seconds
-from lightning_autopar.planning.what_if import eight_bit, fused, one_more, unbounded_host, validated
+from lightning_autopar.planning.what_if import eight_bit, fused, more_devices, validated, with_host
 from lightning_autopar.plans import Plan
-from tests.fakes.values import GIB, MIB, cpu, footprint, inventory
+from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
 SINGLE = Plan(engine="single", devices=("RTX4090-24GB:0",))
 HERE = parse_spec("RTX4090")
@@ -107,22 +107,30 @@ def test_validation_shrinks_with_its_batch() -> None:
     assert validated(footprint(), 0.5) == footprint()
 
 
-def test_one_device_more_is_linked_as_the_others_are() -> None:
-    more = one_more(parse_spec("2x2xA100-80GB"))
-    assert more is not None
-    changed, device = more
+def test_devices_more_are_linked_as_the_others_are() -> None:
+    changed = more_devices(parse_spec("2x2xA100-80GB"), 1)
+    assert changed is not None
+    device = changed.devices[2]
     assert (device.id, device.node, device.index) == ("A100-80GB:4", 0, 2)
     assert [one.id for one in changed.devices] == ["A100-80GB:0", "A100-80GB:1", "A100-80GB:4", "A100-80GB:2", "A100-80GB:3"]
     assert changed.link("A100-80GB:0", device.id) == replace(changed.link("A100-80GB:0", "A100-80GB:1"), b=device.id)
     assert changed.link("A100-80GB:2", device.id).kind == "network"
     assert changed.node_host_bytes == parse_spec("3xA100-80GB,1x2xA100-80GB").node_host_bytes
-    stated = one_more(parse_spec("2xA100-80GB@512GiB"))
+    four = more_devices(parse_spec("A100-80GB"), 3)
+    assert four is not None
+    assert four.devices == parse_spec("4xA100-80GB").devices
+    stated = more_devices(parse_spec("2xA100-80GB@512GiB"), 1)
     assert stated is not None
-    assert stated[0].node_host_bytes == (512 * GIB,), "a host that has so much has no more for it"
-    assert one_more(parse_spec("A100-80GB,L4")) is None
-    assert one_more(inventory(cpu(0))) is None
+    assert stated.node_host_bytes == (512 * GIB,), "a host that has so much has no more for it"
+    here = more_devices(inventory(gpu(0, GIB), gpu(1)), 2)
+    assert here is not None
+    assert [one.free_bytes == one.total_bytes for one in here.devices] == [False, True, True, True]
+    assert here.link(here.devices[0].id, here.devices[3].id).kind == "host"
+    for alone in (parse_spec("A100-80GB,L4"), inventory(cpu(0)), inventory(replace(gpu(0), part_of="GPU-0000"))):
+        assert more_devices(alone, 1) is None
 
 
-def test_hosts_without_bounds() -> None:
-    assert unbounded_host(parse_spec("2xL4@16GiB")).host_free_on(0) > 1 << 45
-    assert unbounded_host(inventory(cpu(0))).host_free_on(0) > 1 << 45
+def test_a_host_has_so_much_at_least() -> None:
+    assert with_host(parse_spec("2xL4@16GiB"), 64 * GIB).node_host_bytes == (64 * GIB,)
+    assert with_host(parse_spec("2xL4@16GiB"), 8 * GIB) == parse_spec("2xL4@16GiB")
+    assert with_host(inventory(cpu(0)), 1 << 45).host_free_on(0) == 1 << 45
