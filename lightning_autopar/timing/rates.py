@@ -71,7 +71,7 @@ class Rates(Protocol):
         """What a call costs the host in a framework's own Python, one of a builtin included: engines are known by how many they make."""
 
     def action_seconds(self, device: Device) -> float:
-        """What a micro-batch's forward or backward costs a rank of a pipeline beside its operations and the sending: on CPU devices."""
+        """What a micro-batch's forward or backward costs a rank of a pipeline beside its operations and the sending."""
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         """One collective between ranks on these devices, its latency included.

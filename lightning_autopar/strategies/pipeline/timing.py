@@ -233,7 +233,7 @@ class PipelineStep(Step):
         """The schedule with its seconds."""
         plan = self.plan
         assert plan.schedule is not None
-        besides = [self.action(run) for run in runs]
+        besides = [self.action(run) if run.device.kind == "cpu" else 0.0 for run in runs]
         sends = self.sends(runs)
         # There and back was measured, of which each end does a half; what the same cores do, as gloo's, isn't hidden by computing.
         held = tuple((1 - self.rates.overlap(run.device)) * seconds / 2 for run, seconds in zip(runs, sends, strict=False))
@@ -248,7 +248,7 @@ class PipelineStep(Step):
         )
 
     def action(self, run: RankWork) -> float:
-        """What a stage's forward or backward of a micro-batch takes beside its operations."""
+        """What a stage's forward or backward of a micro-batch takes the host beside its operations; a GPU's runs ahead of it."""
         assert self.plan.schedule is not None
         return self.rates.action_seconds(run.device) * _INTERPRETED.get(self.plan.schedule, 1.0)
 
@@ -298,18 +298,19 @@ class PipelineStep(Step):
         updates = [sum(run.update for run in own) for own in mine]
         synced = [self.synced(position, runs) for position in range(count)]
         busy = [sum(parts) for parts in zip(ends, updates, synced, strict=True)]
-        waits = [self._overhead(own, total) for own, total in zip(mine, busy, strict=True)]
+        actions = [(2 if self.training else 1) * self.parts * sum(map(self.action, own)) for own in mine]
+        waits = [self._overhead(own, total, asked) for own, total, asked in zip(mine, busy, actions, strict=True)]
         last = max(range(count), key=lambda position: busy[position] + waits[position])
         compute, recompute = (sum(getattr(run, part) for run in mine[last]) for part in ("compute", "recompute"))
-        actions = (2 if self.training else 1) * self.parts * sum(self.action(run) for run in mine[last])
+        played = actions[last] if mine[last][0].device.kind == "cpu" else 0.0
         return Seconds(
             compute=compute,
             recompute=recompute,
             optimizer=updates[last],
             communication=synced[last] + ends[last] - unsent[last],
-            bubble=unsent[last] - compute - recompute - actions,
+            bubble=unsent[last] - compute - recompute - played,
             input=runs[0].copied,
-            overhead=waits[last] + actions,
+            overhead=waits[last] + played,
         )
 
     def _ends(self, stages: Stages) -> tuple[float, ...]:
@@ -319,12 +320,12 @@ class PipelineStep(Step):
         return (sum(stages.forward) + sum(stages.sends),) * stages.ranks
 
     @staticmethod
-    def _overhead(own: Sequence[RankWork], busy: float) -> float:
-        """What the host of a rank adds, which issues the work of all its stages and runs one loop."""
+    def _overhead(own: Sequence[RankWork], busy: float, actions: float) -> float:
+        """What the host of a rank adds, which issues the work of all its stages, action by action, and runs one loop."""
         loop = max(run.host_seconds for run in own)
         if own[0].device.kind == "cpu":
             return loop
-        return max(0.0, sum(run.issued + run.issued_update for run in own) + loop - busy)
+        return max(0.0, sum(run.issued + run.issued_update for run in own) + actions + loop - busy)
 
     def events(self, ranks: int) -> list[list[LaneSpan]]:
         """Each rank's actions; those of the replicas are alike."""

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopar.plans import Schedule
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.planning.timing import predict_seconds
+from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.pipeline.schedules import Action
 from lightning_autopar.strategies.pipeline.timing import Stages, pipeline_ends, play
+from lightning_autopar.timing.data_sheet import DATA_SHEET
+from tests.fakes.values import MIB, footprint
 
 
 def stages(
@@ -134,3 +138,17 @@ def test_a_slower_stage_is_never_faster(forward: list[float], stage: int, more: 
     asked = stages(schedule, 4, 8, tuple(forward), tuple(forward))
     slower = [seconds + (more if number == stage else 0) for number, seconds in enumerate(forward)]
     assert max(pipeline_ends(replace(asked, forward=tuple(slower)))) >= max(pipeline_ends(asked)) - 1e-9
+
+
+def test_a_gpus_host_takes_its_time_for_each_action_and_runs_ahead() -> None:
+    here = parse_spec("2xH100-80GB")
+    ids = tuple(device.id for device in here.devices)
+
+    def seconds(parts: int, flops: int) -> float:
+        plan = Plan(engine="pipeline", devices=ids, cuts=("net.2",), schedule="gpipe", micro_batches=parts)
+        return predict_seconds(footprint(parameter_bytes=MIB // 4, activation_bytes=MIB, flops=flops), plan, here).step
+
+    action = DATA_SHEET.action_seconds(here.devices[0])
+    assert action > 0
+    assert seconds(8, 10**6) - seconds(4, 10**6) >= 2 * 4 * action, "the host decides: a forward and a backward for each micro-batch"
+    assert seconds(8, 10**14) - seconds(4, 10**14) < action / 10, "the GPU decides: its host has long been there"
