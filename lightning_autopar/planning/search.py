@@ -234,7 +234,13 @@ class Search:
             if not self.finalists.may_fit(candidate) and (self.appraiser.never_holds(candidate) or remedies.is_hopeless(plan)):
                 return
             yield seconds, replace(prospect, step="parts", left=tuple(remedies.parts(plan)))
-        elif prospect.step == "parts" and seconds < self.best_seconds:
+        elif prospect.step == "parts" and seconds >= self.best_seconds:
+            # Uneven parts take longer than more that are even.
+            rows, (first, *left) = max(plan.rows(self.footprint.batch_size)), prospect.left
+            even = [number for number in left if rows % number == 0] if rows % first else []
+            if even and (promised := self.appraiser.step_seconds(in_parts(plan, even[0]))) < self.best_seconds:
+                yield promised, replace(prospect, left=tuple(left[left.index(even[0]) :]))
+        elif prospect.step == "parts":
             first, *left = prospect.left
             divided = in_parts(plan, first)
             found = remedies.way(divided, self._limit)

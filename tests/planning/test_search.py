@@ -17,6 +17,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.search import Search, _Prospect
 from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import Plan
 
@@ -56,3 +57,21 @@ def test_a_batch_in_more_parts_is_never_faster_with_nothing_else_changed(devices
     step, plan = scaled(step_of(1024, 12), 16), Plan(engine="single", devices=(here.devices[0].id,))
     seconds = [predict_seconds(step, replace(plan, micro_batches=parts), here, precision=PRECISION).step for parts in (1, 2, 4, 8, 16)]
     assert all(later >= before * 0.995 for before, later in pairwise(seconds)), seconds
+
+
+def test_even_parts_are_looked_at_where_fewer_uneven_ones_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = parse_spec("1xRTX3090")
+    search = Search(scaled(step_of(1024, 12), 32), here, Constraints(precision=PRECISION))
+    search.best_seconds = 3.9
+    monkeypatch.setattr(search.appraiser, "step_seconds", lambda plan: {5: 4.0, 6: 4.0, 8: 3.7, 16: 3.8}[plan.micro_batches])
+    plan = Plan(engine="single", devices=(here.devices[0].id,))
+    ((promised, following),) = search._followed(4.0, _Prospect(plan=plan, step="parts", left=(5, 6, 8, 16)))
+    assert (promised, following.left) == (3.7, (8, 16))
+
+
+@pytest.mark.parametrize(("batch", "devices", "seconds"), [(2, "3xRTX3090", 0.0305), (4, "6xRTX3090", 0.0335)])
+def test_interleaved_stages_may_have_fewer_micro_batches_than_ranks_and_be_sharded(batch: int, devices: str, seconds: float) -> None:
+    """Without such plans the choice takes a tenth longer."""
+    chosen = make_report(scaled(step_of(1024, 12), batch), parse_spec(devices), Constraints(precision=PRECISION)).best_candidate
+    assert chosen is not None
+    assert chosen.step_seconds <= seconds, chosen.plan.title()

@@ -190,11 +190,11 @@ class PipelineMaker:
         return sorted(found, key=lambda one: one[0])
 
     def _total_seconds(self, shape: _Shape) -> float:
-        """Of all of a micro-batch's forwards and backwards, on the fastest device."""
-        share = self._share(shape)
+        """Of all of a micro-batch's forwards and backwards, on the fastest device; no more than one of average size takes."""
+        share, rows = self._share(shape), -(-self.footprint.batch_size // shape.replicas)
         if share not in self._totals:
             self._totals[share] = sum(self._seconds_of_parts(self.fastest, share, recompute=False))
-        return self._totals[share]
+        return self._totals[share] * rows / shape.micro_batches / max(1, -(-rows // shape.micro_batches))
 
     def _shapes(self, schedule: Schedule) -> Iterator[_Shape]:
         """Ranks by replicas that use all devices, and micro-batches; those that save memory last.
@@ -213,7 +213,7 @@ class PipelineMaker:
             for parts in self._parts(schedule, ranks, -(-self.footprint.batch_size // (count // ranks))):
                 shape = _Shape(schedule=schedule, ranks=ranks, replicas=count // ranks, micro_batches=parts, sharded=False)
                 yield shape
-                if shape.replicas > 1 and schedule not in INTERLEAVED and self.training:
+                if shape.replicas > 1 and self.training:
                     yield replace(shape, sharded=True)
 
     def _parts(self, schedule: Schedule, ranks: int, rows: int) -> list[int]:
@@ -223,8 +223,8 @@ class PipelineMaker:
         found = micro_batch_counts(rows)
         if schedule == "1f1b":
             return [parts for parts in found if parts >= ranks] if rows >= ranks else []
-        if schedule in INTERLEAVED:  # equal rounds, see ``Plan``
-            even = {parts + (-parts) % max(1, parts // ranks) for parts in found if parts >= ranks}
+        if schedule in INTERLEAVED:  # equal rounds, see ``Plan``; fewer than ranks are one
+            even = {parts + (-parts) % max(1, parts // ranks) for parts in found if parts > 1}
             return sorted(parts for parts in even if parts <= rows and parts % max(1, parts // ranks) == 0)
         return found
 

@@ -160,7 +160,7 @@ def test_two_stages_are_one_devices_run() -> None:
     "under",
     [
         pipeline(LAYERS[1:3], schedule="1f1b"),
-        pipeline(LAYERS[2:5], schedule="interleaved_1f1b", ranks=2),
+        pipeline(LAYERS, schedule="interleaved_1f1b", ranks=3, micro_batches=2),  # fewer than ranks
         pipeline(LAYERS[3:4], schedule="gpipe", micro_batches=3),
     ],
     ids=lambda plan: plan.title(),
