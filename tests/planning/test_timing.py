@@ -326,7 +326,8 @@ def test_even_stages_wait_for_filling_and_draining(schedule: str, micro_batches:
 
 def test_each_micro_batch_costs_its_stages_something_beside_their_operations() -> None:
     plan = {"cuts": ("net.2",), "schedule": "1f1b", "micro_batches": 4}
-    found, free = (seconds("pipeline", *GPUS[:2], step=traced(), rates=PlainRates(action=each), **plan) for each in (0.01, 0.0))
+    asked: dict[str, Any] = {"step": traced(), "here": inventory(cpu(0), cpu(1)), **plan}
+    found, free = (seconds("pipeline", "cpu:0", "cpu:1", rates=PlainRates(action=each), **asked) for each in (0.01, 0.0))
     assert found.step - free.step == pytest.approx(2 * (4 + 1) * 0.01, rel=1e-5)  # forward and backward of M + S - 1
     assert found.overhead == pytest.approx(2 * 4 * 0.01, rel=1e-5)
     assert found.compute == pytest.approx(free.compute)
