@@ -22,8 +22,7 @@ def asked(engine: str, step: Any, here: Any, constraints: Constraints) -> str | 
 
 def options(step: Any = None, here: Any = None, **constraints: Any) -> list[Option]:
     """What there is, of engines that can be run, and what is ruled out."""
-    step, here = step or footprint(), here or inventory(cpu(0), cpu(1))
-    question = Question(footprint=step, inventory=here, constraints=Constraints(**constraints))
+    question = Question(footprint=step or footprint(), inventory=here or inventory(cpu(0), cpu(1)), constraints=Constraints(**constraints))
     found = [one for one in enumerate_candidates(question) if one.plan.engine in ("single", "ddp", "fsdp") and not one.plan.offload]
     return [*found, *ruled_out(question)]
 

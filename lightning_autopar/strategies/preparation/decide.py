@@ -245,8 +245,7 @@ def _look(
     rates = _rates(trainer, settings, inventory, max_devices, fits)
     if training:
         by = {} if rates is None else {"rates": rates.identity}
-        residuals = load_residuals(trainer.lightning_module, constraints.precision, inventory, **by)
-        constraints = replace(constraints, residuals=residuals)
+        constraints = replace(constraints, residuals=load_residuals(trainer.lightning_module, constraints.precision, inventory, **by))
     return PlanningInputs(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
 
 
