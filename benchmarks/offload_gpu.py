@@ -37,6 +37,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
@@ -44,7 +45,6 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.appraisal import Appraiser
 from lightning_autopar.planning.block_units import shardable
-from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.plans import OFFLOADS
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies import launcher

@@ -172,9 +172,7 @@ class Plan:
         """Names with values, put in order."""
         given: Any = self.options
         pairs = tuple(given.items()) if isinstance(given, Mapping) else given
-        if not isinstance(pairs, tuple) or not all(
-            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
-        ):
+        if not isinstance(pairs, tuple) or any(type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not str for pair in pairs):
             raise ValueError(f"a plan's options are plain values by name, but they are {given!r}; write options={{'name': value}}")
         object.__setattr__(self, "options", tuple(sorted(dict(pairs).items())))
 

@@ -16,11 +16,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import target_of, workspaces
-from lightning_autopar.planning.candidates import Constraints, shardable
+from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.planning.memory import predict, replay
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_autopar import engines
-from lightning_autopar.constraints import Constraints, Objective, SplitFinding, check_allow
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Question
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.block_units import recomputable_order, shardable, with_recompute
 from lightning_autopar.planning.device_sets import device_sets, freest_first, islands, one_of_each_gpu, single_sets
 from lightning_autopar.planning.refusals import (
     engine_refusal,
@@ -29,22 +28,6 @@ from lightning_autopar.planning.refusals import (
 )
 from lightning_autopar.plans import Plan, all_engines
 
-__all__ = [
-    "Constraints",
-    "Objective",
-    "Option",
-    "SplitFinding",
-    "build_plan",
-    "check_allow",
-    "enumerate_candidates",
-    "micro_batch_counts",
-    "notes_of",
-    "recomputable_order",
-    "ruled_out",
-    "shardable",
-    "with_recompute",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -56,9 +39,7 @@ class Option:
 
 
 def enumerate_candidates(
-    footprint: Footprint,
-    inventory: Inventory,
-    constraints: Constraints,
+    question: Question,
     *,
     speed: Mapping[str, float] | None = None,
     keep: Callable[[str], bool] = lambda _: True,
@@ -68,13 +49,12 @@ def enumerate_candidates(
     :func:`ruled_out`'s.
 
     Args:
-        footprint: what a step needs.
-        inventory: the devices; at least one.
-        constraints: whose ``pinned`` is the planner's business, not read here.
+        question: what is asked; a pinned plan is the planner's business, not read here.
         speed: of each device by id, in any unit; unless given, devices count as equally fast.
         keep: which engines' plans are wanted.
         sets: of devices; unless given, all that are worth a look.
     """
+    footprint, inventory, constraints = question.footprint, question.inventory, question.constraints
     speed = speed or {device.id: 1.0 for device in inventory.devices}
     alone: Sequence[Sequence[Device]] = single_sets(inventory, constraints, speed)
     several = sets
@@ -82,7 +62,6 @@ def enumerate_candidates(
         several = device_sets(footprint.batch_size, inventory, constraints, speed)
     else:
         alone = [devices for devices in sets or () if len(devices) == 1]
-    question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     together = multi_refusal(question) is None
     # Offload needs no second device. But a user who allows no engine of one device wants several.
     alone_too = len(inventory.devices) == 1 or any(not engines.named(name).several for name in constraints.allow)
@@ -98,9 +77,9 @@ def enumerate_candidates(
                     yield Option(plan=plan, notes=notes_of(plan, footprint, constraints))
 
 
-def ruled_out(footprint: Footprint, inventory: Inventory, constraints: Constraints) -> Iterator[Option]:
+def ruled_out(question: Question) -> Iterator[Option]:
     """What no plan may be or do, a plan that stands for all of them with the sentence that says why."""
-    question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
+    footprint, constraints = question.footprint, question.constraints
     for name, entry in all_engines().items():
         engine, refusal = engines.named(name), engine_refusal(name, question)
         if refusal is not None and (entry.offered or name in constraints.allow):

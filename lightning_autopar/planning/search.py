@@ -123,7 +123,7 @@ class Search:
         self._beyond()
         refused = [
             Candidate(plan=option.plan, fits=False, reason=option.rejection, notes=option.notes)
-            for option in ruled_out(self.footprint, self.inventory, self.constraints)
+            for option in ruled_out(self.appraiser.question)
         ]
         return self._in_order() + refused
 
@@ -188,7 +188,7 @@ class Search:
 
     def _options(self, sets: Sequence[Sequence[Device]] | None = None) -> list[Plan]:
         """Plain plans that can be run."""
-        found = enumerate_candidates(self.footprint, self.inventory, self.constraints, speed=self.speed, keep=self._runs, sets=sets)
+        found = enumerate_candidates(self.appraiser.question, speed=self.speed, keep=self._runs, sets=sets)
         return [option.plan for option in found]
 
     def _look_at_all(self, plans: Iterable[Plan]) -> None:
@@ -380,10 +380,8 @@ class Search:
 
     def _beyond(self) -> None:
         """What can't be run by this version yet: on the best devices, on as many as may be, and on one."""
-        sets = self._notable_sets()
-        hidden = enumerate_candidates(
-            self.footprint, self.inventory, self.constraints, speed=self.speed, keep=lambda engine: not self._runs(engine), sets=sets
-        )
+        sets, question = self._notable_sets(), self.appraiser.question
+        hidden = enumerate_candidates(question, speed=self.speed, keep=lambda engine: not self._runs(engine), sets=sets)
         blocks = [block.fqn for block in recomputable(self.footprint)]
         for option in hidden:
             candidate = self._add(option.plan)

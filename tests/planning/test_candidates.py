@@ -6,6 +6,7 @@ import pytest
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Link
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.planning.block_units import recomputable_order, with_recompute
 from lightning_autopar.planning.candidates import Option, enumerate_candidates, micro_batch_counts
@@ -21,7 +22,8 @@ def with_blocks(blocks: tuple[LayerFootprint, ...]) -> Footprint:
 def options(step: Any = None, here: Any = None, *, runs: bool = True, **constraints: Any) -> list[Option]:
     step, here = step or footprint(), here or inventory(cpu(0), cpu(1))
     asked = Constraints(**constraints)
-    return list(enumerate_candidates(step, here, asked, keep=lambda engine: engine_runs(engine, asked.allow) == runs))
+    question = Question(footprint=step, inventory=here, constraints=asked)
+    return list(enumerate_candidates(question, keep=lambda engine: engine_runs(engine, asked.allow) == runs))
 
 
 def devices_of(found: list[Option], engine: str = "ddp") -> list[tuple[str, ...]]:

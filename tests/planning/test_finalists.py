@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.options import AllocatorOptions
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, Moment
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.memory import predict, replay
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan

@@ -22,9 +22,9 @@ def asked(engine: str, step: Any, here: Any, constraints: Constraints) -> str | 
 
 def options(step: Any = None, here: Any = None, **constraints: Any) -> list[Option]:
     """What there is, of engines that can be run, and what is ruled out."""
-    question = step or footprint(), here or inventory(cpu(0), cpu(1)), Constraints(**constraints)
-    found = [one for one in enumerate_candidates(*question) if one.plan.engine in ("single", "ddp", "fsdp") and not one.plan.offload]
-    return [*found, *ruled_out(*question)]
+    question = Question(footprint=step or footprint(), inventory=here or inventory(cpu(0), cpu(1)), constraints=Constraints(**constraints))
+    found = [one for one in enumerate_candidates(question) if one.plan.engine in ("single", "ddp", "fsdp") and not one.plan.offload]
+    return [*found, *ruled_out(question)]
 
 
 def rejections(found: list[Option]) -> dict[str, str]:
@@ -161,10 +161,11 @@ def test_zero_needs_its_package_on_devices_that_are_here(monkeypatch: pytest.Mon
 
 def test_stage_3_may_be_ruled_out_alone() -> None:
     sentence = "the step fails under ZeRO-3"
-    question = footprint(), inventory(cpu(0), cpu(1)), Constraints(excluded={"zero_3": sentence}, allow=("single", "zero"))
-    stages = {one.plan.zero_stage for one in enumerate_candidates(*question) if one.plan.engine == "zero"}
+    constraints = Constraints(excluded={"zero_3": sentence}, allow=("single", "zero"))
+    question = Question(footprint=footprint(), inventory=inventory(cpu(0), cpu(1)), constraints=constraints)
+    stages = {one.plan.zero_stage for one in enumerate_candidates(question) if one.plan.engine == "zero"}
     assert stages == {1, 2}
-    assert [(one.plan.title(), one.rejection) for one in ruled_out(*question) if one.plan.engine == "zero"] == [("zero-3 ×2", sentence)]
+    assert [(one.plan.title(), one.rejection) for one in ruled_out(question) if one.plan.engine == "zero"] == [("zero-3 ×2", sentence)]
 
 
 OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_autopar._lightning_compat import transfer_batch
-from lightning_autopar.constraints import overrule, overruled
+from lightning_autopar.constraints import SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
 from lightning_autopar.exact.data.rows import alike, take_rows
@@ -33,7 +33,6 @@ from lightning_autopar.exact.step.draws import DrawPlan, Rows
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied, fresh, mapped
-from lightning_autopar.planning.candidates import SplitFinding
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe, shares_of
 from lightning_autopar.strategies.parity.losses import difference_of, groups_first_of, recorded_backward
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial

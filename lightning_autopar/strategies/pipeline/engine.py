@@ -147,7 +147,7 @@ class Pipeline(Engine):
         if first.untried is not None:
             found = stage_probe.refused(not_made(first.untried).reason if first.fakes else first.untried)
         else:
-            told = {"precision": stage_probe.precision_of(str(trainer.precision)), "flops": first.footprint.flops}
+            told: Any = {"precision": stage_probe.precision_of(str(trainer.precision)), "flops": first.footprint.flops}
             batches = stage_probe.batches_of(first)
             found = stage_probe.probe_stages(trainer.lightning_module, trainer, batches, first.stage, **told)
         return replace(found, refusals={self.name: found.value.refusal or kept})

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_autopar import engines
 from lightning_autopar._fork import unforkable
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.exact.data.share import Dealing
@@ -22,7 +23,6 @@ from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.learned.cache_files import cache_folder
 from lightning_autopar.memory.learned.records import load_residuals
 from lightning_autopar.memory.workspace import target_of
-from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.plans import Engine, Plan, all_engines
@@ -130,11 +130,17 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
 
     Raises:
         NothingFits: if no plan fits.
-        ValueError: if ``plan`` can't be run on these devices.
+        ValueError: if ``plan`` can't be run on these devices, or its engine wasn't asked for when the run began.
     """
     assert decision.look is not None, "it was made here"
     look = replace(decision.look, inventory=inventory)
     if plan is not None:
+        asked = {*look.findings.engines, *look.constraints.excluded}
+        if plan.engine not in asked and type(engines.of(plan)).look is not engines.Engine.look:
+            raise ValueError(
+                f"the engine {plan.engine!r} hasn't looked at the run's first batch, so that nobody knows whether it runs the step right; "
+                "name it in allow, and pin no plan when the run begins"
+            )
         look = replace(look, constraints=replace(look.constraints, pinned=plan))
     before = decision.run_plan
     again = Prospect(
@@ -239,8 +245,7 @@ def _look(
     rates = _rates(trainer, settings, inventory, max_devices, fits)
     if training:
         by = {} if rates is None else {"rates": rates.identity}
-        residuals = load_residuals(trainer.lightning_module, constraints.precision, inventory, **by)
-        constraints = replace(constraints, residuals=residuals)
+        constraints = replace(constraints, residuals=load_residuals(trainer.lightning_module, constraints.precision, inventory, **by))
     return PlanningInputs(findings=findings, inventory=inventory, constraints=constraints, rates=rates)
 
 

@@ -11,8 +11,8 @@ from functools import cached_property
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.sharing.reservation import Need

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_autopar import engines
 from lightning_autopar._clean import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Finding, FirstStep
@@ -20,7 +21,6 @@ from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import first_batch
-from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.plans import Plan
 from lightning_autopar.sharing.reservation import Need

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar import _version
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.corrections import (
     MOST,
@@ -26,7 +27,6 @@ from lightning_autopar.memory.learned.corrections import (
     plan_shape,
 )
 from lightning_autopar.memory.learned.records import add_record, cache_folder, load_records, load_residuals, module_hash
-from lightning_autopar.planning.candidates import Constraints
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits

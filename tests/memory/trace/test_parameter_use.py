@@ -121,8 +121,6 @@ def test_hooks_that_look_at_gradients() -> None:
 
 def test_stages_that_cannot_be_tried_are_taken_where_nothing_is_written() -> None:
     assert unstaged(seen(Fitted()), "it is too long") is None
-    written, untraced = unstaged(seen(InPlace()), "it is too long"), unstaged(None, "it is too long")
-    assert written is not None
-    assert "it is too long, and it writes to the parameter 'target.0.weight' by itself" in str(written.refusal)
-    assert untraced is not None
-    assert "it is too long, and it couldn't be traced either" in str(untraced.refusal)
+    written, untraced = "it writes to the parameter 'target.0.weight' by itself", "it couldn't be traced either"
+    for conduct, words in ((seen(InPlace()), written), (None, untraced)):
+        assert f"it is too long, and {words}" in str(unstaged(conduct, "it is too long"))

@@ -24,7 +24,7 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 from lightning_autopar.strategies.preparation import decide as deciding
 from lightning_autopar.strategies.preparation import findings
-from lightning_autopar.strategies.preparation.decide import Settings, decide
+from lightning_autopar.strategies.preparation.decide import Settings, decide, decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 
 
@@ -290,6 +290,14 @@ def test_an_engine_that_fails_to_look_at_the_step_is_no_candidate(tmp_path: Path
     (words,) = {each.reason for each in decision.report.candidates if each.plan.engine == "pipeline"}
     assert words == "whether it runs the step right couldn't be checked, as looking at it came to no end (KeyError: 'stages')"
     assert decision.report.footprint.traced, "what others found holds"
+
+
+def test_an_engine_that_has_not_looked_at_the_step_is_not_moved_to(tmp_path: Path) -> None:
+    trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
+    decision, two = plan(trainer, plan=Plan(engine="ddp", devices=("cpu:0", "cpu:1"))), parse_spec("2xcpu:1GiB")
+    assert decide_again(trainer, decision, two, plan=Plan(engine="single", devices=("cpu:1",))).run_plan.plan.engine == "single"
+    with pytest.raises(ValueError, match="'fsdp' hasn't looked at the run's first batch, so that"):
+        decide_again(trainer, decision, two, plan=Plan(engine="fsdp", devices=("cpu:0", "cpu:1"), reshard_after_forward=True))
 
 
 def test_a_module_without_stages_is_told_so(tmp_path: Path) -> None:
