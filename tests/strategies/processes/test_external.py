@@ -253,7 +253,7 @@ def test_a_rerun_that_is_stopped_ends_everything(script: Path) -> None:
         r"rank 1 on cpu:1, process \d+, has been stopped by a signal \(SIGSTOP\) for 2 s, and this rank waited for it in", output
     )
     stopped = int(output.split("process ")[-1].split(",")[0])
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while psutil.pid_exists(stopped) and psutil.Process(stopped).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
         time.sleep(0.05)
