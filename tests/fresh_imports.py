@@ -9,4 +9,4 @@ import lightning_autopar.strategies.auto  # noqa: F401
 import tests.conftest  # noqa: F401
 
 gc.collect()
-gc.freeze()  # the processes' collections of garbage would copy each page of it, 80 MiB: conftest.py says more
+gc.freeze()  # a collection of garbage in such a process would write to each page of it, and so copy 80 MiB
