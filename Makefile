@@ -25,8 +25,9 @@ demo: $(INSTALLED)
 	$(RUN)/python examples/train_gpt.py
 	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.html
 
-# Two halves side by side, as many tests keep one core busy; what the second says follows when it is done.
-SECOND_HALF := tests/strategies tests/conformance tests/exact tests/sharing
+# Two halves side by side, which take as long as each other, as many tests keep one core busy; what the second says follows when it is done.
+SECOND_HALF := tests/conformance tests/exact tests/sharing \
+	$(filter-out %/processes/ %/__pycache__/,$(wildcard tests/strategies/*/ tests/strategies/test_*.py))
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
 	@mkdir -p build; $(RUN)/python -m pytest $(SECOND_HALF) > build/engine-tests.txt 2>&1 & second=$$!; \

@@ -282,10 +282,10 @@ class TestCost:
     def test_the_hook_costs_less_than_two_milliseconds(self, hosts: Path) -> None:
         code = """
             import json, os, time
-            start = time.perf_counter()
+            start = time.process_time()
             from lightning_autopar._autoload import install
             install()
-            print(json.dumps(time.perf_counter() - start))
+            print(json.dumps(time.process_time() - start))
         """
         # As installed: compiled once, by the first of the runs.
         compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(hosts / "compiled")}

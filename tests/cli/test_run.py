@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer import trainer as trainer_module
 
+from lightning_autopar._fork import run_forked
 from lightning_autopar.cli import main, run
 from tests.processes import lean_path
 
@@ -216,13 +219,17 @@ def test_what_plan_prints_is_a_plan_to_run(tmp_path: Path, capfd: pytest.Capture
     assert _summary(tmp_path)["trainers"][0]["plan"]["engine"] == found["candidates"][found["best"]]["plan"]["engine"] == "ddp"
 
 
-def test_the_other_lightning_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # In a process of its own: the refusal stays with the class.
+def test_the_other_lightning_is_refused_by_name(tmp_path: Path) -> None:
     script = tmp_path / "other.py"
     script.write_text("import pytorch_lightning as pl; pl.Trainer(accelerator='cpu', logger=False, enable_checkpointing=False)")
-    done = _as_a_program("run", str(script))
-    assert done.returncode == 1
-    assert "belongs to lightning.pytorch, but this Trainer is pytorch_lightning's" in done.stderr
+
+    def refused() -> tuple[int, str]:
+        with redirect_stderr(io.StringIO()) as said:
+            return main(["run", str(script)]), said.getvalue()
+
+    code, said = run_forked(refused)  # in a process of its own: the refusal stays with the class
+    assert code == 1
+    assert "belongs to lightning.pytorch, but this Trainer is pytorch_lightning's" in said
 
 
 def test_nothing_is_imported_before_the_script_imports_it(tmp_path: Path) -> None:

@@ -17,19 +17,9 @@ from lightning_autopar.sharing import ledger as promised
 from lightning_autopar.sharing.ledger import Held, Ledger
 from lightning_autopar.strategies.elastic.watcher import MoveRequest
 from lightning_autopar.strategies.preparation.decide import decide_again
-from tests.processes import ledger_folder
-from tests.strategies.modules import QUIET, Regression, loader, on_rank
+from tests.strategies.modules import QUIET, TWO, Regression, fit, loader, on_rank
 
 GIB = 1 << 30
-TWO = "2xcpu:1GiB"
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The ledger that runs share here."""
-    with ledger_folder() as found:
-        monkeypatch.setenv("AUTOPAR_LEDGER", str(found))
-        yield found
 
 
 @contextmanager
@@ -53,13 +43,6 @@ def somebody(folder: Path, wants: dict[str, int]) -> Iterator[int]:
         os.waitpid(pid, 0)
         for one in (*told, end[0]):
             os.close(one)
-
-
-def fit(root: Path, module: pl.LightningModule | None = None, **options: Any) -> Any:
-    strategy = AutoParallelStrategy(devices=TWO, calibrate="off", **options)
-    trainer = pl.Trainer(strategy=strategy, max_epochs=1, default_root_dir=root, accelerator="cpu", enable_checkpointing=False, **QUIET)  # type: ignore[arg-type]
-    trainer.fit(module or Regression(), loader(), loader())
-    return trainer
 
 
 @pytest.mark.parametrize("allow", [["single"], ["ddp"]])

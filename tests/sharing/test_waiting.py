@@ -9,18 +9,17 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 from rich.console import Console
 
-from lightning_autopar import AutoParallelStrategy, NothingFits, Turn
+from lightning_autopar import NothingFits, Turn
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.sharing import reservation as turns
@@ -30,19 +29,9 @@ from lightning_autopar.sharing.queue import Place, live_places
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.sharing.runs.display import RunDisplay
 from lightning_autopar.sharing.waiting import Waiting, _amounts, _ordinal
-from tests.processes import ledger_folder
-from tests.strategies.modules import QUIET, Regression, loader
+from tests.strategies.modules import TWO, Regression, fit, loader
 
 GIB = 1 << 30
-TWO = "2xcpu:1GiB"
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The ledger that runs share here."""
-    with ledger_folder() as found:
-        monkeypatch.setenv("AUTOPAR_LEDGER", str(found))
-        yield found
 
 
 def until(true: Callable[[], Any], seconds: float = 20.0) -> Any:
@@ -398,13 +387,6 @@ def test_words() -> None:
 
 
 # -- with a module -------------------------------------------------------------------------------------------------------------------
-
-
-def fit(root: Path, module: pl.LightningModule | None = None, **options: Any) -> Any:
-    strategy = AutoParallelStrategy(devices=TWO, calibrate="off", **options)
-    trainer = pl.Trainer(strategy=strategy, max_epochs=1, default_root_dir=root, accelerator="cpu", enable_checkpointing=False, **QUIET)  # type: ignore[arg-type]
-    trainer.fit(module or Regression(), loader(), loader())
-    return trainer
 
 
 def test_a_run_starts_by_itself_when_there_is_room(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

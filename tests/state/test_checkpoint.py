@@ -18,12 +18,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.state.checkpoint import KEY
+from tests.processes import lean_path
+from tests.state.tied import Tied
 
 ENGINES = ("single", "ddp", "fsdp")
 STAGED = (*ENGINES, "pipeline")
@@ -31,50 +32,6 @@ STAGED = (*ENGINES, "pipeline")
 PIPELINE_PAIRS = [("pipeline", reader) for reader in STAGED] + [(writer, "pipeline") for writer in ENGINES]
 #: Batches an epoch and epochs.
 BATCHES, EPOCHS = 5, 2
-
-
-class Tied(pl.LightningModule):
-    """Tied and frozen weights, a buffer, two groups of parameters, dropout, and a mean over the epoch."""
-
-    def __init__(self, dropout: float = 0.5) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.embed = nn.Linear(6, 6, bias=False)
-        self.block = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3)))
-        self.head = nn.Linear(6, 6, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Linear(6, 6)
-        self.frozen.requires_grad_(False)
-        self.register_buffer("count", torch.zeros(()))
-        self.seen: dict[str, Any] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(self.embed(self.frozen(x))))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.count += 1
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        loss = nn.functional.mse_loss(self(x), y)
-        self.log("train", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        decay = [p for p in self.parameters() if p.dim() > 1 and p.requires_grad]
-        rest = [p for p in self.parameters() if p.dim() == 1 and p.requires_grad]
-        optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], 1e-2)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9), "interval": "step"}]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        weight = checkpoint["state_dict"].get("embed.weight")  # whole on the rank that writes
-        checkpoint["mine"] = None if weight is None else (type(weight).__name__, tuple(weight.shape))
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seen = {"mine": checkpoint.get("mine"), "type": type(checkpoint["state_dict"]["embed.weight"]).__name__}
 
 
 def data(*, shuffle: bool = True) -> dict[str, Any]:
@@ -284,30 +241,8 @@ import sys, warnings
 sys.modules["lightning_autopar"] = None
 warnings.simplefilter("ignore")
 import lightning.pytorch as pl, torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-class Tied(pl.LightningModule):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.save_hyperparameters()
-        self.embed = nn.Linear(6, 6, bias=False)
-        self.block = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3)))
-        self.head = nn.Linear(6, 6, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Linear(6, 6)
-        self.frozen.requires_grad_(False)
-        self.register_buffer("count", torch.zeros(()))
-    def on_train_batch_start(self, batch, batch_idx):
-        self.count += 1
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.mse_loss(self.head(self.block(self.embed(self.frozen(x)))), y)
-    def configure_optimizers(self):
-        decay = [p for p in self.parameters() if p.dim() > 1 and p.requires_grad]
-        rest = [p for p in self.parameters() if p.dim() == 1 and p.requires_grad]
-        optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], 1e-2)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9), "interval": "step"}]
+from tests.state.tied import Tied
 
 torch.set_num_threads(1)
 loader = DataLoader(TensorDataset(torch.randn(19, 6), torch.randn(19, 6)), batch_size=4)
@@ -327,7 +262,7 @@ for path in sys.argv[1:]:
 def test_plain_lightning_goes_on_where_this_package_is_missing() -> None:
     paths = [str(steps(engine) / f"step={step}.ckpt") for engine in STAGED for step in (3, 8)] + [str(epochs(engine)) for engine in ENGINES]
     command = [sys.executable, "-c", SCRIPT, *paths]
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": lean_path()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert done.returncode == 0, done.stderr
 

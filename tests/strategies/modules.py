@@ -105,6 +105,14 @@ def trainer(engine: str, folder: Path, **options: Any) -> pl.Trainer:
     return pl.Trainer(strategy=strategy, **values)
 
 
+def fit(root: Path, module: pl.LightningModule | None = None, **options: Any) -> Any:
+    """Trains this module, or a regression, for an epoch on two CPU devices; the options are the strategy's. Returns the trainer."""
+    strategy = AutoParallelStrategy(devices=TWO, calibrate="off", **options)
+    fitted = pl.Trainer(strategy=strategy, max_epochs=1, default_root_dir=root, accelerator="cpu", enable_checkpointing=False, **QUIET)  # type: ignore[arg-type]
+    fitted.fit(module or Regression(), loader(), loader())
+    return fitted
+
+
 def weights(module: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
 

@@ -134,11 +134,16 @@ def plain(script: Path) -> list[float]:
 
 
 @pytest.mark.timeout(240)  # a fit in processes that have run before checks in a fresh Python
-def test_torchrun_several_fits(script: Path, plain: list[float]) -> None:
-    """One after the other in the same processes, which torchrun starts as it does; in the tests after this one it forks them."""
+@pytest.mark.parametrize("forked", [True, False])
+def test_torchrun_several_fits(forked: bool, script: Path, plain: list[float]) -> None:
+    """One after the other in the same processes, which torchrun starts as it does, or forks as in the tests after this one."""
     engines = ["ddp", "pipeline", "fsdp"]
-    task = _task(script, {"strategies": [{"allow": [engine]} for engine in engines]})
-    code, output = _end(_start([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *task]), 220)
+    task = {"strategies": [{"allow": [engine]} for engine in engines]}
+    if forked:
+        code, output = _torchrun(script, 2, task, seconds=220)
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        code, output = _end(_start([*command, *_task(script, task)]), 220)
     assert code == 0, output
     results = _results(output)
     assert [plans for _, _, plans in results] == [[[engine, 2] for engine in engines]] * 2
@@ -253,7 +258,7 @@ def test_a_rerun_that_is_stopped_ends_everything(script: Path) -> None:
         r"rank 1 on cpu:1, process \d+, has been stopped by a signal \(SIGSTOP\) for 2 s, and this rank waited for it in", output
     )
     stopped = int(output.split("process ")[-1].split(",")[0])
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while psutil.pid_exists(stopped) and psutil.Process(stopped).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -34,6 +34,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
 ]
 
+#: Half of what a rank hangs for in these tests, and far from what a run takes that ends as it should, on a busy machine, too.
+IN_TIME_SECONDS = 30.0
+
 
 class Unwell(ValueError):
     pass
@@ -87,7 +90,7 @@ def _reap() -> None:
 
 
 def _fails(
-    module: Regression, kind: type[BaseException], folder: Path, *, engine: str = "ddp", within_seconds: float, **options: Any
+    module: Regression, kind: type[BaseException], folder: Path, *, engine: str = "ddp", **options: Any
 ) -> tuple[BaseException, Any, HookCounter]:
     """Fit, and expect to fail in time; then the trainer must be able to fit again."""
     counter = HookCounter(folder / "hooks")
@@ -108,7 +111,7 @@ def _fails(
             run.fit(module, loader(**options), loader())
     finally:
         monkeypatched.undo()
-    assert noted[0] < within_seconds
+    assert noted[0] < IN_TIME_SECONDS
     assert run.state.status == TrainerStatus.INTERRUPTED
     assert run.state.stage is None
     assert isinstance(run.strategy, AutoParallelStrategy)
@@ -125,7 +128,7 @@ def test_a_workers_exception_is_raised_with_its_traceback(engine: str, hook: str
     rank = 1 if hook.endswith("step") else 0
     module = Regression({hook: lambda module, index: os.getpid() != parent and module.global_rank == rank and _in_run() and _unwell()})
     parent = os.getpid()
-    error, run, counter = _fails(module, Unwell, tmp_path, engine=engine, within_seconds=5)
+    error, run, counter = _fails(module, Unwell, tmp_path, engine=engine)
     assert isinstance(error.__cause__, RemoteTraceback)
     assert "in _unwell" in str(error.__cause__)
     assert [line for line in counter.lines() if line.startswith(f"{rank} ")] == [f"{rank} 0 Unwell {engine.upper()}Engine"]
@@ -147,7 +150,7 @@ def test_a_callbacks_exception(tmp_path: Path) -> None:
             if trainer.global_rank == 1:
                 raise NeedsTwo("x", 3)
 
-    error, _, _ = _fails(Regression(), NeedsTwo, tmp_path, within_seconds=5, callbacks=[Fails()])
+    error, _, _ = _fails(Regression(), NeedsTwo, tmp_path, callbacks=[Fails()])
     assert isinstance(error, NeedsTwo)
     assert error.value == 3
 
@@ -158,7 +161,7 @@ def test_ranks_that_hang_are_ended_with_their_data_loader_workers(hang: Callable
         on_rank(0, hang, batch_idx=2)(module, index)
         on_rank(1, _unwell, batch_idx=2)(module, index)
 
-    _, run, counter = _fails(Regression({"training_step": step}), Unwell, tmp_path, within_seconds=5, num_workers=2)
+    _, run, counter = _fails(Regression({"training_step": step}), Unwell, tmp_path, num_workers=2)
     assert counter.lines() == ["1 2 Unwell DDPEngine"]
     assert run.global_step == 0  # rank 0 could not say how far it was
 
@@ -168,7 +171,7 @@ def test_a_group_that_cant_be_left_holds_up_nobody(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(worker, "abort_process_group", lambda: time.sleep(60))
     monkeypatch.setattr(worker, "_ABORT_SECONDS", 0.5)
     module = Regression({"training_step": on_rank(1, _unwell, batch_idx=2)})
-    _, _, counter = _fails(module, Unwell, tmp_path, within_seconds=6)
+    _, _, counter = _fails(module, Unwell, tmp_path)
     assert not [line for line in counter.lines() if line.startswith("1 ")]  # a hook would wait, too
 
 
@@ -196,7 +199,7 @@ def test_a_worker_that_is_killed_and_doesnt_go_is_left_behind(monkeypatch: pytes
 )
 def test_a_worker_that_dies_is_named(action: Callable[[], None], words: str, tmp_path: Path) -> None:
     module = Regression({"training_step": on_rank(1, action, batch_idx=2)})
-    error, _, _ = _fails(module, WorkerFailed, tmp_path, within_seconds=4, num_workers=2)
+    error, _, _ = _fails(module, WorkerFailed, tmp_path, num_workers=2)
     assert words in str(error)
 
 
@@ -219,7 +222,7 @@ def test_who_dies_first_is_named_and_whoever_crashes_of_it_as_a_consequence(numb
                 os.kill(os.getpid(), signal.SIGKILL)
             _crash_once_gone(tmp_path / "pid", number)
 
-    error, _, _ = _fails(Regression({"training_step": step}), WorkerFailed, tmp_path, within_seconds=6)
+    error, _, _ = _fails(Regression({"training_step": step}), WorkerFailed, tmp_path)
     assert str(error).startswith("the worker of rank 1 on cpu:1 ended without a word: killed by SIGKILL")
     assert f"; rank 0 on cpu:0 ended after that: killed by {signal.Signals(number).name}" in str(error)
 
@@ -232,7 +235,7 @@ def test_an_exception_that_follows_a_death_is_its_cause_in_the_report_and_not_th
             time.sleep(0.5)
             _unwell()  # in words that nobody knows as those of a lost peer
 
-    error, _, _ = _fails(Regression({"training_step": step}), WorkerFailed, tmp_path, within_seconds=6)
+    error, _, _ = _fails(Regression({"training_step": step}), WorkerFailed, tmp_path)
     assert str(error).startswith("the worker of rank 1 on cpu:1 ended without a word: killed by SIGKILL")
     assert re.search(r"; rank 0 on cpu:0 failed in _unwell \(test_generation.py:\d+\)$", str(error))
     assert isinstance(error.__cause__, Unwell)
@@ -342,7 +345,7 @@ def _interrupt(engine: str, folder: Path, number: int) -> tuple[float, int | Non
 @pytest.mark.parametrize("engine", ["single", "ddp", "fsdp"])
 def test_an_interruption_ends_all_ranks_at_the_same_batch(engine: str, number: int, tmp_path: Path) -> None:
     seconds, status = _interrupt(engine, tmp_path, number)
-    assert seconds < 6
+    assert seconds < IN_TIME_SECONDS
     assert status == {signal.SIGINT: 1, signal.SIGTERM: 0}[signal.Signals(number)]  # plain Lightning's; see the next test
     name = {signal.SIGINT: "KeyboardInterrupt", signal.SIGTERM: "SIGTERMException"}[signal.Signals(number)]
     saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
@@ -370,7 +373,7 @@ def test_workers_die_with_a_killed_parent_and_the_next_run_removes_its_folder(tm
     monkeypatch.setattr(psutil, "disk_usage", lambda path: type("Full", (), {"free": 0})())  # so that its folder isn't in shared memory
     processes = descendants()
     seconds, _ = _interrupt("ddp", tmp_path, signal.SIGKILL)
-    assert seconds < 6
+    assert seconds < IN_TIME_SECONDS
     assert not left_since(processes, seconds=8)  # its data loader workers
     scratch = Path(tempfile.gettempdir())
     assert len(list(scratch.glob("autopar-*"))) == 1

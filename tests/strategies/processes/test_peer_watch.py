@@ -41,7 +41,7 @@ def _look_for(watch: Watch, clock: Clock, seconds: float) -> str | None:
 
 def _signal(peer: _Process, number: int, status: str) -> None:
     os.kill(peer.pid, number)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while psutil.Process(peer.pid).status() != status and time.monotonic() < until:
         time.sleep(0.001)
 
