@@ -26,11 +26,11 @@ from lightning_autopar.plans import Plan, all_engines, offered_engines
 from lightning_autopar.report.report import Advice, Candidate
 from lightning_autopar.text import format_bytes, format_seconds
 
-#: How much faster a sample must be done for a change to be worth a sentence.
+#: How many times as fast a sample must be for a change to be worth a sentence.
 _LEAST_SPEEDUP = 1.2
-#: What counts as a small change: this share of a device's memory, a batch of at least this share of the present one.
+#: A small change is at most this share of a device's memory, or a batch of at least this share of the present one.
 _LEAST_MEMORY_SHARE, _LEAST_BATCH_SHARE = 0.25, 0.5
-#: Plans that don't fit and would be faster, looked at for what they lack; and plans tried for a smaller batch where nothing fits.
+#: At most so many faster plans that don't fit are looked at; where nothing fits, so many plans are tried with a smaller batch.
 _MOST_TARGETS, _MOST_TRIED = 4, 6
 _MOST_SENTENCES = 5
 #: No further search is begun after so many, or so many seconds: somebody waits for the report; more where nothing fits, as no run waits.
@@ -130,7 +130,7 @@ class _Adviser:
     # -- where something fits ----------------------------------------------------------------------------------------------------------
 
     def more_memory(self) -> list[Advice]:
-        """The fastest plan that a little more memory would let fit."""
+        """Advice on the fastest plan that would fit with a little more memory."""
         for target in self._targets():
             lack = self._lack(target)
             if not lack or not all(map(self._can_have, lack.items())):
@@ -142,7 +142,7 @@ class _Adviser:
         return []
 
     def smaller_batch(self) -> list[Advice]:
-        """The batch, a little smaller, with which a plan fits that gets through more samples a second."""
+        """A slightly smaller batch with which another plan fits and trains more samples a second."""
         found: list[Advice] = []
         whole = self.footprint.batch_size
         for target in self._targets():
@@ -176,12 +176,12 @@ class _Adviser:
         return device.kind == "cpu" or (device.kind == "cuda" and device.free_bytes + lack_bytes <= device.total_bytes)
 
     def _seconds_a_sample(self, candidate: Candidate, batch_size: int | None = None) -> float:
-        """Of a step over the batch, or over one batch a rank where ranks don't share it."""
+        """Seconds a sample: of a step over the batch, or over one batch a rank where ranks don't share a batch."""
         samples = self.footprint.batch_size if batch_size is None else batch_size
         return candidate.step_seconds / max(1, samples) / (1 if self.constraints.split_batch else candidate.plan.world_size)
 
     def _speedup(self, candidate: Candidate, batch_size: int | None = None) -> float:
-        """How many times as fast as the best that fits now."""
+        """How many times as fast a candidate is as the best one that fits now."""
         assert self.now is not None, "nothing to compare with"
         return self._seconds_a_sample(self.now) / self._seconds_a_sample(candidate, batch_size)
 
@@ -204,7 +204,7 @@ class _Adviser:
         return f" ({seconds}, {after} instead of {now})" if after != now else f" ({seconds})"
 
     def _now_title(self) -> str:
-        """The plan of today, by name."""
+        """The title of the best plan that fits now."""
         assert self.now is not None, "nothing fits"
         return self.now.plan.title()
 
@@ -342,9 +342,8 @@ class _Adviser:
         return f"{format_bytes(size)} of host memory{where} instead of {have}", {"host_bytes": size}
 
     def _validation_may_be_in_the_way(self) -> bool:
-        """Whether a plan lacks memory that would be faster, or nothing fits, and validation takes as much that it may be what is lacking.
-
-        The search doesn't show all that it tried: a plan that lacks memory in its step may have a remedy for that, and none for validation.
+        """Whether validation may be why a faster plan, or every plan, lacks memory: it takes enough for that. The search doesn't show all
+        that it tried: a plan that lacks memory in its step may have a remedy for the step, and none for validation.
         """
         evaluation = self.footprint.evaluation_bytes or 0
         worth = self.footprint.training and evaluation > _LEAST_VALIDATION_SHARE * min(self.budget.values())
@@ -503,7 +502,7 @@ def _promise(kind: Kind, words: str, change: Mapping[str, Any], then: Candidate)
 
 
 def _lacks_devices_alone(candidate: Candidate) -> bool:
-    """Whether it would fit if its devices had more memory, or it took less of them: its host has what it takes."""
+    """Whether only its devices lack memory: its host has enough."""
     return bool(candidate.needs) and candidate.runnable and (candidate.host is None or candidate.host.fits)
 
 
@@ -513,7 +512,7 @@ def _times(speedup: float) -> str:
 
 
 def _no_recomputation(footprint: Footprint) -> list[Advice]:
-    """Why recomputation, which saves most, is not to be had."""
+    """Why recomputation, which saves most, isn't possible."""
     if not footprint.training or recomputable_order(footprint):
         return []
     why = "the blocks save no more than what enters them"

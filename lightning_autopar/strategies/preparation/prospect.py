@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The trial of a plan's stages may take so long.
+#: How long the trial of a plan's stages may take.
 _CONFIRM_SECONDS = 180.0
 
 
@@ -79,12 +79,12 @@ def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findi
     return engines.of(plan).rehearse(plan, first, finding)  # type: ignore[no-any-return]  # a Check
 
 
-#: From this size on, a module is built whole on rank 0 alone.
+#: From this size on, only rank 0 builds the whole module.
 LARGE_BYTES = 1024**3
 
 
 class Prospect:
-    """What was found out about one call of the trainer, before any plan is chosen. It holds whatever devices there are.
+    """What was found out about one call of the trainer, before any plan is chosen. It is valid for any devices.
 
     Args:
         trainer: with module and data attached.
@@ -103,7 +103,7 @@ class Prospect:
         self._tried: set[tuple[object, ...]] = set()
 
     def decision(self, inventory: Inventory | None = None) -> Decision:
-        """The best plan for these devices, by default those that there were at first.
+        """The best plan for these devices, by default the first inventory's.
 
         Raises:
             NothingFits: if no plan fits.
@@ -141,7 +141,7 @@ class Prospect:
         )
 
     def _has_stood(self) -> bool:
-        """Whether the best plan has stood its trial; what fails it is ruled out for good.
+        """Whether the best plan has passed its trial; a plan that fails it is ruled out for good.
 
         Raises:
             NothingFits: if no plan fits.
@@ -159,7 +159,7 @@ class Prospect:
         return False
 
     def need(self, inventory: Inventory) -> Need | None:
-        """What the best plan for these devices takes, by prediction alone; None where nothing fits, or a pinned plan's device is gone."""
+        """What the best plan for these devices needs, by prediction only; None where nothing fits, or a pinned plan's device is gone."""
         look = replace(self._look, inventory=usable(inventory))
         pinned, there = look.constraints.pinned, {device.id for device in look.inventory.devices}
         if pinned is not None and not there.issuperset(pinned.devices):

@@ -344,7 +344,7 @@ def test_a_step_that_writes_to_parameters_is_refused_and_a_hook_that_does_is_not
     def in_parts() -> Any:
         return AutoParallelStrategy(devices="1xcpu:4GiB", plan=parts("single", 2))
 
-    with pytest.raises(ValueError, match=r"training_step writes to the parameter 'target\.0\.weight', which each part of a batch would do"):
+    with pytest.raises(ValueError, match=r"training_step writes to the parameter 'target\.0\.weight', so each part of a batch would write"):
         fitted(InPlace, in_parts())
     torch.testing.assert_close(fitted(Following, in_parts()), fitted(Following, "auto"), rtol=1e-5, atol=1e-5)
 
