@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-#: What the profiler and the allocator write to stderr whenever memory is profiled, and nobody can turn off (torch 2.13, kineto).
+#: Words in lines that the profiler and the allocator always write to stderr while memory is profiled (torch 2.13, kineto).
 _NOISE = (
     b"USDT:",
     b"External init callback must run in same thread",
@@ -24,7 +24,7 @@ _NOISE = (
 
 @contextmanager
 def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
-    """While open, stderr goes to a file; what it holds then is passed on, without the lines that hold any of these words."""
+    """While open, stderr goes to a file; then its lines are passed on, without those that contain any of these words."""
     sys.stderr.flush()
     real = os.dup(2)
     with tempfile.TemporaryFile() as file:
