@@ -214,9 +214,7 @@ class AutoLauncher(Launcher):
         return value
 
     def _function_with_hooks(self, engine: EngineMixin, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
-        """Call the function; on an exception run the trainer's hooks while the engine is in place, and keep Lightning from running them
-        again.
-        """
+        """Call the function; on an exception run the trainer's hooks while the engine is installed, so that Lightning doesn't."""
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -273,8 +271,7 @@ class AutoLauncher(Launcher):
         return outcome.results[0].value
 
     def _failed(self, outcome: Outcome, trainer: Trainer, job: WorkerJob) -> BaseException:
-        """Bring back a failed run's state, as plain Lightning would leave it here, or say that it is lost; returns the exception to raise.
-        """
+        """Bring back a failed run's state, as plain Lightning leaves it, or say that it is lost; returns the exception to raise."""
         assert outcome.error is not None
         learn_shortage(self._strategy.report, outcome.error)
         try:

@@ -258,8 +258,7 @@ def _quietly(run: Callable[[Calibration], list[Curve]], known: Calibration) -> l
 
 
 def be_silent() -> None:
-    """From now on no logs or warnings of this process reach the user; it is a child of ``run_forked``, whose output is discarded already.
-    """
+    """From now on no logs or warnings of this process, a child of ``run_forked``, reach the user; its output is discarded already."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -387,9 +386,7 @@ def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curv
 
 
 def answer() -> None:
-    """The new Python's main function: reads an inventory from standard input, and writes the measurements to the file that its first
-    argument names.
-    """
+    """The new Python's main function: reads an inventory from standard input, and writes measurements to the file in its first argument."""
     asked = json.loads(sys.stdin.read())
     inventory = _from_words(asked["inventory"])
     known = load_calibration(inventory)

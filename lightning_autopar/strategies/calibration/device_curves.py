@@ -227,9 +227,7 @@ def _bare_seconds(clock: Clock) -> float:
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """The cases to measure on a device, the most important first: on a GPU, time is left for the last ones only where torch must load
-    little.
-    """
+    """The cases to measure, the most important first: on a GPU, time is left for the last ones only where torch must load little."""
     gpu = device.type == "cuda"
     yield from _products(device, "fp32", (16, 64, 256, 1024, 4096) if gpu else (16, 64, 256, 1024), SMALLEST_DIMENSIONS)
     for dtype in ("bf16", "fp16") if gpu else ():

@@ -18,8 +18,7 @@ from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share
 from lightning_autopar.sharing.leases import Leases
 
-#: The bytes of a GPU that measuring takes: of tensors, at which the allocator is capped; and with the memory of the context, cuBLAS and
-#: NCCL.
+#: Bytes of a GPU that measuring takes: of tensors, where the allocator is capped; with context, cuBLAS' and NCCL's memory.
 TENSOR_BYTES, ROOM_BYTES = 1 << 30, 5 << 29
 #: How long the driver may still show a process of ours that has ended on a GPU.
 _GONE_SECONDS = 1.0

@@ -54,8 +54,7 @@ class Taken(NamedTuple):
 
 
 class _Tiny(L.LightningModule):
-    """A module so small that a step only takes the time of what surrounds it. Rank 0 records how long one took, and how many calls the last
-    one made.
+    """So small that a step only takes the time of what surrounds it. Rank 0 records how long one took, and the last one's number of calls.
 
     Args:
         out: the file for that.
