@@ -28,10 +28,9 @@ from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
 
 def numbers_of_whole_tensors() -> None:
-    """Make ``.item()`` and ``float()`` of a sharded tensor give the whole tensor's number, in this process, for good.
-
-    ``float(parameter.norm())`` in a hook would otherwise be this rank's shard's, without a word (torch 2.13, ``DTensor`` dispatches
-    ``_local_scalar_dense`` to the local tensor). It becomes a collective: whoever asks on one rank alone waits for the others.
+    """Make ``.item()`` and ``float()`` of a sharded tensor return the whole tensor's number, in this process, permanently. Otherwise
+    ``float(parameter.norm())`` in a hook would silently be that of this rank's shard (torch 2.13, ``DTensor`` dispatches
+    ``_local_scalar_dense`` to the local tensor). It becomes a collective: a single rank that calls it waits for the others.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # there is no public registry
     handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
@@ -42,11 +41,9 @@ def _whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class WholeParameters:
-    """Gathers the root's own parameters for calls from outside of a step, and puts all back into shards where none should be whole.
-
-    A call from outside is one of a hook: ``self(batch)`` or ``self.decoder(latent)`` in ``on_train_epoch_end``, say, or Hugging Face's
-    ``generate``. Units gather their own parameters; what the root holds besides them is gathered when any module outside of the units is
-    called.
+    """Gathers the root's own parameters for calls from outside of a step, and reshards all when none should be whole. A hook makes calls
+    from outside: ``self(batch)`` or ``self.decoder(latent)`` in ``on_train_epoch_end``, say, or Hugging Face's ``generate``. Units gather
+    their own parameters; the root's other parameters are gathered when any module outside of the units is called.
 
     Args:
         root: the module, sharded.
@@ -61,7 +58,7 @@ class WholeParameters:
         _keep_writes(self._units)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
         if isinstance(root, FSDPModule):
-            # The root is what runs first, unless it is said before; and a hook may well call a part of it first.
+            # FSDP2 takes the module that runs first for the root, unless told before; and a hook may call a part of the root first.
             root._get_fsdp_state()._lazy_init()
             for module in (root, *_outside_units(root)):
                 self._handles += [
@@ -71,7 +68,7 @@ class WholeParameters:
 
     @contextmanager
     def inside(self, *, backward: bool = False) -> Iterator[None]:
-        """Around a step or its backward pass, where FSDP2 itself knows when to gather."""
+        """The context of a step or its backward pass, where FSDP2 itself knows when to gather."""
         if not backward:
             _begin_step(self._units)
         before, self._inside = self._inside, True
@@ -95,7 +92,7 @@ class WholeParameters:
         root: Any = self._root
         if self._inside:
             if module is not root and any(group.is_sharded for group in groups_of(root)):
-                root.unshard()  # the step has asked for a state dict, which is one of shards
+                root.unshard()  # the step has called for a state dict, which has shards
             return
         self._visits += 1
         if self._visits == 1:
@@ -112,7 +109,7 @@ class WholeParameters:
 
 
 def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
-    """The modules under the root whose call needs parameters of the root's: the outermost ones, and those that hold such parameters."""
+    """The modules under the root whose calls need the root's parameters: the outermost ones, and those that hold such parameters."""
 
     def walk(module: nn.Module, outermost: bool) -> Iterator[nn.Module]:
         for child in module.children():
