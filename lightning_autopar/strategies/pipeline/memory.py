@@ -88,9 +88,7 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
 
 
 def rank_bytes(rank: Rank) -> Iterator[DeviceBytes]:
-    """A rank's fullest moments: of a step, and of a validation between two steps, which runs its part of the batch through the stages
-    whole.
-    """
+    """A rank's fullest moments: of a step, and of a validation between two, which runs its part of the batch whole."""
     step = pipeline_bytes(rank.footprint, rank.plan, rank.number, on_cpu=rank.on_cpu)
     yield step
     if rank.evaluation_bytes is not None:

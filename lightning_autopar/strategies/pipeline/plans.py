@@ -149,9 +149,7 @@ class PipelineMaker:
         return found
 
     def example(self, schedule: Schedule) -> Plan | None:
-        """A pipeline for the report where none is of interest: the one with the lowest bound that fits, or else the one that takes least
-        memory.
-        """
+        """A pipeline for the report where none is of interest: of lowest bound if it fits, or else of least memory."""
         promising = self._promising(schedule)
         if not promising:
             return None
@@ -269,9 +267,7 @@ class PipelineMaker:
         return partition(costs, self.cuttable)
 
     def _affordable(self, shape: _Shape, stage: int, cap: float, plain: Table, again: Table) -> Table:
-        """Seconds of a stage with the fewest recomputed blocks that keep it below a cap, to a fraction of a block; infinite where all
-        don't.
-        """
+        """Seconds of a stage with as few recomputed blocks, to a fraction, as keep it below a cap; infinite where all don't."""
         needs = self._needs(shape, stage, recompute=False)
         found = np.where(needs <= cap, plain, np.inf)
         if not self.again:

@@ -194,8 +194,7 @@ _EQUAL = 1e-5
 
 
 def leftovers_apart(before: LightningModule, whole: LightningModule, stages: Sequence[LightningModule]) -> str | None:
-    """Why the stages' modules differ, after a step, in something that a later hook may read; None where they don't, or there is no such
-    hook.
+    """Why the stages' modules differ after a step in what a later hook may read; None where they don't, or where there is no such hook.
 
     Args:
         before: the module before the step.
