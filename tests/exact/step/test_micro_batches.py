@@ -321,7 +321,7 @@ def test_a_batch_that_is_no_rows_is_refused() -> None:
     def collate(samples: Any) -> Any:
         return {"x": torch.stack([x for x, _ in samples]), "pairs": torch.zeros(3, 2)}
 
-    with pytest.raises(ValueError, match=r"micro-batches 2' works a batch off in parts, but .*micro_batches=1"):
+    with pytest.raises(ValueError, match=r"micro-batches 2' runs a batch in parts, but .*micro_batches=1"):
         trained(Fitted, DataLoader(numbers(), batch_size=8, collate_fn=collate), parts("single", 2))
 
 
