@@ -20,11 +20,11 @@ from lightning_autopar.timing.collectives import topology
 from lightning_autopar.timing.curves import Calibration, Curve
 from lightning_autopar.timing.rates import Collective, Phase, Rates
 
-#: The subject of what belongs to no device.
+#: The subject of curves that belong to no device.
 HOST = "host"
 #: The smallest dimensions for which matrix products are measured.
 SMALLEST_DIMENSIONS = (1, 8, 64, 512)
-#: Operations that cost what a measured one costs: the same passes over memory, the same arithmetic.
+#: Operations that cost the same as a measured one: the same passes over memory, the same arithmetic.
 _ALIKE: Mapping[str, str] = {
     **dict.fromkeys(("sub", "mul", "relu", "neg", "threshold_backward", "maximum", "where", "ge", "le", "eq", "masked_fill"), "add"),
     **dict.fromkeys(("sub_", "mul_", "relu_", "lerp_", "addcmul_", "neg_", "masked_fill_", "div_"), "add_"),
@@ -49,7 +49,7 @@ _ALIKE: Mapping[str, str] = {
     **dict.fromkeys(("avg_pool2d",), "max_pool2d_with_indices"),
     **dict.fromkeys(("avg_pool2d_backward",), "max_pool2d_with_indices_backward"),
 }
-#: What stands for a whole kind where an operation wasn't measured.
+#: The operation that stands for its kind where an operation wasn't measured.
 _OF_KIND: Mapping[str, str] = {
     "pointwise": "add",
     "reduce": "sum",
@@ -59,16 +59,16 @@ _OF_KIND: Mapping[str, str] = {
     "other": "add",
 }
 _BY_FLOPS = ("convolution", "attention", "recurrent")
-#: FLOPs a byte from which on arithmetic is the bound, rather than the memory that the cores share.
+#: FLOPs a byte from which on arithmetic is the bound, not the memory that the cores share.
 _COMPUTES = 8
-#: What AdamW's update reads and writes of an element: parameter, gradient and two moments, all but the gradient both ways.
+#: What AdamW's update moves for each element: parameter and two moments are read and written, the gradient is only read.
 _ADAM_BYTES = 28
 #: Channels of pictures, which kernels don't block.
 _FEW_CHANNELS = 4
 
 
 def device_key(device: Device) -> str:
-    """Under which a device's curves are kept: a GPU's model; of CPU devices, all alike, how many threads a rank on one has."""
+    """The key of a device's curves: a GPU's model; for CPU devices, all alike, how many threads a rank on one has."""
     return f"cpu/{device.threads or 1}" if device.kind == "cpu" else f"{device.kind}/{device.name}"
 
 
@@ -191,7 +191,7 @@ class MeasuredRates(Rates):
         return curve.at(size_bytes)
 
     def host_adam_seconds(self, elements: int, device: Device) -> float:
-        """AdamW's update on all of the host's cores; on a CPU device's own threads, while the other ranks' do the same."""
+        """AdamW's update on all of the host's cores; on a CPU device's own threads, while the other ranks do the same."""
         own = self._curve(device_key(device), "adam") if device.kind == "cpu" else None
         if own is not None:
             return own.at(elements) * self._crowded(device, "add", _ADAM_BYTES * elements)
@@ -210,7 +210,7 @@ class MeasuredRates(Rates):
     # -- one operation -----------------------------------------------------------------------------------------------------------------
 
     def _alone(self, subject: str, work: Work) -> float | None:
-        """On a device that nobody shares; None where nothing like it was measured."""
+        """Seconds on a device that nobody shares; None where nothing like it was measured."""
         if work.kind == "matmul":
             return self._product(subject, work)
         name = work.name.rpartition("aten.")[2]
@@ -224,11 +224,11 @@ class MeasuredRates(Rates):
         return None
 
     def _by_flops(self, subject: str, name: str, work: Work) -> float | None:
-        """A kernel that is known by what it computes."""
+        """Seconds of a kernel by its FLOPs."""
         parts, thing, back = 1, str(work.kind), "_backward" if "_backward" in name else ""
         if thing == "convolution" and len(work.shape) == 6:
             thing = _convolution(work.shape)
-            parts = 2 if name.endswith((".input", ".weight")) else 1  # the backward's two halves are measured as one
+            parts = 2 if name.endswith((".input", ".weight")) else 1  # the two halves of backward are measured as one
         thing = thing + back
         curve = (self._curve(subject, f"{thing}.causal", work.dtype) if name.endswith(".causal") else None) or self._curve(
             subject, thing, work.dtype
@@ -236,11 +236,11 @@ class MeasuredRates(Rates):
         return None if curve is None or not work.flops else curve.at(parts * work.flops) / parts
 
     def _scaled(self, subject: str, thing: str, dtype: str) -> Curve | None:
-        """What moves bytes takes about as long in any dtype; fp32 is measured of all."""
+        """Seconds by bytes: moving them takes about equally long in any dtype; fp32 is measured for all."""
         return None if dtype == "fp32" else self._curve(subject, thing, "fp32")
 
     def _product(self, subject: str, work: Work) -> float | None:
-        """A product of matrices, between the measured smallest dimensions and sizes of the others."""
+        """Seconds of a matrix product, between the measured smallest dimensions and sizes of the others."""
         if len(work.shape) != 4 or not all(work.shape):
             return None
         batch, *dimensions = work.shape
@@ -265,7 +265,7 @@ class MeasuredRates(Rates):
         return self._crowded(device, "matmul" if computes else "add", work.moved_bytes)
 
     def _crowded(self, device: Device, thing: str, size: float) -> float:
-        """How much slower it is while as many ranks as there are do the same, at least 1."""
+        """How much slower it is while all ranks do the same, at least 1."""
         if self._ranks == 1 or device.kind != "cpu":
             return 1.0
         subject = device_key(device)
@@ -275,7 +275,7 @@ class MeasuredRates(Rates):
         counts = sorted(by_ranks)
 
         def slowdown(count: int) -> float:
-            """No less than threads have to take turns, and no more than among more ranks, whatever others did while it was measured."""
+            """The slowdown, limited by threads' turns and by that among more ranks, as others may have disturbed measuring."""
             measured = min(by_ranks[more].at(size) for more in counts if more >= count) / by_ranks[1].at(size)
             return max(self._oversubscribed(device, count), measured)
 
@@ -297,16 +297,16 @@ class MeasuredRates(Rates):
         return by_ranks[min(by_ranks)] if by_ranks else None
 
     def _of_host(self, device: Device, thing: str) -> Curve | None:
-        """What the host takes for a rank on this device."""
+        """The host's seconds for a rank on this device."""
         return self._curve(device_key(device), thing) or self._curve(HOST, thing)
 
     def _group(self, collective: Collective, devices: Sequence[Device], inventory: Inventory) -> Mapping[int, Curve]:
-        """What was measured of groups of such devices that are linked alike, by how many they were."""
+        """What was measured of groups of such devices with the same links, by their number."""
         return self.calibration.curves.get((group_key(devices, inventory), collective, ""), {})
 
 
 def _convolution(shape: tuple[int, ...]) -> str:
-    """Which of the measured ones a convolution is like."""
+    """Which measured convolution a convolution is like."""
     _, before, _, _, positions, groups = shape
     if 1 < groups == before:
         return "depthwise"
