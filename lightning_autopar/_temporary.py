@@ -42,7 +42,7 @@ def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
 
 
 class Exits(ExitStack):
-    """What is to be undone at an end. Who copies a trainer or a callback of a run copies this with it, and a copy has nothing to undo."""
+    """What must be undone at an end. If a trainer or a callback of a run is copied, the copy of this has nothing to undo."""
 
     def __reduce__(self) -> tuple[type[Exits], tuple[()]]:
         return Exits, ()

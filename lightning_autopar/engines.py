@@ -285,7 +285,7 @@ class Engine(ABC):
         return self.name
 
     def notes(self, constraints: Constraints) -> tuple[str, ...]:
-        """What a reader should know of any of its plans, a sentence each."""
+        """What a reader should know about each of its plans, a sentence each."""
         return constraints.notes.get(self.name, ())
 
     def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:

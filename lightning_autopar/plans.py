@@ -190,11 +190,11 @@ class Plan:
 
     @property
     def data_ranks(self) -> int:
-        """How many parts a batch has, one after the other within a rank not counted: a pipeline's ranks all get their replica's."""
+        """Into how many parts ranks split a batch, micro-batches not counted: all ranks of a pipeline get their replica's part."""
         return self.world_size if loaded(self.engine).splits else self.replicas
 
     def data_rank(self, rank: int) -> int:
-        """Which of the :attr:`data_ranks` parts of a batch a rank works on."""
+        """The number of the part, of :attr:`data_ranks`, that a rank works on."""
         return rank if loaded(self.engine).splits else rank // self.devices_per_replica
 
     @property

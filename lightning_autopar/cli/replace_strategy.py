@@ -215,7 +215,7 @@ def _passed_on(asked: str | Strategy, request: dict[str, Any]) -> tuple[dict[str
 
 
 def _batch_notes(asked: str | Strategy, request: Mapping[str, Any], ours: AutoParallelStrategy) -> list[str]:
-    """What a step's batch was, where it was more than the loader's."""
+    """A note on a step's batch, if it was more than one batch of the loader."""
     alone = isinstance(asked, SingleDeviceStrategy) or (isinstance(asked, str) and asked.startswith("single_"))
     count = _device_count(request)
     if alone or count == 1 or ours.settings.batch == "per_device":

@@ -36,7 +36,7 @@ _MOST_SENTENCES = 5
 #: No further search is begun after so many, or so many seconds: somebody waits for the report; more where nothing fits, as no run waits.
 _MOST_SEARCHES, _MOST_SECONDS = 10, 4.0
 _MOST_SEARCHES_UNFIT, _MOST_SECONDS_UNFIT = 60, 10.0
-#: Validation that takes a smaller share of a device is in nobody's way; batches that are tried, beside the present one.
+#: Validation that takes a smaller share of a device isn't what is lacking; and the batches that are tried, as shares of the present one.
 _LEAST_VALIDATION_SHARE = 0.02
 _VALIDATION_SHARES = (0.5, 0.25, 0.125, 0.0625)
 #: Devices that are added at most, and the largest host that is advised, in GiB.
@@ -54,7 +54,7 @@ class Ask(Protocol):
         """The best candidate, or where nothing fits the one that lacks least; None where there is none at all."""
 
     def evaluate(self, asked: Question, plan: Plan, *, confirm: bool = False) -> Candidate:
-        """One plan's prediction; with ``confirm`` its allocations are replayed where they can be."""
+        """One plan's prediction; with ``confirm`` its allocations are replayed where possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def advise(asked: Question, candidates: Sequence[Candidate], ask: Ask) -> tuple[
 
 
 class _Adviser:
-    """What was planned for, and the search to ask about it."""
+    """What was planned for, and the search that answers for changes of it."""
 
     def __init__(self, asked: Question, candidates: Sequence[Candidate], ask: Ask) -> None:
         self.pinned = asked.constraints.pinned is not None
@@ -350,7 +350,7 @@ class _Adviser:
         return worth and (self.now is None or bool(self._targets()))
 
     def _held(self) -> _Change | None:
-        """If nobody else were on the GPUs."""
+        """Advice for GPUs that nobody else used."""
         held = [
             device
             for device in self.inventory.devices

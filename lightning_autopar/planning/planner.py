@@ -230,7 +230,7 @@ class _Ask:
         return Search(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates).first()
 
     def evaluate(self, asked: Question, plan: Plan, *, confirm: bool = False) -> Candidate:
-        """One plan's prediction; with ``confirm`` its allocations are replayed where they can be."""
+        """One plan's prediction; with ``confirm`` its allocations are replayed where possible."""
         appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates)
         found = appraiser.candidate(plan)
         if not confirm:
@@ -282,7 +282,7 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
 
 
 def _refusal(plan: Plan, question: Question) -> str | None:
-    """The sentence against its engine, or against something that it does besides."""
+    """The sentence that refuses the plan's engine, or one of its features."""
     footprint, constraints = question.footprint, question.constraints
     refusal = constraints.excluded.get(plan.engine, constraints.excluded.get(engines.of(plan).part(plan)))
     if refusal is None:

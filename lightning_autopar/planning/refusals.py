@@ -64,7 +64,7 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
 
 
 def engine_refusal(engine: Engine, question: Question) -> str | None:
-    """Why no plan of this engine is a candidate; None if some are. With offload, some engines run on one device as well."""
+    """Why no plan of this engine is a candidate; None if some are. With offload, some engines also run on one device."""
     asked = engines.named(engine)
     if (refusal := own_refusal(engine, question)) is not None or not asked.several:
         return refusal

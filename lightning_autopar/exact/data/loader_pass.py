@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def without_group() -> Iterator[None]:
-    """While open, this process is in no group as far as torch says, and so are workers that it forks. For code without collectives."""
+    """While open, torch sees no process group in this process and in workers that it forks. For code without collectives."""
     if not dist.is_available() or not dist.is_initialized():
         yield
         return
@@ -49,7 +49,7 @@ def without_group() -> Iterator[None]:
 
 
 def alone(call: Callable[..., _T], *args: Any) -> _T:
-    """What the user's code gives where there is no process group."""
+    """Calls the user's code as if there were no process group; returns what it returns."""
     with without_group():
         return call(*args)
 

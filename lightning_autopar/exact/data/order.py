@@ -106,7 +106,7 @@ class DrawnBatch:
 
     rows: int
     of: int
-    #: The whole batch's, of a sampler that gives batches of them.
+    #: The whole batch's indices, where the sampler gives batches of indices.
     indices: Any = None
 
 

@@ -109,7 +109,7 @@ class RunDisplay:
             devices: ids, in rank order.
             predicted_bytes: what the plan is predicted to take of each device, by id.
             seconds: how long it trains by its prediction; None where nobody knows.
-            progress: where its processes tell how far they are; :meth:`look` reads it.
+            progress: where its processes write how far they are; :meth:`look` reads it.
         """
         self._progress, self._devices, self._pace = progress, devices, RunSpeed()
         ends_at = None if seconds is None else time.time() + seconds

@@ -74,7 +74,7 @@ class RunProgress:
 
         Args:
             trainer: whose counters they are.
-            rank: of this process; the first one tells of the run, the others only what their GPU holds.
+            rank: of this process; rank 0 records the run's progress, the others only what their GPU holds.
             device: this rank's.
             look: called after each note.
         """

@@ -174,7 +174,7 @@ class EngineMixin(Strategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _current_loaders(self, dataloader_idx: int) -> list[ExactLoader]:
-        """The loaders that the current batch came from; of several at once those that aren't exhausted."""
+        """The loaders that the current batch came from; where there are several, those that aren't exhausted."""
         trainer = self._trainer
         combined = getattr(trainer.fit_loop if trainer.training else trainer._active_loop, "_combined_loader", None)
         if combined is None:

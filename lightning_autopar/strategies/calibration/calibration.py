@@ -296,7 +296,7 @@ def _host_loop(known: Calibration) -> list[Curve]:
 
 
 def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
-    """What the trainer's loop takes, and what two ranks of an engine add."""
+    """The seconds of the trainer's loop, and what two ranks of an engine add."""
     from lightning_autopar.strategies.calibration.steps import TINY_BLOCKS, TINY_BYTES, TINY_UNITS, plain_step, step_taken
 
     rates = MeasuredRates(known, DataSheet()).among(devices[:2], inventory)
@@ -322,7 +322,7 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
 
 def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
-    """What two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
+    """The seconds that two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
     from lightning_autopar.strategies.calibration.steps import TINY_BLOCKS, TINY_BYTES, plain_step, step_taken
 
     chosen = devices[:2]
@@ -331,7 +331,7 @@ def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration)
     sending = rates.collective_seconds("send", TINY_BYTES, chosen, inventory)
 
     def besides(micro_batches: int) -> float:
-        """Without the module's own operations: each rank has half of them, and the longest path is a micro-batch longer than there are."""
+        """The seconds without the module's own operations: each rank has half of them, and the longest path has one micro-batch more."""
         taken = step_taken(engines.named("pipeline").sample(chosen, TINY_BLOCKS, micro_batches), chosen)
         return taken.seconds - (micro_batches + 1) / 2 * plain
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _WIDTH, _LAYERS, _STEPS = 8, 4, 18
 TINY_BLOCKS = tuple(f"layers.{index}" for index in range(_LAYERS))
-#: The first steps say nothing: no optimizer state, memory recorded.
+#: The first steps aren't measured: no optimizer state, and memory is recorded.
 _WARM_UP = 5
 #: Wall-clock time beyond this multiple of a step's processor time is others' work on the machine: so small a step hardly waits.
 _MOST_WAITING = 1.5
@@ -147,7 +147,7 @@ def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
         return Taken(*json.loads(out.read_text(encoding="utf-8")))
 
 
-#: Units of FSDP that the tiny module is made of, its root included.
+#: The tiny module's FSDP units, its root included.
 TINY_UNITS = _LAYERS + 1
 #: Bytes of one unit's parameters.
 TINY_BYTES = 4 * (_WIDTH + 1) * _WIDTH

@@ -130,7 +130,7 @@ class FSDP(Engine):
         return footprint.training and (plan.world_size == 1 or (besides and footprint.configures_model))
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
-        """Its step on two ranks against one process's."""
+        """Compares its step on two ranks with one process's."""
         from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
 
         told: dict[str, Any] = {"flops": first.footprint.flops, "conduct": first.footprint.conduct}

@@ -98,7 +98,7 @@ def why_unsharded(first: FirstStep, units: Sequence[str]) -> str | None:
 
 
 def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
-    """Why the module can't be sharded where the samples decide which of its blocks are called: all ranks must gather a block together."""
+    """Why the module can't be sharded if the samples decide which of its blocks are called: all ranks must gather a block together."""
     outermost = () if module.automatic_optimization else [name for name, _ in module.named_children()]
     for name in uneven_calls:
         if name in units or name in outermost:

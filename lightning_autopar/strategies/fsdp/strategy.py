@@ -86,7 +86,7 @@ class _ShardingStrategy(ModelParallelStrategy):
     _offloads = False
 
     def _configure_launcher(self) -> None:
-        """The processes are there already."""
+        """The processes exist already."""
 
     def setup_environment(self) -> None:
         """Join the group and build the mesh, without re-seeding: every rank goes on from the parent's RNG state."""

@@ -127,7 +127,7 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Gathered(nn.Parameter):
-    """A gathered parameter that notices when its ``data`` is taken: what is written there leaves the version counter as it is."""
+    """A gathered parameter that notices access to its ``data``: writes there don't change the version counter."""
 
     @property
     def data(self) -> Tensor:
@@ -144,7 +144,7 @@ _DATA: Any = torch._C.TensorBase.__dict__["data"]
 
 
 def _keep_writes(units: Iterable[FSDPModule]) -> None:
-    """Have the units' shards take over what is written to their gathered parameters, from now on.
+    """From now on, the units' shards take over what is written to their gathered parameters.
 
     Args:
         units: sharded modules, the root among them.
@@ -162,13 +162,13 @@ def _keep_writes(units: Iterable[FSDPModule]) -> None:
 
 
 def _set_data(shard: DTensor, value: Tensor) -> None:
-    """``shard.data = value``: torch 2.13 leaves the local tensor, with all the values, as it was, without a word."""
+    """``shard.data = value``: torch 2.13 silently leaves the local tensor, with all the values, as it was."""
     if (shard.shape, shard.dtype, shard.device) != (value.shape, value.dtype, value.device):
         _DATA.__set__(shard, value)
         return
     if isinstance(value, DTensor):
         part = value.redistribute(shard.device_mesh, shard.placements)._local_tensor
-    else:  # whole, and on each rank the same
+    else:  # whole, and the same on each rank
         part = _part(value, shard)
     with torch.no_grad():
         shard._local_tensor.copy_(part)
@@ -181,7 +181,7 @@ def groups_of(unit: Any) -> list[Any]:
 
 
 def _unshard(group: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-    """Gather; on a GPU after what has been written to the shards in this step, as the gathers run beside the step."""
+    """Gather; on a GPU after this step's writes to the shards, as gathers run on another stream."""
     shards = [parameter.sharded_param for parameter in group.fsdp_params]
     frozen = not any(shard.requires_grad for shard in shards)
     versions = [_version(shard) for shard in shards]
@@ -191,7 +191,7 @@ def _unshard(group: Any, original: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _begin_step(units: Iterable[FSDPModule]) -> None:
-    """A step begins; gathers wait for what was written to shards before, by themselves."""
+    """A step begins; gathers wait for earlier writes to shards by themselves."""
     for unit in units:
         for group in groups_of(unit):
             group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
@@ -207,7 +207,7 @@ def _to_unsharded(parameter: Any, original: Any) -> None:
 
 
 def _to_sharded(groups: list[Any], group: Any, parameter: Any, original: Any) -> None:
-    """Let the shard have its part of the whole parameter, if somebody may have written to that; then free it."""
+    """If the whole parameter may have been written to, copy the rank's part into the shard; then free the whole one."""
     whole = parameter._unsharded_param
     info = parameter._module_info
     for module, name in ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)):
@@ -223,7 +223,7 @@ def _to_sharded(groups: list[Any], group: Any, parameter: Any, original: Any) ->
 
 
 def _take_part(groups: list[Any], parameter: Any, whole: Tensor) -> None:
-    """Copy this rank's part; and let the parameter be where it is gathered, in case its ``data`` was exchanged."""
+    """Copy this rank's part; if the parameter's ``data`` was exchanged, put it back to where it was gathered."""
     local = whole._local_tensor if isinstance(whole, DTensor) else whole.detach()
     gathered = parameter.all_gather_outputs[0] if len(parameter.all_gather_outputs) == 1 else None
     elsewhere = gathered is not None and local.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr()
@@ -241,7 +241,7 @@ def _take_part(groups: list[Any], parameter: Any, whole: Tensor) -> None:
 
 
 def _part(whole: Tensor, shard: DTensor) -> Tensor:
-    """Of a whole tensor what a shard has of it."""
+    """The part of a whole tensor that a shard has."""
     shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
     for dimension, (start, length) in enumerate(zip(offset, shape, strict=True)):
         if length != whole.shape[dimension]:
@@ -250,14 +250,14 @@ def _part(whole: Tensor, shard: DTensor) -> Tensor:
 
 
 def _storages(groups: Iterable[Any]) -> Iterator[int]:
-    """Where parameters are gathered."""
+    """The storages into which parameters are gathered."""
     for group in groups:
         for parameter in group.fsdp_params:
             yield from (output.untyped_storage().data_ptr() for output in parameter.all_gather_outputs if output.untyped_storage().size())
 
 
 def _order(group: Any) -> None:
-    """Let the next gather wait for what the current stream does: as FSDP2 has it after a reshard whose memory the gather reads."""
+    """Let the next gather wait for the current stream, as FSDP2 does after a reshard whose memory the gather reads."""
     event = group.device_handle.Event()
     event.record()
     group._reshard_after_forward_event = event

@@ -120,7 +120,7 @@ class PipelineMaker:
             self.devices.sort(key=lambda device: (-appraiser.budget[device.id], -speed[device.id], device.id))
         self.speed = speed
         self.training = self.footprint.training
-        #: Whether a batch may be taken apart over replicas, and over micro-batches.
+        #: Whether a batch may be split over replicas, and over micro-batches.
         self.copies = multi_refusal(appraiser.question) is None
         self.parts = micro_batch_refusal(self.footprint, appraiser.constraints, staged=True) is None
         self.again = [block.fqn for block in recomputable(self.footprint)] if recompute_refusal(appraiser.constraints) is None else []

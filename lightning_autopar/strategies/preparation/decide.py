@@ -168,7 +168,7 @@ def _look(
     """Find out all about the step, and turn it into constraints. ``alone`` says why this process can't start others."""
     inventory, max_devices = bound
     several = alone is None and (_several(inventory, max_devices) or (elastic and max_devices != 1))
-    verify_configuration(trainer)  # in Lightning's own words what it would say later
+    verify_configuration(trainer)  # raises now what Lightning would raise later
     excluded = exclusions(trainer)
     if alone is not None:  # and engines whose ranks share their samples have several
         excluded |= dict.fromkeys(("multi", *(name for name in all_engines() if not engines.named(name).splits)), alone)

@@ -59,8 +59,8 @@ class Questions:
     """Which kinds of plans planning must know about.
 
     Args:
-        split: whether some of them split the batch.
-        room_bytes: from where on a step is so large that one device may have to work its batch off in parts; None where no plan does.
+        split: whether some plans split the batch.
+        room_bytes: the bytes of a step from which one device may have to run its batch in parts; None where no plan does so.
         engines: names of those whose plans may be taken.
         several: whether some run on several devices.
         excluded: what is ruled out already, as ``Constraints.excluded``.
@@ -175,7 +175,7 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
     room_bytes = questions.room_bytes
     probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
     as_drawn = batch, validation
-    # An evaluation has no loss that anything is trained on; what it draws is told by shape.
+    # An evaluation has no loss to train on; its draws are told by their shapes.
     split, draws = None, DrawPlan() if footprint.random_draws else None
     loadings: dict[str, Loading] = {}
     more: list[FirstBatch] = []
@@ -236,7 +236,7 @@ def _looks(questions: Questions, first: FirstStep) -> dict[str, Finding]:
             found[name] = engines.named(name).look(first)
         except Exception as error:  # whatever the module does in another place than a plain step's
             log.debug("the engine %s can't look at the step", name, exc_info=True)
-            words = not_made(f"looking at it came to no end ({type(error).__name__}: {error})").reason
+            words = not_made(f"looking at it failed ({type(error).__name__}: {error})").reason
             found[name] = Finding(refusals={name: words})
     return found
 

@@ -40,7 +40,7 @@ _CONFIRM_SECONDS = 180.0
 
 
 def after_trial(trainer: Trainer, look: PlanningInputs, plan: Plan) -> Constraints:
-    """The constraints, with what a trial of the plan found out; only what tracing didn't try is tried."""
+    """The constraints, with what a trial of the plan found out; it tries only what planning hasn't tried."""
     constraints, footprint, engine = look.constraints, look.findings.footprint, engines.of(plan)
     finding = look.findings.engines.get(plan.engine, Finding())
     if not engine.untried(plan, footprint, finding):
@@ -58,14 +58,14 @@ def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findin
     Args:
         trainer: with module and data attached.
         footprint: of its step.
-        plan: of an engine that leaves something untried.
+        plan: one of which planning has left something untried.
         finding: the engine's.
     """
     try:
         return run_clean(_rehearse, trainer, footprint, plan, finding, timeout_seconds=_CONFIRM_SECONDS)
     except (ChildFailed, CannotTravel) as error:
         log.debug("the plan can't be rehearsed", exc_info=True)
-        return not_made(error.reason if isinstance(error, CannotTravel) else f"trying it came to no end ({error.reason})")
+        return not_made(error.reason if isinstance(error, CannotTravel) else f"its trial didn't finish ({error.reason})")
 
 
 def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Finding) -> Check:

@@ -22,7 +22,7 @@ from typing import Literal
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.strategies.base.plan_log import PlanChange, PlanChanges
 
-#: What the agent may ask for: a snapshot, after which training goes on, or one after which the workers leave.
+#: The agent may ask for a snapshot after which training goes on, or for one after which the workers leave.
 Ask = Literal["snapshot", "pause"]
 _ASKS: tuple[Ask, ...] = ("snapshot", "pause")
 _INTERRUPTS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SIGTERMException)

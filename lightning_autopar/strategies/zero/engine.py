@@ -140,11 +140,11 @@ class Zero(Engine):
         return Finding(refusals={self.name: whole, _STAGE_3: routed(module, uneven), "disk": disk})
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
-        """Planning tries none of its plans, as few are chosen."""
+        """True: planning tries none of these plans, as few are chosen."""
         return footprint.training
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
-        """Its stage, what it offloads and what it recomputes, on two ranks at most."""
+        """Tries its stage, offload and recomputation, on at most two ranks."""
         from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 
         told: dict[str, Any] = {"flops": first.footprint.flops, "conduct": first.footprint.conduct}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Precisions that are plain Lightning's to the last rounding under DeepSpeed as our engine drives it.
+#: Precisions with which DeepSpeed, as our engine runs it, computes the same as plain Lightning, to the last rounding.
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 #: Callbacks that copy, regroup or judge the module's own parameters and gradients.
 _WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning", "BaseFinetuning")
@@ -68,7 +68,7 @@ def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
 
 
 def unpartitioned(module: LightningModule, trainer: Trainer) -> str | None:
-    """What of the module as it will be built, and of its optimizer, DeepSpeed can't partition; a fake copy is built."""
+    """What DeepSpeed can't partition of the module as it will be built, or of its optimizer; a fake copy is built to see it."""
     mode = fake_mode()
     try:
         with drawing_nothing(), as_if_real(None, "cpu"):
@@ -77,7 +77,7 @@ def unpartitioned(module: LightningModule, trainer: Trainer) -> str | None:
                 rehearsal = rehearsed(copy, trainer)
                 rehearsal.build()
                 return unpartitioned_module(copy, str(trainer.precision)) or unpartitioned_optimizer(copy, rehearsal.optimizers)
-    except Exception:  # tracing says why; what comes of it in a run, a rehearsal finds out
+    except Exception:  # tracing says why; a rehearsal finds out what a run does
         log.debug("the optimizer can't be looked at", exc_info=True)
         return None
 

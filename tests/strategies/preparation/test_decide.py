@@ -288,7 +288,7 @@ def test_an_engine_that_fails_to_look_at_the_step_is_no_candidate(tmp_path: Path
     monkeypatch.setattr(stage_probe, "probe_stages", fail)
     decision = staged(Stack(), tmp_path, allow=("single", "pipeline"))
     (words,) = {each.reason for each in decision.report.candidates if each.plan.engine == "pipeline"}
-    assert words == "whether it runs the step right couldn't be checked, as looking at it came to no end (KeyError: 'stages')"
+    assert words == "whether it runs the step right couldn't be checked, as looking at it failed (KeyError: 'stages')"
     assert decision.report.footprint.traced, "what others found holds"
 
 

@@ -44,7 +44,7 @@ def untried_words(reason: str) -> str:
 
 
 def refused(reason: str) -> Finding:
-    """That of a module that can't run in stages."""
+    """The finding for a module that can't run in stages."""
     return Finding(value=Staging(refusal=reason))
 
 
@@ -72,7 +72,7 @@ def probe_stages(
     precision: Precision | None = None,
     flops: int = 0,
 ) -> Finding:
-    """Record the steps that a run will call, and compare them in stages with the whole ones.
+    """Record the steps that a run will call, and compare them in stages with whole ones.
 
     The finding's value is a :class:`Staging`, with the reason where there are no stages. What is only recorded is ``untried``, as a plan's
     own cuts are before it is taken (:func:`confirm_stages`).
@@ -182,10 +182,10 @@ def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) ->
 
 
 def unstaged(conduct: Conduct | None, untried: str) -> Check | None:
-    """Why a pipeline whose stages can't be tried isn't taken; None where the traced step does nothing that stages may do otherwise.
+    """Why not to take a pipeline whose stages can't be tried; None where nothing in the traced step could run differently in stages.
 
     Args:
-        conduct: what the step does with parameters by themselves; None where it wasn't traced.
+        conduct: what the step itself does with parameters; None where it wasn't traced.
         untried: why they can't be tried, as the end of a sentence.
     """
     if conduct is None:
@@ -228,7 +228,7 @@ def _samples(batches: Mapping[str, FirstBatch], flops: int, steps: int = _STEPS,
 def _try(
     module: LightningModule, trainer: Trainer | None, batches: Mapping[str, FirstBatch], fn: str, precision: Precision, flops: int
 ) -> Finding | str:
-    """Record for real, and compare; a reason where the whole step can't be run, so that nothing can be said of its stages."""
+    """Record with real tensors, and compare; a reason if the whole step can't be run, so that nothing is known about its stages."""
     trial, several = _trial(module, trainer, batches, fn, precision, _samples(batches, flops))
     if isinstance(trial, str):
         return trial

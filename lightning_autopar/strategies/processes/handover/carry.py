@@ -191,7 +191,7 @@ def _lost(parcels: list[CarriedObjects], mine: set[Any]) -> list[str]:
 
 
 def _write_loggers(things: RunObjects, folder: Path) -> None:
-    """Write what differs of the loggers, after they have written what they can't keep."""
+    """Write the loggers' changed state, after flushing what they can't hand over."""
     survey, trainer = things.survey, things.trainer
     paths = [path for path in map(things.path, trainer.loggers) if path]
 
@@ -210,10 +210,10 @@ def _write_loggers(things: RunObjects, folder: Path) -> None:
         if callable(flush := getattr(experiment, "flush", None)):
             flush()
         if type(logger).__getstate__ is not object.__getstate__:
-            # Loggers whose experiment can't be pickled say here by what it is found again (wandb's and Comet's ids).
+            # Pickling a logger whose experiment can't be pickled stores the experiment's id (wandb, Comet).
             state = logger.__getstate__()
             for name, value in state.items() if isinstance(state, dict) else ():
-                if name != "_attach_id" and vars(logger).get(name, logger) is not value:  # that one is of a process that is about to end
+                if name != "_attach_id" and vars(logger).get(name, logger) is not value:  # is of a process that ends soon
                     values[number, name] = (value, None)
         parcel.loggers.append(
             (_class_of(logger), _portable(logger, {part: value for (owner, part), (value, _) in values.items() if owner == number}))
@@ -225,7 +225,7 @@ def _write_loggers(things: RunObjects, folder: Path) -> None:
 
 
 def carry_loggers_in(trainer: Trainer, before: Before, folder: Path) -> None:
-    """Let the loggers go on with the run that they had; first thing on every rank, before the trainer's function runs.
+    """Let the loggers go on with the run that they had; to be called first on every rank, before the trainer's function runs.
 
     Args:
         trainer: as it was before the fork.
@@ -269,7 +269,7 @@ def _class_of(target: Any) -> str:
 
 
 def _portable(logger: Any, values: Mapping[str, Any]) -> dict[str, bytes]:
-    """What of a logger means the same to a process that wasn't forked from the same parent: the run's names, and a CSV file's open rows."""
+    """The part of a logger's state that a process of another parent can use: the run's names, and a CSV file's unwritten rows."""
     its = {
         name: value for name, value in values.items() if type(value) in PLAIN or (isinstance(logger, CSVLogger) and name == "_experiment")
     }
@@ -277,7 +277,7 @@ def _portable(logger: Any, values: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _cut(path: Path, size_bytes: int, lines: int, keys: list[str]) -> None:
-    """Take out of a CSV file what was written after the snapshot, by a run that then was lost."""
+    """Remove from a CSV file the rows that were written after the snapshot and then lost."""
     if not path.is_file() or path.stat().st_size == size_bytes:
         return
     with path.open(newline="") as file:
