@@ -49,7 +49,7 @@ class Exits(ExitStack):
 
 
 class Calls(list[Callable[[], None]]):
-    """Whom a run calls. A copy, as of :class:`Exits`, calls nobody."""
+    """The callbacks that a run calls. A copy calls none, as for :class:`Exits`."""
 
     def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
         return Calls, ()

@@ -102,9 +102,9 @@ class FirstStep:
     """A step of the run that planning is for, as an engine looks at it.
 
     Args:
-        trainer: with the module attached; it is read alone.
+        trainer: with the module attached; it is only read.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        batch: the first one, a ``FirstBatch``.
+        batch: the step's first batch, a ``FirstBatch``.
         validation: gives the first batch of the validation within a fit; None where there is none.
         footprint: of the step.
         split: what splitting the batch changes; None where nobody has tried.
@@ -128,14 +128,14 @@ class FirstStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What an engine has found out about a step. It travels from the child that has looked.
+    """What an engine has found out about a step; the forked child that has looked sends it.
 
     Args:
         refusals: what is ruled out, by names of ``constraints.excludable``, with the sentence that says why; None where it isn't.
-        notes: what a reader should know of any plan of the engine, a sentence each.
+        notes: what a reader should know about any plan of the engine, a sentence each.
         uncuttable: FQNs of the blocks with which no stage may begin, with the sentence that says why.
-        counted: FQNs of the buffers that a training step changes, which it would do once for each part of a batch.
-        untried: what of each plan is left to :meth:`Engine.rehearse`, as the reason; None where nothing is.
+        counted: FQNs of the buffers that a training step changes, and would change once for each part of a batch.
+        untried: why a part of each plan's checks is left to :meth:`Engine.rehearse`; None where nothing is.
         value: what the strategy of a plan of the engine gets as ``RunPlan.finding``; opaque to all but the engine.
     """
 
@@ -162,7 +162,7 @@ class Engine(ABC):
         plainer: a simpler engine, and the words that begin the comparison: the report compares a chosen plan of this engine with that
             engine's.
         another_library: whether its plans are taken only where they are clearly faster than others.
-        loop: whose the trainer's loop is as measured, where another engine's is as long; None for its own.
+        loop: the engine whose measured trainer's loop is as long as this one's; None to measure its own.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
     """
 
@@ -208,7 +208,7 @@ class Engine(ABC):
         """Raise ValueError where the values of a plan's fields don't go together; asked whenever a plan is made."""
 
     def words(self, plan: Plan) -> dict[str, str]:
-        """The words of a plan's title by the field that they tell of, in their order; an engine puts its own in their place."""
+        """The words of a plan's title, in order, each by the field that it describes; an engine inserts its own."""
         told = {"devices": self.name if plan.world_size == 1 else f"{self.name} ×{plan.world_size}"}
         if plan.replicas > 1:
             told["replicas"] = f"{plan.replicas} replicas"
@@ -235,7 +235,7 @@ class Engine(ABC):
         return ()
 
     def against(self, plan: Plan, question: Question) -> str | None:
-        """What a pinned plan of this engine does that can't be done here, as the end of a sentence that begins with it."""
+        """Which feature of a pinned plan of this engine isn't possible here, as the end of a sentence that begins with the plan."""
         return None
 
     def sample(self, devices: Sequence[Device], blocks: Sequence[str], micro_batches: int) -> Plan:
@@ -243,7 +243,7 @@ class Engine(ABC):
         return Plan(engine=self.name, devices=tuple(device.id for device in devices))
 
     def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
-        """What :meth:`look` would find out for the strategy of such a plan, by the module and two samples."""
+        """What :meth:`look` would find out for the strategy of such a plan, from the module and two samples."""
         return None
 
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
@@ -256,14 +256,14 @@ class Engine(ABC):
         return None
 
     def look(self, first: FirstStep) -> Finding:
-        """What the first batch and the Trainer's options say of this engine. Asked only where a plan of it may be taken.
+        """What the first batch and the Trainer's options say about this engine. Called only where its plans are allowed.
 
         A check that it can't make is no check that passed: such plans are ruled out by a sentence, or left to :meth:`rehearse`.
         """
         return Finding()
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
-        """Whether :meth:`look` has left something to :meth:`rehearse` in such a plan."""
+        """Whether :meth:`look` left a check of such a plan to :meth:`rehearse`."""
         return finding.untried is not None
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:

@@ -112,7 +112,7 @@ class Search:
         return Remedies(self.appraiser, seconds, self.speed)
 
     def first(self) -> Candidate | None:
-        """The best, or where nothing fits the one that lacks least, without a look at what can't be run."""
+        """The best candidate, or if nothing fits the one that lacks least; leaves out what can't be run."""
         self._explore()
         return next(iter(self._in_order()), None)
 

@@ -73,7 +73,7 @@ def validated(footprint: Footprint, share: float) -> Footprint:
 
 
 def more_devices(inventory: Inventory, count: int) -> Inventory | None:
-    """With so many more devices like the others on the first node; None where devices aren't alike, or aren't whole GPUs."""
+    """The inventory with so many more like devices on the first node; None if devices aren't alike, or aren't whole GPUs."""
     if count > 1 and (fewer := more_devices(inventory, count - 1)) is not None:
         inventory = fewer
     devices = [device for device in inventory.devices if device.node == inventory.devices[0].node]
@@ -86,7 +86,7 @@ def more_devices(inventory: Inventory, count: int) -> Inventory | None:
     place = inventory.devices.index(last) + 1
     found = replace(inventory, devices=(*inventory.devices[:place], more, *inventory.devices[place:]))
     if last.kind != "catalogue":
-        return found  # linked through the host: another socket than the others' is what is sure to be there
+        return found  # linked through the host, as if on another socket: the worst case
     hosts = list(inventory.node_host_bytes)
     if last.node in inventory.assumed_hosts:
         hosts[last.node] += assumed_host_bytes(more)
@@ -95,7 +95,7 @@ def more_devices(inventory: Inventory, count: int) -> Inventory | None:
 
 
 def with_host(inventory: Inventory, size: int) -> Inventory:
-    """With hosts that have so many bytes at least."""
+    """The inventory whose hosts have at least so many free bytes."""
     nodes = tuple(max(size, have) for have in inventory.node_host_bytes)
     total, free = (max(size, have) for have in (inventory.host_total_bytes, inventory.host_free_bytes))
     return replace(inventory, host_total_bytes=total, host_free_bytes=free, node_host_bytes=nodes)

@@ -183,12 +183,12 @@ class AutoLauncher(Launcher):
         return self._run_generation(decision, function, args, kwargs, trainer)
 
     def _show(self, decision: Decision, progress: RunProgress) -> None:
-        """Others on this host see from now on which plan runs and how far it has come."""
+        """From now on, show others on this host which plan runs and how far it is."""
         run_plan = decision.run_plan
         self._shown.running(run_plan.plan.title(), run_plan.plan.devices, run_plan.reserved_bytes, decision.expected_seconds, progress)
 
     def _show_at_batches(self, decision: Decision, engine: EngineMixin, trainer: Trainer) -> None:
-        """The run's first process is this one: it shows at its batches how far it has come."""
+        """In the run's first process: show at its batches how far it is."""
         shown = self._shown
         if shown.run_id is None:
             return

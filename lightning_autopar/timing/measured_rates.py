@@ -73,18 +73,18 @@ def device_key(device: Device) -> str:
 
 
 def group_key(devices: Sequence[Device], inventory: Inventory) -> str:
-    """Under which a group's collectives are kept: the models, and of GPUs the slowest kind of link on their best way round."""
+    """The key of a group's collectives: the devices' models, and for GPUs the slowest kind of link of their best ring."""
     models = "+".join(sorted({device_key(device) for device in devices}))
     group = topology(inventory).group(devices)
     return models if group.on_cpu else f"{models} by {group.kind}"
 
 
 class MeasuredRates(Rates):
-    """Rates as they were measured.
+    """Measured rates; where nothing was measured, other rates.
 
     Args:
         calibration: what was measured.
-        otherwise: asked for what wasn't.
+        otherwise: the rates for what wasn't.
     """
 
     def __init__(self, calibration: Calibration, otherwise: Rates) -> None:
@@ -98,16 +98,16 @@ class MeasuredRates(Rates):
 
     @property
     def name(self) -> str:
-        """What these are, for people."""
+        """The rates' name in reports."""
         return f"measured on {self.calibration.day}"
 
     @property
     def identity(self) -> str:
-        """Which measurement these are of: what runs took is compared with predictions by the same rates alone."""
+        """Names the measurement: a run's seconds are compared only with predictions by the same rates."""
         return f"measured on {self.calibration.day} in {self.calibration.took_seconds:.3f} s"
 
     def device_class(self, device: Device) -> Hashable:
-        """By what was measured; devices that weren't, by the other rates."""
+        """The class by what was measured; of devices that weren't measured, by the other rates."""
         key = device_key(device)
         return key if self.calibration.measured(key) else self.otherwise.device_class(device)
 
@@ -124,7 +124,7 @@ class MeasuredRates(Rates):
         return view
 
     def work_seconds(self, device: Device, work: Work) -> float:
-        """One run of an operation, without the host's part; by its own curve, or that of another of its kind."""
+        """Seconds of one run of an operation, without the host's part, by its own curve or that of another operation of its kind."""
         asked = (device_key(device), work.kind, work.name, work.dtype, work.flops, work.moved_bytes, work.shape)
         seconds = self._found.get(asked)
         if seconds is None:
@@ -134,38 +134,38 @@ class MeasuredRates(Rates):
         return seconds
 
     def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
-        """What the host needs to issue one operation in a part of the step."""
+        """The host's seconds to issue one operation in a phase of the step."""
         curve = self._curve(device_key(device), f"issue/{phase}")
         return self.otherwise.issue_seconds(device, phase) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def loop_seconds(self, device: Device, engine: Engine) -> float:
-        """What a step costs beside operations and collectives: the trainer's loop, the engine's hooks."""
+        """Seconds of a step beside operations and collectives: the trainer's loop, the engine's hooks."""
         thing = f"loop/{loaded(engine).loop or engine}"
         curve, otherwise = self._of_host(device, thing), self.otherwise.loop_seconds(device, engine)
         if curve is not None:
             return curve.seconds[0] * self._crowded(device, "matmul", 0)
         if (single := self._of_host(device, "loop/single")) is None:
             return otherwise
-        # What an engine adds to the trainer's own loop is the data sheet's.
+        # The data sheet says what an engine adds to the trainer's own loop.
         return single.seconds[0] * self._crowded(device, "matmul", 0) + otherwise - self.otherwise.loop_seconds(device, "single")
 
     def action_seconds(self, device: Device) -> float:
-        """A rank of a pipeline's part of a micro-batch's forward or backward beside its operations."""
+        """Seconds of a pipeline rank in a micro-batch's forward or backward, beside its operations."""
         curve = self._curve(device_key(device), "action")
         return self.otherwise.action_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def call_seconds(self, device: Device) -> float:
-        """A call in a framework's Python, as the trainer's loop makes them."""
+        """Seconds of one Python call of a framework, as the trainer's loop makes it."""
         curve = self._of_host(device, "call")
         return self.otherwise.call_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def unit_seconds(self, device: Device) -> float:
-        """The host's part of one FSDP unit in a step."""
+        """The host's seconds for one FSDP unit in a step."""
         curve = self._curve(device_key(device), "unit")
         return self.otherwise.unit_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
-        """One collective between ranks on these devices, by what as many of them were measured to take."""
+        """Seconds of one collective between ranks on these devices, by the measurement with as many ranks."""
         otherwise = self.otherwise.collective_seconds(collective, size_bytes, devices, inventory)
         if len({device.node for device in devices}) > 1:
             return otherwise
@@ -173,9 +173,9 @@ class MeasuredRates(Rates):
         by_ranks = self._group(collective, devices, inventory)
         if not by_ranks:
             return otherwise
-        if ranks in by_ranks:  # more ranks never take less: what others' work lengthened, while it was measured, shows by that
+        if ranks in by_ranks:  # more ranks never take less: a rate above theirs was lengthened by others' work
             return min(curve.at(size_bytes) for count, curve in by_ranks.items() if count >= ranks)
-        # As the data sheet has it between numbers of ranks, from the nearest that was measured.
+        # From the nearest number of ranks that was measured, in the data sheet's ratio.
         nearest = min(by_ranks, key=lambda count: (abs(math.log(count / ranks)), count))
         known = by_ranks[nearest].at(size_bytes)
         if nearest > len(devices):
@@ -184,7 +184,7 @@ class MeasuredRates(Rates):
         return known * otherwise / fewer if fewer else known
 
     def host_copy_seconds(self, device: Device, size_bytes: int) -> float:
-        """Between pinned host memory and the device."""
+        """Seconds of a copy between pinned host memory and the device."""
         curve = self._curve(device_key(device), "host_copy")
         if device.kind == "cpu" or curve is None:
             return self.otherwise.host_copy_seconds(device, size_bytes)

@@ -70,7 +70,7 @@ class RunProgress:
     # -- in a process that trains ------------------------------------------------------------------------------------------------------
 
     def at_batch(self, trainer: Trainer, rank: int, device: torch.device, look: Callable[[], None] | None = None) -> None:
-        """A batch begins, of whatever loop: note how the run comes along, a few times a second at most.
+        """To be called when a batch of any loop begins: note how far the run is, at most a few times a second.
 
         Args:
             trainer: whose counters they are.

@@ -42,7 +42,7 @@ class RunPlan:
         large: whether the module is so large that no rank but the first should ever build all of it.
         candidate: the plan with its prediction.
         budgets: bytes that the plan may use of each device, by its id.
-        findings: what engines found out about the step, by their names; opaque to all but them.
+        findings: what engines found out about the step, by the engine's name; only that engine reads it.
         elastic: whether the run may go on under another plan, so that every loader's position must be known.
         at_least: bytes by device id to ask for, whatever is predicted, as the plan ran out of memory before.
     """

@@ -125,7 +125,7 @@ class FSDP(Engine):
         return Finding(refusals={self.name: why_unsharded(first, shardable(first.footprint)[0])})
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
-        """Of training on several devices planning has rehearsed all but what a plan does besides to a module that shards itself."""
+        """For training on several devices only a plan's further features in a module that shards itself."""
         besides = bool(plan.offload) or plan.replicas > 1
         return footprint.training and (plan.world_size == 1 or (besides and footprint.configures_model))
 

@@ -13,7 +13,7 @@ class Check:
     Args:
         outcome: ``"not made"`` isn't ``"passed"``: then nothing is known about the plan.
         reason: why it failed or couldn't be made, in one sentence.
-        notes: what a reader should know of a plan that passed, a sentence each.
+        notes: what a reader should know about a plan that passed, a sentence each.
     """
 
     outcome: Literal["passed", "failed", "not made"]

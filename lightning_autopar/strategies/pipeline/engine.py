@@ -94,7 +94,7 @@ class Pipeline(Engine):
         return Plan(engine=self.name, devices=ids, cuts=cuts, schedule=schedule, micro_batches=micro_batches)
 
     def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
-        """Its step, recorded."""
+        """Records its step."""
         from lightning_autopar.strategies.pipeline.stages.record import record
         from lightning_autopar.strategies.pipeline.stages.recording import Staging
 
@@ -138,7 +138,7 @@ class Pipeline(Engine):
         return unstaged_run(trainer, kinds)
 
     def look(self, first: FirstStep) -> Finding:
-        """Where the steps of the run can be cut into stages; the stages are run beside the whole module."""
+        """Finds where the steps of the run can be cut into stages; runs the stages and the whole module, and compares them."""
         from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 
         kept, trainer = stage_probe.kept_apart(first), first.trainer
@@ -153,7 +153,7 @@ class Pipeline(Engine):
         return replace(found, refusals={self.name: found.value.refusal or kept})
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
-        """The stages of these cuts beside the whole module."""
+        """Compares the stages of these cuts with the whole module."""
         from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import check_cuts
 
         return check_cuts(first, plan.cuts, finding.notes)

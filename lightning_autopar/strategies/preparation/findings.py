@@ -56,13 +56,13 @@ _OWN_DRAWS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """Which kinds of plans planning must know about.
+    """The kinds of plans that planning considers.
 
     Args:
         split: whether some plans split the batch.
         room_bytes: the bytes of a step from which one device may have to run its batch in parts; None where no plan does so.
-        engines: names of those whose plans may be taken.
-        several: whether some run on several devices.
+        engines: names of the engines whose plans may be taken.
+        several: whether some plans run on several devices.
         excluded: what is ruled out already, as ``Constraints.excluded``.
         target: what the step is traced for.
         despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
@@ -86,11 +86,11 @@ class Findings:
         split: what a split batch changes; None where no candidate splits it.
         draws: the step's random draws; None where it draws nothing.
         data_draws: where making a batch draws, see :class:`.run_plan.RunPlan`.
-        engines: what each engine finds, by its name; of those that were asked.
+        engines: what each engine that was asked found, by its name.
         several_loaders: whether a batch comes from several of them.
-        whole: why a training step's batch can't be worked off in parts; None where it can.
-        rowless: the same of parts that are rows of its tensors, whose shapes follow from the batch's; None where they are.
-        counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
+        whole: why a training step's batch can't run in parts; None where it can.
+        rowless: the same for parts that are rows of its tensors, whose shapes follow from the batch's.
+        counted: FQNs of buffers that a training step changes, and would change once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         loadings: how ranks may make the batches of loaders, by :func:`.batch_making.loader_key`.
         together: the numbers of samples of several loaders' batches of one step; see :class:`.memory.batch.FirstBatch`.
@@ -160,9 +160,9 @@ def drawn_by_rank(findings: Findings) -> Findings:
 
 
 def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
-    """In the forked child: the user's first batch, the traced step, and whether it survives engines and its batch being split.
+    """In the forked child: the user's first batch, the traced step, and what engines and a split of its batch change.
 
-    The batch is had here, once. What runs a backward pass is forked from here, so that this process never does.
+    The batch is loaded here, once. Backward passes run in further forked children, never in this process.
     """
     module = trainer.lightning_module
     stage = stage_of(trainer)
@@ -229,12 +229,12 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
 
 
 def _looks(questions: Questions, first: FirstStep) -> dict[str, Finding]:
-    """What each engine that is asked for finds; one that fails to look is ruled out."""
+    """What each engine in question finds; one whose look fails is ruled out."""
     first, found = replace(first, several=questions.several, excluded=questions.excluded), {}
     for name in questions.engines:
         try:
             found[name] = engines.named(name).look(first)
-        except Exception as error:  # whatever the module does in another place than a plain step's
+        except Exception as error:  # the module may raise anything outside of a plain step
             log.debug("the engine %s can't look at the step", name, exc_info=True)
             words = not_made(f"looking at it failed ({type(error).__name__}: {error})").reason
             found[name] = Finding(refusals={name: words})

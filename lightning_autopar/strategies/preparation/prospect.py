@@ -1,4 +1,4 @@
-"""All that was found out about one call of the trainer. From it follows the best plan for any set of devices, confirmed before it is taken.
+"""All that was found out about one call of the trainer. It gives the best plan for any set of devices, confirmed before it is taken.
 
 What tracing didn't try is tried in a forked child. It reads the trainer and changes nothing in it; it knows neither the other plans nor how
 a plan is executed.
@@ -89,7 +89,7 @@ class Prospect:
     Args:
         trainer: with module and data attached.
         look: what was found out.
-        batch: what a batch is to several devices.
+        batch: how several devices share a batch.
         from_snapshot: see :class:`.run_plan.RunPlan`.
         weights_only: see there.
         elastic: see :func:`.decide.find_prospect`.

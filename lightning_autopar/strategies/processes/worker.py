@@ -164,7 +164,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
     job.before.survey.begin()
     try:
         engine = job.make_engine(job.run_plan)
-        if job.progress is not None and (rank == 0 or device.kind == "cuda"):  # a CPU's rank has nothing to tell but of the run
+        if job.progress is not None and (rank == 0 or device.kind == "cuda"):  # ranks on CPU devices have no GPU memory to show
             engine.at_batch.append(partial(job.progress.at_batch, trainer, rank, job.run_plan.torch_devices[rank]))
         engine.at_batch.append(partial(stop_rendezvous.boundary, rank))
         with installed(trainer, engine, module, job.run_plan.torch_devices, keep_sampler=job.run_plan.batch == "per_device"):

@@ -43,7 +43,7 @@ class Zero(Engine):
     whole = False
     builds_on_each = True
     another_library = True
-    loop = "single"  # what DeepSpeed adds is known by its calls
+    loop = "single"  # DeepSpeed's share is predicted from its calls
 
     def check(self, plan: Plan) -> None:
         """Raise unless the stage exists and can offload what the plan says."""
@@ -59,7 +59,7 @@ class Zero(Engine):
             )
 
     def words(self, plan: Plan) -> dict[str, str]:
-        """With the stage, and where the state lies."""
+        """The title's words, with the stage, and where the state lies."""
         told = super().words(plan)
         told["devices"] = told["devices"].replace(self.name, f"{self.name}-{plan.zero_stage}", 1)
         return {**told, "offload": f"{told['offload']}, state on disk"} if plan.optimizer_on_disk else told
@@ -125,7 +125,7 @@ class Zero(Engine):
         return unpartitioned_run(trainer, kinds) if trainer.state.fn == TrainerFn.FITTING else None
 
     def look(self, first: FirstStep) -> Finding:
-        """By what the module, its optimizer and its hooks are, which parts of it the samples call, and the disk."""
+        """Looks at the module, its optimizer and hooks, the submodules that the samples call, and the disk."""
         from lightning_autopar.strategies.zero.disk import disk_folder, no_disk
         from lightning_autopar.strategies.zero.refusals import routed, unpartitioned, unseen_gradients
 

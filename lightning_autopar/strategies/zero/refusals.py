@@ -83,7 +83,7 @@ def unpartitioned(module: LightningModule, trainer: Trainer) -> str | None:
 
 
 def routed(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
-    """Why stage 3, which gathers parameters in the order in which a rank comes to them, can't run what the samples decide about.
+    """Why stage 3, which gathers parameters in the order of a rank's calls, can't run a module whose samples decide what is called.
 
     Args:
         module: any.

@@ -154,7 +154,7 @@ def confirm_stages(
 
 
 def kept_apart(first: FirstStep) -> str | None:
-    """Why what a step keeps on the module can't be kept by stages; None where it keeps nothing that its samples decide about."""
+    """Why stages can't keep what a step keeps on the module; None where nothing kept depends on its samples."""
     if first.split is None or not first.split.kept_rules:
         return None
     hook, rules = next(iter(first.split.kept_rules.items()))
@@ -163,12 +163,12 @@ def kept_apart(first: FirstStep) -> str | None:
 
 
 def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) -> Check:
-    """Whether stages cut so compute what the whole module does, where they were only recorded so far.
+    """Whether stages with these cuts, only recorded so far, compute what the whole module computes.
 
     Args:
         first: the step; meant for a forked child.
         cuts: FQNs of the blocks with which the second and each later stage begins.
-        notes: of the probe, which a plan keeps that can't be tried and does nothing that stages may do otherwise.
+        notes: the probe's, kept if the plan can't be tried and does nothing that may differ in stages.
     """
     trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
     flops = first.footprint.flops
@@ -195,7 +195,7 @@ def unstaged(conduct: Conduct | None, untried: str) -> Check | None:
 
 
 def batches_of(first: FirstStep) -> dict[str, FirstBatch]:
-    """Those of the hooks that the run calls."""
+    """The hooks that the run calls."""
     batches: dict[str, FirstBatch] = {STEPS[first.stage]: first.batch}
     if (validation := first.validation()) is not None:
         batches[STEPS["validate"]] = validation
